@@ -1,0 +1,199 @@
+"""Throughput benchmark, with nano-vLLM's workload.
+
+256 sequences of `randint(100, 1024)` random token ids in 0..10000, each generating
+`randint(100, 1024)` tokens at temperature 0.6, all drawn with `random.seed(0)`. After a warm-up
+request, the time of `generate` is taken and the generated tokens are counted and checked.
+
+    python bench.py --dummy qwen3-0.6b       # random weights in the published shape
+    python bench.py --model DIR              # a checkpoint
+    python bench.py                          # the embedded tiny checkpoint
+
+The last line is JSON. On a CPU, without --num-seqs, a size is chosen that ends in about a minute.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, SamplingParams, __version__
+
+ROOT = Path(__file__).parent
+TINY = ROOT / "checkpoints" / "tiny-qwen3"
+CPU_SECONDS = 45.0
+SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published checkpoints
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 9728,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+}
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+
+def workload(
+    num_seqs: int, seed: int, vocab_size: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """nano-vLLM's prompts and parameters; ids are folded into a vocabulary below 10000."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(100, 1024))]
+        for _ in range(num_seqs)
+    ]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024))
+        for _ in range(num_seqs)
+    ]
+    return prompts, params
+
+
+def run_once(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], progress: bool
+) -> tuple[int, float]:
+    """Generated tokens and seconds of one run; every output is checked for its length."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    seconds = time.perf_counter() - start
+    for output, param in zip(outputs, params, strict=True):
+        if len(output.outputs[0].token_ids) != param.max_tokens:
+            raise RuntimeError(f"request {output.request_id} did not run to its length")
+    return sum(param.max_tokens for param in params), seconds
+
+
+def choose_cpu_size(llm: LLM, seed: int) -> int:
+    """Sequences of the workload that take about `CPU_SECONDS`, from a timed probe of 4."""
+    prompts, params = workload(4, seed, llm.model_config.vocab_size)
+    short = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=16) for _ in params]
+    _, seconds = run_once(llm, prompts, short, progress=False)
+    steps = 562 / 16  # mean output over the probe's
+    num_seqs = max(1, min(256, int(4 * CPU_SECONDS / (seconds * steps))))
+    print(f"CPU: {num_seqs} of the 256 sequences, to end within about a minute (--num-seqs N)")
+    return num_seqs
+
+
+def conditions(llm: LLM) -> dict[str, Any]:
+    """What a figure depends on."""
+    import torch
+
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    metrics = llm.metrics()
+    on_cuda = metrics["device"].startswith("cuda")
+    keys = ("attention_backend", "device", "dtype", "cuda_graphs", "num_kvcache_blocks")
+    return {
+        "commit": commit or None,
+        "nanovllm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hardware": torch.cuda.get_device_name() if on_cuda else platform.processor() or "CPU",
+        **{key: metrics[key] for key in keys},
+        "num_preemptions": metrics["num_preemptions"],
+        "num_cached_tokens": metrics["num_cached_tokens"],
+    }
+
+
+def build(args: argparse.Namespace) -> tuple[LLM, float]:
+    """The engine, and the seconds its construction took."""
+    options = {
+        "enforce_eager": args.enforce_eager,
+        "attention_backend": args.attention_backend,
+        "device": args.device,
+        "kvcache_block_size": args.block_size,
+    }
+    start = time.perf_counter()
+    if args.dummy is None:
+        return LLM(args.model, **options), time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as directory:
+        config = {**COMMON, **SHAPES[args.dummy]}
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        llm = LLM(directory, load_format="dummy", **options)
+    return llm, time.perf_counter() - start
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", default=str(TINY), help="directory of a checkpoint")
+    source.add_argument("--dummy", choices=sorted(SHAPES), help="random weights in this shape")
+    parser.add_argument("--num-seqs", type=int, help="sequences (256)")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload")
+    parser.add_argument("--repeat", type=int, default=1, help="timed runs")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--block-size", type=int, default=256)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--no-progress", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Build, warm up, time, report."""
+    args = parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    llm, construction = build(args)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=4), use_tqdm=False)
+    num_seqs = args.num_seqs or (
+        256 if llm.metrics()["device"] != "cpu" else choose_cpu_size(llm, args.seed)
+    )
+    prompts, params = workload(num_seqs, args.seed, llm.model_config.vocab_size)
+    rates = []
+    for _ in range(args.repeat):
+        llm.reset_prefix_cache()
+        tokens, seconds = run_once(llm, prompts, params, progress=not args.no_progress)
+        rates.append(tokens / seconds)
+        print(f"{tokens} tokens in {seconds:.2f} s: {rates[-1]:.0f} tok/s")
+    result = {
+        "benchmark": "bench",
+        "model": args.dummy or args.model,
+        "seed": args.seed,
+        "num_seqs": num_seqs,
+        "tokens": tokens,
+        "tok_per_s_median": round(statistics.median(rates), 1),
+        "tok_per_s_range": [round(min(rates), 1), round(max(rates), 1)],
+        "construction_s": round(construction, 2),
+        **conditions(llm),
+    }
+    llm.exit()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

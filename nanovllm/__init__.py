@@ -1,0 +1,27 @@
+"""nanovllm: offline LLM inference in the nano-vLLM design.
+
+Importing the package is light: `LLM` (which needs torch) is loaded on first use, so that the host
+logic (sequences, blocks, scheduling) imports without torch, and nothing looks at the hardware.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

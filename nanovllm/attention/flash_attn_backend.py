@@ -1,0 +1,106 @@
+"""Attention through the flash-attn package (Dao, 2023), where it is installed."""
+
+import importlib.util
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds
+from nanovllm.attention.triton_backend import triton_refusal
+from nanovllm.utils.context import Context
+
+BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """`flash_attn_varlen_func` for prefill, `flash_attn_with_kvcache` for decode."""
+
+    name: ClassVar[str] = "flash_attn"
+    supports_cuda_graph: ClassVar[bool] = True
+
+    @classmethod
+    def refusal(cls, needs: AttentionNeeds) -> str | None:
+        if needs.device.type != "cuda":
+            return f"needs a CUDA device, not {needs.device.type}"
+        if needs.block_size % BLOCK_MULTIPLE:
+            return (
+                f"needs kvcache_block_size to be a multiple of {BLOCK_MULTIPLE}, "
+                f"got {needs.block_size}"
+            )
+        if needs.dtype not in (torch.bfloat16, torch.float16):
+            return f"needs bfloat16 or float16, not {needs.dtype}"
+        if needs.head_dim % 8 or needs.head_dim > 256:
+            return f"needs a head_dim that is a multiple of 8 up to 256, got {needs.head_dim}"
+        if importlib.util.find_spec("flash_attn") is None:
+            return "the package flash-attn is not installed"
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:  # built for another torch, say
+            return f"the package flash-attn does not import: {error}"
+        return triton_refusal(needs.device)  # the KV store is a Triton kernel
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        from nanovllm.kernels.kv_cache import store_kvcache
+
+        self._varlen = flash_attn_varlen_func
+        self._with_kvcache = flash_attn_with_kvcache
+        self._store = store_kvcache
+
+    def store_kvcache(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._store(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        block_table = None
+        if context.has_cached_context:
+            k, v = k_cache, v_cache
+            block_table = context.block_tables[context.num_decodes :]
+        return self._varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=context.cu_seqlens_q,
+            cu_seqlens_k=context.cu_seqlens_k,
+            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_k=context.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=block_table,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        n = q.shape[0]
+        out = self._with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens[:n],
+            block_table=context.block_tables[:n],
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out.squeeze(1)

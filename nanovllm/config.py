@@ -1,0 +1,94 @@
+"""`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
+
+from dataclasses import dataclass
+
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of an engine. What follows from them and the model is passed on, not stored here.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint.
+        max_num_batched_tokens: the most tokens one step computes; longer prompts take several.
+        max_num_seqs: the most sequences that run at once.
+        max_model_len: the most tokens of prompt and output together; the model's own limit and
+            the KV pool bound it too.
+        gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
+            cache of this engine. Not used on a CPU.
+        tensor_parallel_size: number of GPUs to split the model over.
+        enforce_eager: do not capture CUDA graphs.
+        kvcache_block_size: tokens per KV block, a power of two from 16.
+        num_kvcache_blocks: number of KV blocks; -1 derives it from memory.
+        device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA where there is one.
+        dtype: "bfloat16", "float16", "float32", or "auto": the checkpoint's on CUDA, float32 on
+            a CPU.
+        attention_backend: "flash_attn", "triton", "torch", or "auto".
+        kv_cache_memory_bytes: memory for the KV cache; None derives it from the device.
+        enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
+            activation; False takes the plain PyTorch expressions.
+        load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones for the
+            shapes in config.json (for benchmarks).
+        seed: seeds sampling (and dummy weights).
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int = -1
+    device: str = "auto"
+    dtype: str = "auto"
+    attention_backend: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    fused_kernels: bool = True
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_model_len", self.max_model_len, 2)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        check_bool("enforce_eager", self.enforce_eager)
+        check_int("kvcache_block_size", self.kvcache_block_size, 16)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("fused_kernels", self.fused_kernels)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_int("seed", self.seed, 0)
+        if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
+            raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.kvcache_block_size & (self.kvcache_block_size - 1):
+            raise ValueError(
+                f"`kvcache_block_size` must be a power of two, got {self.kvcache_block_size}"
+            )
+        if self.num_kvcache_blocks != -1:
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1)
+        if self.kv_cache_memory_bytes is not None:
+            check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                "`max_num_batched_tokens` must be at least `max_num_seqs`, so that every running "
+                f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
+                f"{self.max_num_seqs}: raise the first or lower the second"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                "`tensor_parallel_size` must be 1: this version runs a model on one device, "
+                f"got {self.tensor_parallel_size}"
+            )

@@ -1,0 +1,94 @@
+"""Admission: may one more sequence start without pushing a running one out of the KV pool later?
+
+Starting every prompt that fits *now* thrashes a small pool: the running sequences grow, the
+youngest are preempted, recomputed, and preempted again. So a prompt is admitted only while the
+blocks that all running sequences are expected to hold at once, at any later step, fit the pool.
+Lengths are known exactly for requests that end by length. For the others the mean length of those
+that have ended so far is taken; where that guesses too low, preemption is the backstop.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+
+
+class LengthEstimator:
+    """Expects how many more tokens a sequence generates."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self._num_ended = 0
+        self._num_tokens = 0
+
+    def observe(self, seq: Sequence) -> None:
+        """Take note of a finished sequence."""
+        if not seq.sampling_params.ignore_eos:
+            self._num_ended += 1
+            self._num_tokens += seq.num_completion_tokens
+
+    def remaining(self, seq: Sequence) -> int:
+        """Expected number of tokens still to come, at least 1."""
+        params, done = seq.sampling_params, seq.num_completion_tokens
+        most = min(params.max_tokens - done, self.max_model_len - seq.num_tokens)
+        if params.ignore_eos or not self._num_ended:
+            return most
+        mean = self._num_tokens // self._num_ended
+        # One that has outlived the mean is expected to go on for half as long again.
+        return max(1, min(most, mean - done if done < mean else done // 2))
+
+
+class AdmissionControl:
+    """Answers `fits(seq)` within one step, for the sequences running in it."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        remaining: Callable[[Sequence], int],
+        running: list[Sequence],
+    ) -> None:
+        self._blocks = block_manager
+        self._remaining = remaining
+        self._running = running
+        self._growth = sum(self._final_growth(seq) for seq in running)
+
+    def _final_blocks(self, seq: Sequence) -> int:
+        # The last token's KV is never needed: it is generated, and nothing follows.
+        return -(-(seq.num_tokens + self._remaining(seq) - 1) // seq.block_size)
+
+    def _final_growth(self, seq: Sequence) -> int:
+        return self._final_blocks(seq) - len(seq.block_table)
+
+    def fits(self, seq: Sequence) -> bool:
+        """Whether `seq` fits now, and with everything that runs later on."""
+        if not self._blocks.can_allocate(seq):
+            return False
+        if not self._running:
+            return True  # alone: every accepted request fits the pool
+        if self._growth + self._final_blocks(seq) <= self._blocks.num_free_blocks:
+            return True  # even if nobody finished before the others
+        return self._peak_blocks(seq) <= len(self._blocks.blocks)
+
+    def admitted(self, seq: Sequence) -> None:
+        """Count a sequence that has just been given its blocks (and is in `running`)."""
+        self._growth += self._final_growth(seq)
+
+    def _peak_blocks(self, new: Sequence) -> int:
+        """The most blocks held at once if every sequence runs to its expected end.
+
+        Usage peaks just before a sequence ends and gives its blocks back, so it is enough to look
+        at those moments: row k of the matrices is the step in which the k-th sequence ends.
+        """
+        seqs = [*self._running, new]
+        blocks = self._blocks.blocks
+        # [K] int64 each
+        tokens = np.array([seq.num_tokens for seq in seqs])
+        ends = np.array([self._remaining(seq) for seq in seqs]) - 1
+        held = np.array([len(seq.block_table) for seq in seqs])
+        private = np.array([sum(blocks[b].ref_count == 1 for b in s.block_table) for s in seqs])
+        alive = ends[None, :] >= ends[:, None]  # [K, K] bool
+        at_end = -(-(tokens[None, :] + ends[:, None]) // self._blocks.block_size)  # [K, K]
+        change = np.where(alive, at_end - held, -private)
+        return self._blocks.num_used_blocks + int(change.sum(axis=1).max())

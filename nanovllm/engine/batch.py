@@ -1,0 +1,106 @@
+"""Lays a scheduled step out as flat arrays for the model. numpy only: knows no device.
+
+Letters: T tokens of the step, B sequences, P those of them that prefill, W width of the block
+tables, S block size.
+"""
+
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.scheduler import ScheduledSequence
+
+Int32 = NDArray[np.int32]
+
+
+class Batch(NamedTuple):
+    """The arrays of `nanovllm.utils.context.Context`, and what goes into the model.
+
+    Rows are ordered: decodes (one token each) first, then the prefilling sequences' tokens.
+    """
+
+    num_decodes: int
+    input_ids: Int32  # [T]
+    positions: Int32  # [T]
+    slot_mapping: Int32  # [T]
+    context_lens: Int32  # [B]
+    block_tables: Int32  # [B, W], zeros past a sequence's blocks
+    cu_seqlens_q: Int32  # [P + 1]
+    cu_seqlens_k: Int32  # [P + 1]
+    sample_rows: Int32  # rows of [T] whose next token is sampled, in the order of the sequences
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has exactly one token."""
+        return self.num_decodes == len(self.context_lens)
+
+
+def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> Batch:
+    """Arrays for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns)."""
+    seqs = [item.seq for item in scheduled]
+    counts = np.array([item.num_tokens for item in scheduled])  # [B]
+    starts = np.array([seq.num_computed_tokens for seq in seqs])
+    totals = np.array([seq.num_tokens for seq in seqs])
+    is_prefill = counts > 1
+    num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(seqs)
+    ends = np.cumsum(counts)  # [B], row after each sequence's last
+
+    tokens = chain.from_iterable(
+        item.seq.token_ids[start : start + item.num_tokens]
+        for item, start in zip(scheduled, starts.tolist(), strict=True)
+    )
+    input_ids = np.fromiter(tokens, dtype=np.int32, count=int(ends[-1]))
+    rows = np.repeat(np.arange(len(seqs)), counts)  # [T], the sequence of each token
+    positions = np.arange(len(rows)) - np.repeat(ends - counts - starts, counts)
+    block_tables = _block_tables([seq.block_table for seq in seqs])
+    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    context_lens = starts + counts
+    return Batch(
+        num_decodes=num_decodes,
+        input_ids=input_ids,
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=block_tables,
+        cu_seqlens_q=_running_sum(counts[num_decodes:]),
+        cu_seqlens_k=_running_sum(context_lens[num_decodes:]),
+        sample_rows=(ends[context_lens == totals] - 1).astype(np.int32),
+    )
+
+
+def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
+    """The largest prefill: `num_tokens` in `num_seqs` sequences that all sample.
+
+    Nothing is stored (slots are -1), and every block table points at block 0 only.
+    """
+    lens = np.full(num_seqs, num_tokens // num_seqs)
+    lens[: num_tokens % num_seqs] += 1
+    lens = np.minimum(lens, max_model_len)
+    T = int(lens.sum())
+    return Batch(
+        num_decodes=0,
+        input_ids=np.zeros(T, np.int32),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lens]),
+        slot_mapping=np.full(T, -1, np.int32),
+        context_lens=lens.astype(np.int32),
+        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
+        cu_seqlens_q=_running_sum(lens),
+        cu_seqlens_k=_running_sum(lens),
+        sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
+    )
+
+
+def _running_sum(lens: NDArray[np.int64]) -> Int32:
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=out[1:])
+    return out
+
+
+def _block_tables(tables: list[list[int]]) -> Int32:
+    lens = np.array([len(table) for table in tables])
+    out = np.zeros((len(tables), int(lens.max())), np.int32)
+    blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int32, count=int(lens.sum()))
+    out[np.arange(out.shape[1]) < lens[:, None]] = blocks
+    return out

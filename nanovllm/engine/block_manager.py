@@ -1,0 +1,262 @@
+"""`BlockManager`: who holds which KV block, and which block holds which prefix. No tensors here.
+
+A block is in one of three states:
+
+    free      no content anyone could use        in `free_block_ids`
+    cached    ref_count 0, published content     in `cached_block_ids`, oldest first
+    in use    ref_count >= 1                     in the block tables of its holders
+
+Invariants (`check_invariants` verifies them):
+
+1. A block is published (findable by hash) only when it is full *and* its KV is computed.
+2. A block that others can read (shared or published) is never written: a sequence writes KV at
+   positions >= num_computed_tokens only, and a published block lies wholly below that.
+3. At least one token of every admitted sequence is left to compute, for its logits: a prompt of
+   exactly k blocks can share k - 1 of them.
+4. Two blocks with an equal `chain_id` hold the KV of equal token chains from position 0. A hit
+   needs the same tokens *and* the parent's chain id, so by induction the whole chain is verified
+   and a hash collision can never serve another prefix.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+NO_HASH = -1
+ROOT_CHAIN = 0  # the chain id before the first block
+
+
+class Block:
+    """`block_size` slots of the KV cache."""
+
+    __slots__ = ("block_id", "chain_id", "hash", "parent_chain_id", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the content."""
+        self.hash = NO_HASH  # of the chain up to here; NO_HASH: cannot be found
+        self.token_ids: list[int] = []
+        self.chain_id = ROOT_CHAIN  # of the chain up to here, once computed
+        self.parent_chain_id = ROOT_CHAIN
+
+
+class BlockManager:
+    """Hands out the blocks of a pool of `num_blocks`, sharing equal prefixes by reference count."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        assert num_blocks > 0, "the pool needs a block"
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free_block_ids: deque[int] = deque(range(num_blocks))
+        self.cached_block_ids: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self.hash_to_block_id: dict[int, int] = {}
+        self._computing: dict[int, int] = {}  # hash of a block being computed -> seq_id
+        self._last_chain_id = ROOT_CHAIN
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self.free_block_ids) + len(self.cached_block_ids)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.blocks) - self.num_free_blocks
+
+    # -- prefix cache ---------------------------------------------------------------------------
+
+    @staticmethod
+    def compute_hash(token_ids: list[int], prefix: int = NO_HASH) -> int:
+        """xxhash64 over the previous block's hash (if any) and the token ids."""
+        h = xxhash.xxh64()
+        if prefix != NO_HASH:
+            h.update(prefix.to_bytes(8, "little"))
+        h.update(np.asarray(token_ids, dtype=np.int32).tobytes())
+        return h.intdigest()
+
+    def _hash_full_blocks(self, seq: Sequence) -> None:
+        """Extend `seq.block_hashes` to all full blocks. Tokens only grow: each is hashed once."""
+        hashes = seq.block_hashes
+        for i in range(len(hashes), seq.num_tokens // self.block_size):
+            hashes.append(self.compute_hash(seq.block(i), hashes[-1] if hashes else NO_HASH))
+
+    def _max_shared_blocks(self, seq: Sequence) -> int:
+        return (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The published blocks that hold the longest known prefix of `seq` (invariant 3, 4)."""
+        if not self.enable_prefix_caching:
+            return []
+        self._hash_full_blocks(seq)
+        hits: list[Block] = []
+        for i in range(self._max_shared_blocks(seq)):
+            block_id = self.hash_to_block_id.get(seq.block_hashes[i])
+            parent = hits[-1].chain_id if hits else ROOT_CHAIN
+            if block_id is None or not self._holds(self.blocks[block_id], parent, seq.block(i)):
+                break
+            hits.append(self.blocks[block_id])
+        return hits
+
+    @staticmethod
+    def _holds(block: Block, parent_chain_id: int, token_ids: list[int]) -> bool:
+        return block.parent_chain_id == parent_chain_id and block.token_ids == token_ids
+
+    def is_being_computed(self, seq: Sequence) -> bool:
+        """Whether a running sequence is computing the next block that `seq` could share.
+
+        Waiting for it costs a step or a few; starting now computes the same block twice.
+        """
+        num_hits = len(self.find_prefix(seq))
+        return (
+            num_hits < self._max_shared_blocks(seq)
+            and seq.block_hashes[num_hits] in self._computing
+        )
+
+    def publish(self, seq: Sequence, num_new_tokens: int) -> None:
+        """Count `num_new_tokens` of `seq` as computed, and publish the blocks they complete."""
+        first = seq.num_computed_tokens // self.block_size
+        seq.num_computed_tokens += num_new_tokens
+        last = seq.num_computed_tokens // self.block_size
+        if not self.enable_prefix_caching or first == last:
+            return
+        self._hash_full_blocks(seq)
+        for i in range(first, last):
+            self._publish_block(seq, i)
+
+    def _publish_block(self, seq: Sequence, i: int) -> None:
+        block = self.blocks[seq.block_table[i]]
+        chain_hash, token_ids = seq.block_hashes[i], seq.block(i)
+        parent = self.blocks[seq.block_table[i - 1]].chain_id if i else ROOT_CHAIN
+        if self._computing.get(chain_hash) == seq.seq_id:
+            del self._computing[chain_hash]
+        known_id = self.hash_to_block_id.get(chain_hash)
+        if known_id is not None:
+            known = self.blocks[known_id]
+            if self._holds(known, parent, token_ids):
+                block.chain_id = known.chain_id  # a twin: the older one stays the one to find
+                return
+            self._unpublish(known)  # a collision, or a chain whose parent is gone
+        self._last_chain_id += 1
+        block.hash, block.token_ids = chain_hash, token_ids
+        block.chain_id, block.parent_chain_id = self._last_chain_id, parent
+        self.hash_to_block_id[chain_hash] = block.block_id
+
+    def _unpublish(self, block: Block) -> None:
+        del self.hash_to_block_id[block.hash]
+        block.hash = NO_HASH
+        if block.ref_count == 0:
+            del self.cached_block_ids[block.block_id]
+            self.free_block_ids.append(block.block_id)
+
+    # -- allocation -----------------------------------------------------------------------------
+
+    def _take_free_block(self) -> int:
+        """A block to write: one without content if there is, else the oldest cached one."""
+        if self.free_block_ids:
+            block = self.blocks[self.free_block_ids.popleft()]
+        else:
+            block_id, _ = self.cached_block_ids.popitem(last=False)
+            block = self.blocks[block_id]
+            del self.hash_to_block_id[block.hash]
+        assert block.ref_count == 0, f"block {block.block_id} is free and held"
+        block.reset()
+        block.ref_count = 1
+        return block.block_id
+
+    def can_allocate(self, seq: Sequence) -> bool:
+        """Whether blocks for all tokens of `seq` are there, cached prefixes counted once."""
+        hits = self.find_prefix(seq)
+        num_revived = sum(block.ref_count == 0 for block in hits)
+        return seq.num_blocks - len(hits) <= self.num_free_blocks - num_revived
+
+    def allocate(self, seq: Sequence) -> None:
+        """Give `seq` blocks for all its tokens, and mark the prefix found in the cache computed.
+
+        Raises:
+            RuntimeError: when the pool is too small; nothing has changed then.
+        """
+        assert not seq.block_table, f"{seq!r} already holds blocks"
+        if not self.can_allocate(seq):
+            raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
+        hits = self.find_prefix(seq)
+        for block in hits:
+            if block.ref_count == 0:
+                del self.cached_block_ids[block.block_id]  # revived: the same block, its content
+            block.ref_count += 1
+            seq.block_table.append(block.block_id)
+        for i in range(len(hits), seq.num_blocks):
+            seq.block_table.append(self._take_free_block())
+            if i < len(seq.block_hashes):
+                self._computing.setdefault(seq.block_hashes[i], seq.seq_id)
+        seq.num_computed_tokens = len(hits) * self.block_size
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Give the blocks of `seq` back. Published ones stay cached until the pool needs them."""
+        for chain_hash in seq.block_hashes[seq.num_computed_tokens // self.block_size :]:
+            if self._computing.get(chain_hash) == seq.seq_id:
+                del self._computing[chain_hash]
+        # Tail first: the end of a chain is useless without its beginning, so it ages first.
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.hash == NO_HASH:
+                    self.free_block_ids.append(block_id)
+                else:
+                    self.cached_block_ids[block_id] = None
+        seq.block_table.clear()
+        seq.num_computed_tokens = 0
+
+    def can_append(self, seq: Sequence) -> bool:
+        """Whether the KV of the newest token of `seq` has, or can get, a slot.
+
+        A new block is needed only when the tokens outgrow the blocks held, which is right after
+        a block has been filled: `num_tokens % block_size == 1`. In all other steps the slot lies
+        in the last block, and a full pool is no obstacle.
+        """
+        return seq.num_blocks - len(seq.block_table) <= self.num_free_blocks
+
+    def may_append(self, seq: Sequence) -> None:
+        """Take a block for the newest token of `seq` if it needs one (see `can_append`)."""
+        while len(seq.block_table) < seq.num_blocks:
+            seq.block_table.append(self._take_free_block())
+
+    # -- verification ---------------------------------------------------------------------------
+
+    def check_invariants(self, holders: Iterable[Sequence]) -> None:
+        """Verify the books against `holders`, all sequences that hold blocks. For tests."""
+        holders = list(holders)
+        counts = [0] * len(self.blocks)
+        for seq in holders:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq!r} holds a block twice"
+            assert seq.num_computed_tokens < seq.num_tokens, f"{seq!r} has nothing to compute"
+            for i, block_id in enumerate(seq.block_table):
+                counts[block_id] += 1
+                if i >= seq.num_computed_tokens // self.block_size:  # will be written
+                    block = self.blocks[block_id]
+                    assert block.ref_count == 1, f"{seq!r} would write shared block {block_id}"
+                    assert block.hash == NO_HASH, f"{seq!r} would write published block {block_id}"
+        assert counts == [block.ref_count for block in self.blocks], "wrong reference counts"
+        free, cached = set(self.free_block_ids), set(self.cached_block_ids)
+        assert len(free) == len(self.free_block_ids), "a block is free twice"
+        for block in self.blocks:
+            is_cached = block.ref_count == 0 and block.hash != NO_HASH
+            assert (block.block_id in cached) == is_cached, f"block {block.block_id}: cached?"
+            is_free = block.ref_count == 0 and block.hash == NO_HASH
+            assert (block.block_id in free) == is_free, f"block {block.block_id}: free?"
+            if block.hash != NO_HASH:
+                assert self.hash_to_block_id[block.hash] == block.block_id, "lost from the index"
+                assert len(block.token_ids) == self.block_size, "published before it is full"
+        assert len(self.hash_to_block_id) == sum(b.hash != NO_HASH for b in self.blocks)
+        computing = {h for seq in holders for h in seq.block_hashes}
+        assert set(self._computing) <= computing, "nobody computes this block any more"

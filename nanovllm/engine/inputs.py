@@ -1,0 +1,159 @@
+"""Reads what callers pass to `generate`: prompts and sampling parameters, in every accepted form.
+
+Everything is checked here, before anything is queued. Imports no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class ParsedPrompt(NamedTuple):
+    """A checked prompt."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class PromptReader:
+    """Parses and checks prompts for one engine.
+
+    Args:
+        tokenizer: None if the model directory has none; text prompts are refused then.
+        vocab_size: token ids must be below it.
+        max_model_len: the most tokens of prompt and output, by the model and the options.
+        pool_tokens: tokens that the KV pool holds.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, pool_tokens: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._pool_tokens = pool_tokens
+
+    def parse_all(self, prompts: Prompts) -> list[ParsedPrompt]:
+        """One prompt or many; see `LLMEngine.generate`."""
+        if isinstance(prompts, (str, Mapping)) or _is_token_list(prompts):
+            return [self.parse(prompts, "prompts")]
+        if not _is_sequence(prompts):
+            raise TypeError(
+                "`prompts` must be a string, token ids, a dictionary, or a list of those, "
+                f"got {type(prompts).__name__}"
+            )
+        return [self.parse(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+    def parse(self, prompt: Any, name: str = "prompt") -> ParsedPrompt:
+        """One prompt; `name` is what errors call it.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong with it.
+        """
+        text, token_ids = None, prompt
+        if isinstance(prompt, Mapping):
+            unknown = sorted(set(prompt) - set(PROMPT_KEYS))
+            if unknown or not prompt:
+                raise ValueError(
+                    f"`{name}` must have the keys `prompt` or `prompt_token_ids`, "
+                    f"got {sorted(prompt)}"
+                )
+            text = prompt.get("prompt")
+            token_ids = prompt.get("prompt_token_ids", text)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
+        if isinstance(token_ids, str):
+            text = token_ids
+            token_ids = self._encode(text, name)
+        elif not _is_sequence(token_ids):
+            raise TypeError(
+                f"`{name}` must be a string, a list of token ids or a dictionary, "
+                f"got {type(token_ids).__name__}"
+            )
+        return ParsedPrompt(text, self._check(token_ids, name))
+
+    def _encode(self, text: str, name: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError(
+                f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
+            )
+        return self._tokenizer.encode(text)
+
+    def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
+        if len(token_ids) == 0:
+            raise ValueError(f"`{name}` must have at least one token, got none")
+        if not all(_is_int(token) for token in token_ids):
+            wrong = next(token for token in token_ids if not _is_int(token))
+            raise TypeError(f"`{name}` must hold integer token ids, got {wrong!r}")
+        ids = [int(token) for token in token_ids]
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise ValueError(
+                f"`{name}` must hold token ids in 0..{self._vocab_size - 1} (the vocabulary), "
+                f"got {wrong}"
+            )
+        if len(ids) >= self._max_model_len:
+            raise ValueError(
+                f"`{name}` must leave room for one token within max_model_len "
+                f"{self._max_model_len}, got {len(ids)} tokens: shorten it, or raise "
+                "max_model_len if the model allows it"
+            )
+        if len(ids) >= self._pool_tokens:
+            raise ValueError(
+                f"`{name}` must fit the KV cache of {self._pool_tokens} tokens and leave room for "
+                f"one more, got {len(ids)} tokens: shorten it, or raise num_kvcache_blocks or "
+                "the memory for the cache"
+            )
+        return ids
+
+
+def spread_sampling_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One `SamplingParams` per prompt, from one for all, one each, or None for the defaults."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not _is_sequence(params):
+        raise TypeError(
+            "`sampling_params` must be a SamplingParams, a list of them or None, "
+            f"got {type(params).__name__}"
+        )
+    if len(params) != count:
+        raise ValueError(
+            f"`sampling_params` must be one for all or one per prompt, got {len(params)} for "
+            f"{count} prompts"
+        )
+    for i, item in enumerate(params):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(
+                f"`sampling_params[{i}]` must be a SamplingParams, got {type(item).__name__}"
+            )
+    return list(params)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_token_list(prompts: Any) -> bool:
+    return _is_sequence(prompts) and len(prompts) > 0 and _is_int(prompts[0])

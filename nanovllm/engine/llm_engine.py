@@ -1,0 +1,277 @@
+"""`LLMEngine`: requests in, outputs out. Owns tokenizer, scheduler and model runner.
+
+The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
+"""
+
+import difflib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence as SequenceABC
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
+from nanovllm.engine.metrics import Metrics, Progress
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.model_config import ModelConfig
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """An engine for one model.
+
+    `generate` is the whole job in one call. `add_request`, `step`, `is_finished` and `abort` are
+    the same job in the caller's hands. All methods may be called from any thread; they take
+    turns, and a `generate` keeps its turn until it is done.
+
+    Args:
+        model: directory of a Hugging Face checkpoint.
+        options: see `nanovllm.config.Config`.
+
+    Raises:
+        TypeError: for an unknown option or one of the wrong type.
+        ValueError: for an option out of range, and for a checkpoint that cannot be run.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._lock = threading.RLock()
+        self._closed = True  # until construction has succeeded
+        _check_options(options)
+        self.config = Config(str(model), **options)
+        self.model_config = ModelConfig.from_pretrained(self.config.model)
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.model_runner = ModelRunner(self.config, self.model_config)
+        self._closed = False
+        pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
+        self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
+        self.eos_token_ids = set(self.model_config.eos_token_ids)
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids.add(self.tokenizer.eos_token_id)
+        self._reader = PromptReader(
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.model_runner.max_model_len,
+            pool_tokens,
+        )
+        self._ids = itertools.count()
+        self._metrics = Metrics()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Drop every request, and with them the block pool's books (whatever state they are in)."""
+        self.scheduler = Scheduler(
+            BlockManager(
+                self.model_runner.num_blocks,
+                self.config.kvcache_block_size,
+                self.config.enable_prefix_caching,
+            ),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    # -- the step API ---------------------------------------------------------------------------
+
+    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt (text, token ids or a dictionary; see `generate`).
+
+        Returns:
+            The request's id, found again in `RequestOutput.request_id`.
+        """
+        with self._lock:
+            self._check_open()
+            params = spread_sampling_params(sampling_params, 1)[0]
+            parsed = self._reader.parse(prompt)
+            return self._add(parsed.text, parsed.token_ids, params)
+
+    def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> int:
+        seq = Sequence(
+            next(self._ids),
+            token_ids,
+            params,
+            block_size=self.config.kvcache_block_size,
+            prompt=text,
+        )
+        self.scheduler.add(seq)
+        return seq.seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the requests that it finished.
+
+        If the model fails (out of memory, say), the requests stay queued: call `step` again, or
+        `abort` them.
+        """
+        with self._lock:
+            self._check_open()
+            scheduled = self.scheduler.schedule()
+            if not scheduled:
+                return []
+            start = time.perf_counter()
+            token_ids = self.model_runner.run(scheduled)
+            self._metrics.count_step(scheduled, time.perf_counter() - start)
+            finished = self.scheduler.postprocess(scheduled, token_ids)
+            self._metrics.count_finished(finished)
+            return [self._output(seq) for seq in finished]
+
+    def is_finished(self) -> bool:
+        """Whether no request is left."""
+        with self._lock:
+            self._check_open()
+            return self.scheduler.is_finished()
+
+    def abort(self, request_id: int) -> bool:
+        """Drop a request. False if it is not there (it may have finished)."""
+        with self._lock:
+            self._check_open()
+            return self.scheduler.abort(request_id)
+
+    # -- the whole job --------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or
+                a dictionary with `prompt` or `prompt_token_ids`; lists may mix them.
+            sampling_params: one for all prompts, one per prompt, or None for the defaults.
+            use_tqdm: show a progress bar with prefill and decode tokens per second.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
+            RuntimeError: if the engine is closed, or busy with requests of `add_request`.
+        """
+        with self._lock:
+            self._check_open()
+            parsed = self._reader.parse_all(prompts)
+            params = spread_sampling_params(sampling_params, len(parsed))
+            if not self.scheduler.is_finished():
+                raise RuntimeError(
+                    "generate() needs an engine without requests of its own, but some of "
+                    "add_request() are left: finish them with step(), or abort() them"
+                )
+            try:
+                ids = [self._add(*prompt, p) for prompt, p in zip(parsed, params, strict=True)]
+                outputs: dict[int, RequestOutput] = {}
+                with Progress(len(ids), self._metrics, enabled=use_tqdm) as progress:
+                    while not self.scheduler.is_finished():
+                        finished = self.step()
+                        outputs.update((output.request_id, output) for output in finished)
+                        progress.update(len(finished))
+            except BaseException:  # Ctrl-C too: leave no request and no block behind
+                self._reset()
+                raise
+            return [outputs[request_id] for request_id in ids]
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        token_ids = seq.completion_token_ids
+        text = ""
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert seq.finish_reason is not None, f"{seq!r} has not finished"
+        return RequestOutput(
+            request_id=seq.seq_id,
+            prompt=seq.prompt,
+            prompt_token_ids=seq.prompt_token_ids,
+            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason)],
+            finished=True,
+            num_cached_tokens=seq.num_cached_tokens,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, so that the next run computes every prompt.
+
+        Raises:
+            RuntimeError: if requests are left.
+        """
+        with self._lock:
+            self._check_open()
+            if not self.scheduler.is_finished():
+                raise RuntimeError("reset_prefix_cache() needs an engine without requests")
+            self._reset()
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer (of transformers), None if it has none."""
+        return self.tokenizer
+
+    def metrics(self) -> dict[str, Any]:
+        """What explains a slow run: the configuration that took effect, and counters."""
+        with self._lock:
+            self._check_open()
+            runner, scheduler = self.model_runner, self.scheduler
+            graphs = runner.graphs
+            return {
+                "attention_backend": runner.backend.name,
+                "device": str(runner.device),
+                "dtype": str(runner.dtype).removeprefix("torch."),
+                "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
+                "num_graph_replays": 0 if graphs is None else graphs.num_replays,
+                "num_kvcache_blocks": runner.num_blocks,
+                "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
+                "num_waiting": len(scheduler.waiting),
+                "num_running": len(scheduler.running),
+                **self._metrics.as_dict(),
+            }
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed: build a new LLM")
+
+    def exit(self) -> None:
+        """Drop all requests and give the memory back. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._reset()
+            self.model_runner.exit()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.exit()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.exit()
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """TypeError for an option that `Config` does not have."""
+    known = [field.name for field in fields(Config) if field.name != "model"]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
+            raise TypeError(f"LLM() has no option `{name}`; {hint}")

@@ -1,0 +1,85 @@
+"""How many KV blocks fit: plain arithmetic on bytes, no device."""
+
+GIB = 1 << 30
+CPU_LIMIT = 4 * GIB  # of the default KV cache on a CPU
+RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
+
+
+def kv_block_bytes(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * itemsize
+
+
+def num_blocks_for_cuda(
+    block_bytes: int, total: int, free: int, own_peak: int, utilization: float
+) -> int:
+    """Blocks for a GPU, counting only this engine's own use against its share.
+
+    Args:
+        block_bytes: bytes of a block.
+        total: bytes of the GPU.
+        free: bytes nobody uses now, with this engine's weights loaded.
+        own_peak: most bytes this engine had in use in the warm-up run: weights and activations.
+        utilization: `gpu_memory_utilization`.
+
+    Raises:
+        ValueError: if not one block fits.
+    """
+    share = int(total * utilization) - own_peak
+    available = min(share, free - RESERVE)
+    num_blocks = available // block_bytes
+    if num_blocks < 1:
+        if share <= available:
+            remedy = f"raise gpu_memory_utilization ({utilization}) or use a smaller model"
+        else:
+            remedy = "other processes hold the GPU's memory: free some or use another GPU"
+        raise ValueError(
+            f"no memory for a KV cache: the engine uses {own_peak / GIB:.2f} GiB of a share of "
+            f"{total * utilization / GIB:.2f} GiB, {free / GIB:.2f} GiB are free, and a block "
+            f"takes {block_bytes / GIB:.3f} GiB; {remedy}, or lower max_num_batched_tokens"
+        )
+    return num_blocks
+
+
+def num_blocks_for_cpu(block_bytes: int, available: int, max_useful: int) -> int:
+    """Blocks for a CPU: at most 4 GiB, half the free memory, and what can ever be in use.
+
+    Raises:
+        ValueError: if not one block fits.
+    """
+    num_blocks = min(min(CPU_LIMIT, available // 2) // block_bytes, max_useful)
+    if num_blocks < 1:
+        raise ValueError(
+            f"no memory for a KV cache: a block takes {block_bytes / GIB:.3f} GiB and half of "
+            f"the free memory is {available / 2 / GIB:.2f} GiB; lower kvcache_block_size or set "
+            "num_kvcache_blocks"
+        )
+    return num_blocks
+
+
+def num_blocks_for_limit(block_bytes: int, limit: int) -> int:
+    """Blocks in `kv_cache_memory_bytes=limit`.
+
+    Raises:
+        ValueError: if not one block fits.
+    """
+    if limit < block_bytes:
+        raise ValueError(
+            f"`kv_cache_memory_bytes` must hold at least one block of {block_bytes} bytes, "
+            f"got {limit}"
+        )
+    return limit // block_bytes
+
+
+def available_cpu_memory() -> int:
+    """Bytes of memory that are free or can be freed."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return 2 * CPU_LIMIT

@@ -1,0 +1,326 @@
+"""`ModelRunner`: the model on its device. Turns a scheduled step into sampled tokens.
+
+Knows nothing of queues or blocks beyond the arrays of a `Batch`.
+"""
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.config import Config
+from nanovllm.engine import memory
+from nanovllm.engine.batch import Batch, build_batch, warmup_batch
+from nanovllm.engine.graph_runner import DecodeGraphs
+from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.sampler import Sampler
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import MODELS
+from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.loader import load_dummy, load_model
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(choice: str) -> torch.device:
+    """The device for `Config.device`. ValueError if it cannot be had."""
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(choice)
+    except RuntimeError as error:
+        raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {choice!r}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = device.index if device.index is not None else 0
+        if index >= count:
+            raise ValueError(f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices")
+        device = torch.device("cuda", index)
+    return device
+
+
+class ModelRunner:
+    """Loads the model, sizes the KV cache and runs steps.
+
+    Args:
+        config: the engine's options.
+        model_config: the checkpoint's facts.
+
+    Attributes:
+        num_blocks: KV blocks of the pool.
+        kv_cache: [2, L, N, S, Hkv, D].
+        graphs: the CUDA graphs, None in eager mode.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = resolve_device(config.device)
+        on_cpu = self.device.type == "cpu"
+        dtype = config.dtype
+        if dtype == "auto":
+            dtype = "float32" if on_cpu else model_config.dtype
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
+        self.backend = select_backend(
+            config.attention_backend,
+            AttentionNeeds(
+                device=self.device,
+                dtype=self.dtype,
+                num_heads=model_config.num_attention_heads,
+                num_kv_heads=model_config.num_key_value_heads,
+                head_dim=model_config.head_dim,
+                block_size=config.kvcache_block_size,
+            ),
+        )
+        self.generator = torch.Generator(self.device).manual_seed(config.seed)
+        self.sampler = Sampler()
+        self.graphs: DecodeGraphs | None = None
+        with torch.inference_mode():
+            self.load()
+            self.num_blocks = self._num_blocks()
+            self.allocate_kv_cache()
+            if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
+                self.capture_cudagraph()
+        self._log_backend()
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Build the model on its device and fill its weights."""
+        start = time.perf_counter()
+        fused = self.config.fused_kernels and self.device.type == "cuda"
+        with torch.device(self.device):
+            model_class = MODELS[self.model_config.architecture]
+            self.model = model_class(self.model_config, self.backend, self.dtype, fused)
+        self.model.eval()
+        if self.config.load_format == "dummy":
+            load_dummy(self.model, self.config.seed)
+        else:
+            load_model(self.model, Path(self.config.model))
+        weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
+        logger.info(
+            "weights: %s, %.2f GiB in %s on %s, loaded in %.1f s",
+            self.model_config.architecture,
+            sum(weights.values()) / memory.GIB,
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+            time.perf_counter() - start,
+        )
+
+    def _block_bytes(self) -> int:
+        model = self.model_config
+        return memory.kv_block_bytes(
+            model.num_hidden_layers,
+            self.config.kvcache_block_size,
+            model.num_key_value_heads,
+            model.head_dim,
+            self.dtype.itemsize,
+        )
+
+    def _num_blocks(self) -> int:
+        config, block_bytes = self.config, self._block_bytes()
+        if config.num_kvcache_blocks != -1:
+            return config.num_kvcache_blocks
+        if config.kv_cache_memory_bytes is not None:
+            return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
+        if self.device.type == "cpu":
+            per_seq = -(-self.max_model_len // config.kvcache_block_size)
+            return memory.num_blocks_for_cpu(
+                block_bytes, memory.available_cpu_memory(), config.max_num_seqs * per_seq
+            )
+        peak = self.warmup()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return memory.num_blocks_for_cuda(
+            block_bytes, total, free, peak, config.gpu_memory_utilization
+        )
+
+    def warmup(self) -> int:
+        """Run the largest step. Returns the most bytes that this engine had allocated."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(self.device)
+        weights = sum(p.nbytes for p in self.model.parameters())
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._bind_kv_cache(1)
+        num_seqs = self.config.max_num_seqs
+        num_tokens = self.config.max_num_batched_tokens
+        size = self.config.kvcache_block_size
+        batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, size)
+        self.sample(self.run_model(batch), torch.ones(num_seqs, device=self.device))
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before + weights
+        self._unbind_kv_cache()
+        torch.cuda.empty_cache()
+        return peak
+
+    def allocate_kv_cache(self) -> None:
+        """Allocate the pool and give each layer its part."""
+        try:
+            self._bind_kv_cache(self.num_blocks)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            size = self.num_blocks * self._block_bytes() / memory.GIB
+            raise ValueError(
+                f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
+                "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
+            ) from error
+        block_size = self.config.kvcache_block_size
+        tokens = self.num_blocks * block_size
+        logger.info(
+            "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
+            self.num_blocks,
+            block_size,
+            self.kv_cache.nbytes / memory.GIB,
+            tokens / self.max_model_len,
+            self.max_model_len,
+        )
+        if tokens < self.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so sequences end there and not at max_model_len %d",
+                tokens,
+                self.max_model_len,
+            )
+
+    def _bind_kv_cache(self, num_blocks: int) -> None:
+        model = self.model_config
+        self.kv_cache = torch.zeros(
+            (
+                2,
+                model.num_hidden_layers,
+                num_blocks,
+                self.config.kvcache_block_size,
+                model.num_key_value_heads,
+                model.head_dim,
+            ),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
+        for layer, attention in enumerate(attentions):
+            attention.bind_kv_cache(self.kv_cache[0, layer], self.kv_cache[1, layer])
+
+    def _unbind_kv_cache(self) -> None:
+        self.kv_cache = torch.empty(0)
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                module.bind_kv_cache(self.kv_cache, self.kv_cache)
+
+    def capture_cudagraph(self) -> None:
+        """Capture the decode step for all buckets of batch sizes."""
+        start = time.perf_counter()
+        longest = min(self.max_model_len, self.num_blocks * self.config.kvcache_block_size)
+        table_width = -(-longest // self.config.kvcache_block_size)
+        self.graphs = DecodeGraphs(self.model, self.device, self.config.max_num_seqs, table_width)
+        self.graphs.capture()
+        logger.debug("captured CUDA graphs in %.1f s", time.perf_counter() - start)
+
+    def _log_backend(self) -> None:
+        if self.graphs is not None:
+            graphs = f"{len(self.graphs.sizes)} CUDA graphs up to batch {self.graphs.sizes[-1]}"
+        else:
+            graphs = "no CUDA graphs"
+        logger.info("attention: %s; %s", self.backend.name, graphs)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
+        """Compute the scheduled tokens; sample one for each sequence that `samples`."""
+        batch = build_batch(scheduled, self.config.kvcache_block_size)
+        temperatures = self.prepare_sample(scheduled)
+        hidden = self.run_model(batch)
+        if hidden is None:
+            return []
+        return self.sample(hidden, temperatures).tolist()
+
+    def run_model(self, batch: Batch) -> torch.Tensor | None:
+        """Hidden states [n, M] of the rows that sample; None if there are none."""
+        if batch.is_decode and self.graphs is not None:
+            return self.graphs.replay(batch)
+        if batch.is_decode:
+            input_ids, positions, context, rows = self.prepare_decode(batch)
+        else:
+            input_ids, positions, context, rows = self.prepare_prefill(batch)
+        with use_context(context):
+            hidden = self.model(input_ids, positions)
+        return hidden.index_select(0, rows) if len(rows) else None
+
+    def prepare_decode(
+        self, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, Context, torch.Tensor]:
+        """Input ids, positions, metadata and sampled rows of a batch of decodes, on the device."""
+        input_ids, positions, slots, lens, tables, rows = self._upload(
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.context_lens,
+            batch.block_tables,
+            batch.sample_rows,
+        )
+        return input_ids, positions, Context(batch.num_decodes, slots, lens, tables), rows
+
+    def prepare_prefill(
+        self, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, Context, torch.Tensor]:
+        """The same for a batch in which sequences prefill, beside decodes or not."""
+        input_ids, positions, decode, rows = self.prepare_decode(batch)
+        cu_seqlens_q, cu_seqlens_k = self._upload(batch.cu_seqlens_q, batch.cu_seqlens_k)
+        q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
+        context = Context(
+            num_decodes=batch.num_decodes,
+            slot_mapping=decode.slot_mapping,
+            context_lens=decode.context_lens,
+            block_tables=decode.block_tables,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=int(q_lens.max()),
+            max_seqlen_k=int(k_lens.max()),
+            has_cached_context=bool((k_lens > q_lens).any()),
+        )
+        return input_ids, positions, context, rows
+
+    def prepare_sample(self, scheduled: list[ScheduledSequence]) -> torch.Tensor | None:
+        """Temperatures [n] float32 of the sequences that sample; None if all are greedy."""
+        temperatures = [i.seq.sampling_params.temperature for i in scheduled if i.samples]
+        if not any(temperatures):
+            return None
+        host = torch.tensor(temperatures, dtype=torch.float32, pin_memory=self._pin)
+        return host.to(self.device, non_blocking=True)
+
+    def sample(
+        self, hidden: torch.Tensor | None, temperatures: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Tokens [n] int64 for hidden states [n, M]."""
+        assert hidden is not None, "nothing to sample from"
+        return self.sampler(self.model.compute_logits(hidden), temperatures, self.generator)
+
+    @property
+    def _pin(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """int32 arrays to the device in one copy, each aligned to 16 bytes."""
+        if not self._pin:
+            return [torch.from_numpy(array) for array in arrays]
+        offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
+        host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
+        view = host.numpy()
+        for array, offset in zip(arrays, offsets, strict=False):
+            view[offset : offset + array.size] = array.ravel()
+        device = host.to(self.device, non_blocking=True)
+        return [
+            device[offset : offset + array.size].view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=False)
+        ]
+
+    def exit(self) -> None:
+        """Give the device's memory back."""
+        del self.graphs, self.model, self.kv_cache, self.generator
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()

@@ -1,0 +1,115 @@
+"""`Sequence`: one request on its way through the engine. Plain Python: knows no tensors."""
+
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # not started, or preempted
+    RUNNING = auto()  # holds KV blocks
+    FINISHED = auto()
+
+
+class Sequence:
+    """Tokens of one request, and where their keys and values lie.
+
+    `token_ids` only grows. The first `num_computed_tokens` of them have their keys and values in
+    the blocks of `block_table`; the KV of token `i` lies in block `block_table[i // block_size]`
+    at offset `i % block_size`.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_size",
+        "block_table",
+        "finish_reason",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "prompt",
+        "sampling_params",
+        "seq_id",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        block_size: int,
+        prompt: str | None = None,
+    ) -> None:
+        assert token_ids, "a sequence has at least one prompt token"
+        self.seq_id = seq_id  # grows with arrival
+        self.prompt = prompt
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(token_ids)
+        self.sampling_params = sampling_params
+        self.block_size = block_size
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # of the full blocks, each computed once
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_prompt_tokens} prompt + "
+            f"{self.num_completion_tokens} tokens, {self.num_computed_tokens} computed)"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens without KV: the rest of the prompt, or 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all its tokens need."""
+        return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
+
+    def block(self, i: int) -> list[int]:
+        """Token ids of block `i`."""
+        assert 0 <= i < self.num_blocks, f"block {i} of {self.num_blocks}"
+        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)

@@ -1,0 +1,276 @@
+"""Attention over the paged KV cache: variable-length prefill and split-KV decode.
+
+Online softmax in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). A tile of keys is found
+through the block table: one lookup where a tile lies inside a block, one per key otherwise. Blocks
+beyond a sequence's context are never read.
+
+Letters: B sequences, Hq/Hkv heads, G = Hq / Hkv, D head size, S block size, W table width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.kv_cache import store_kvcache
+
+__all__ = ["paged_decode", "paged_prefill", "store_kvcache"]
+
+LOG2E = 1.4426950408889634
+MIN_ROWS = 16  # of an operand of tl.dot
+
+
+@triton.jit
+def _slots(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
+    """Cache slots [BLOCK_N] int64 of positions start.. (a multiple of BLOCK_N); those >= end: 0."""
+    n = tl.arange(0, BLOCK_N)
+    if S >= BLOCK_N:
+        block = tl.load(table_ptr + start // S).to(tl.int64)
+        return block * S + (start % S) + n
+    else:
+        pos = start + n
+        block = tl.load(table_ptr + pos // S, mask=pos < end, other=0).to(tl.int64)
+        return block * S + pos % S
+
+
+@triton.jit
+def _attend_tile(
+    q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible,
+    D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over a tile of keys.
+
+    q: [M, D]; m, l: [M] running maximum and sum; acc: [M, D]; visible: [M or 1, BLOCK_N] bool.
+    """
+    d = tl.arange(0, D)
+    k_ptrs = k_ptr + slots[None, :] * stride_slot + d[:, None]
+    v_ptrs = v_ptr + slots[:, None] * stride_slot + d[None, :]
+    if MASKED:
+        # A key that no row sees is not loaded: what lies there may be anything, NaN included.
+        some = tl.max(visible.to(tl.int32), 0) > 0
+        k = tl.load(k_ptrs, mask=some[None, :], other=0.0)
+        v = tl.load(v_ptrs, mask=some[:, None], other=0.0)
+    else:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    s = tl.dot(q, k, input_precision="ieee") * scale  # [M, BLOCK_N] float32, in units of log 2
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_new[:, None])
+    correction = tl.exp2(m - m_new)
+    l = l * correction + tl.sum(p, 1)
+    acc = acc * correction[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return m_new, l, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
+    stride_qt, stride_ot, stride_slot, stride_table,
+    G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_M queries of one head of one sequence. Late queries see more keys, so
+    # they start first.
+    tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q_start = tl.load(cu_q_ptr + seq)
+    q_len = tl.load(cu_q_ptr + seq + 1) - q_start
+    if tile * BLOCK_M >= q_len:
+        return
+    k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    in_seq = rows[:, None] < q_len
+    t = (q_start + rows).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + t * stride_qt + head * D + d[None, :], mask=in_seq, other=0.0)
+
+    table_ptr = tables_ptr + seq * stride_table
+    k_ptr = k_cache_ptr + (head // G) * D
+    v_ptr = v_cache_ptr + (head // G) * D
+    # Row r is at position first + r; it sees the positions up to its own.
+    first = k_len - q_len + tile * BLOCK_M
+    end = tl.minimum(first + BLOCK_M, k_len)
+    unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    for start in range(0, unmasked_end, BLOCK_N):
+        slots = _slots(table_ptr, start, BLOCK_N, S, end)
+        m, l, acc = _attend_tile(
+            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, rows[:, None] >= 0, D, False
+        )
+    positions = first + tl.arange(0, BLOCK_M)
+    for start in range(unmasked_end, end, BLOCK_N):
+        slots = _slots(table_ptr, start, BLOCK_N, S, end)
+        keys = start + tl.arange(0, BLOCK_N)
+        visible = (keys[None, :] <= positions[:, None]) & (keys[None, :] < end)
+        m, l, acc = _attend_tile(
+            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible, D, True
+        )
+    out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + t * stride_ot + head * D + d[None, :], out, mask=in_seq)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, part_acc_ptr, part_lse_ptr, tables_ptr, lens_ptr,
+    scale, stride_qt, stride_slot, stride_table,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    # One program: all G queries that share a KV head of one sequence, over one split of its keys.
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
+    length = tl.load(lens_ptr + seq)
+    tiles_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS)
+    begin = split * tiles_per_split * BLOCK_N
+    end = tl.minimum(begin + tiles_per_split * BLOCK_N, length)
+    g = tl.arange(0, G_PAD)
+    d = tl.arange(0, D)
+    row = seq.to(tl.int64) * num_kv_heads * G + kv_head * G + g  # of [B * Hq]
+    if begin >= end:  # nothing to see: padding, or more splits than tiles
+        if SPLITS > 1:
+            lse_ptrs = part_lse_ptr + row * SPLITS + split
+            tl.store(lse_ptrs, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
+        return
+    q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
+    q = tl.load(q_ptrs, mask=g[:, None] < G, other=0.0)
+
+    table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
+    k_ptr = k_cache_ptr + kv_head * D
+    v_ptr = v_cache_ptr + kv_head * D
+    unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
+    m = tl.full([G_PAD], float("-inf"), tl.float32)
+    l = tl.zeros([G_PAD], tl.float32)
+    acc = tl.zeros([G_PAD, D], tl.float32)
+    for start in range(begin, unmasked_end, BLOCK_N):
+        slots = _slots(table_ptr, start, BLOCK_N, S, end)
+        m, l, acc = _attend_tile(
+            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, g[:, None] >= 0, D, False
+        )
+    if unmasked_end < end:
+        slots = _slots(table_ptr, unmasked_end, BLOCK_N, S, end)
+        visible = (unmasked_end + tl.arange(0, BLOCK_N))[None, :] < end
+        m, l, acc = _attend_tile(
+            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible, D, True
+        )
+    acc = acc / l[:, None]
+    if SPLITS == 1:
+        out_ptrs = out_ptr + row[:, None] * D + d[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=g[:, None] < G)
+    else:
+        part = row * SPLITS + split
+        tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=g[:, None] < G)
+        tl.store(part_lse_ptr + part, m + tl.log2(l), mask=g < G)
+
+
+@triton.jit
+def _combine_kernel(out_ptr, part_acc_ptr, part_lse_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+    # One program: one query head. Splits weigh by the sum of their exponentials, 2^lse.
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, D)
+    lse = tl.load(part_lse_ptr + row * SPLITS + s)
+    top = tl.max(lse, 0)
+    if top == float("-inf"):  # padding
+        return
+    weight = tl.exp2(lse - top)
+    ptrs = part_acc_ptr + (row * SPLITS + s[:, None]) * D + d[None, :]
+    acc = tl.load(ptrs, mask=lse[:, None] > float("-inf"), other=0.0)
+    out = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty))
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of each sequence to all its tokens, all in the cache.
+
+    Args:
+        q: [T, Hq, D], the heads of a token adjacent.
+        k_cache, v_cache: [N, S, Hkv, D].
+        block_tables: [P, W] int32.
+        cu_seqlens_q: [P + 1] int32, where each sequence's queries begin.
+        cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
+        max_seqlen_q: most queries of a sequence.
+
+    Returns:
+        [T, Hq, D]
+    """
+    _, Hq, D = q.shape
+    S, Hkv = k_cache.shape[1:3]
+    assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    small = q.element_size() == 4  # float32 tiles take twice the shared memory
+    BLOCK_M = 64 if small or max_seqlen_q <= 64 else 128
+    BLOCK_N = 32 if small else 64
+    grid = (triton.cdiv(max_seqlen_q, BLOCK_M), Hq, block_tables.shape[0])
+    _prefill_kernel[grid](
+        q, k_cache, v_cache, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
+        q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
+        G=Hq // Hkv, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        num_warps=8 if BLOCK_M == 128 and D >= 128 else 4, num_stages=3 if D <= 128 else 2,
+    )  # fmt: skip
+    return out
+
+
+def choose_num_splits(batch_size: int, num_kv_heads: int, max_context: int) -> int:
+    """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
+
+    512 programs are about four for each multiprocessor of an H100 or H200.
+    """
+    wanted = 512 // max(1, batch_size * num_kv_heads)
+    most = max(1, min(wanted, max_context // 128, 32))
+    return 1 << (most.bit_length() - 1)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of one token per sequence to all its tokens, all in the cache.
+
+    Args:
+        q: [B, Hq, D], the heads of a token adjacent.
+        k_cache, v_cache: [N, S, Hkv, D].
+        block_tables: [B, W] int32.
+        context_lens: [B] int32; rows with 0 are padding, their output is undefined.
+        num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
+
+    Returns:
+        [B, Hq, D]
+    """
+    B, Hq, D = q.shape
+    S, Hkv = k_cache.shape[1:3]
+    G = Hq // Hkv
+    assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
+    if num_splits is None:
+        num_splits = choose_num_splits(B, Hkv, block_tables.shape[1] * S)
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    part_acc = part_lse = out
+    if num_splits > 1:
+        part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
+    _decode_kernel[(Hkv, B, num_splits)](
+        q, k_cache, v_cache, out, part_acc, part_lse, block_tables, context_lens,
+        scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
+        G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
+        BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
+        num_warps=2 if D <= 128 else 4, num_stages=3,
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine_kernel[(B * Hq,)](out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1)
+    return out

@@ -1,0 +1,169 @@
+"""`ModelConfig`: the facts of a checkpoint that the engine needs, read from its JSON files.
+
+Reads config.json and generation_config.json directly, in the spelling of transformers 4 and 5
+alike (`torch_dtype`/`dtype`, `rope_theta`/`rope_parameters`). What the engine cannot run is
+refused here, by name, before any weight is read. Imports no torch.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+SUPPORTED_ACTIVATIONS = ("silu",)
+
+T = TypeVar("T", int, float, bool, str)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of a model. Names are those of Hugging Face's config.json."""
+
+    architecture: str
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
+
+    @classmethod
+    def from_pretrained(cls, model: str) -> "ModelConfig":
+        """Read the model directory `model`.
+
+        Raises:
+            ValueError: for a missing directory or file, and for everything unsupported.
+        """
+        directory = Path(model)
+        if not directory.is_dir():
+            raise ValueError(
+                f"`model` must be the directory of a checkpoint, got {model!r}, which is none: "
+                "download the model first (nothing is fetched from a hub)"
+            )
+        raw = read_json(directory / "config.json")
+        _refuse_unsupported(raw)
+        num_heads = _read(raw, "num_attention_heads", int)
+        config = cls(
+            architecture=raw["architectures"][0],
+            dtype=_read_dtype(raw),
+            vocab_size=_read(raw, "vocab_size", int),
+            hidden_size=_read(raw, "hidden_size", int),
+            intermediate_size=_read(raw, "intermediate_size", int),
+            num_hidden_layers=_read(raw, "num_hidden_layers", int),
+            num_attention_heads=num_heads,
+            num_key_value_heads=_read(raw, "num_key_value_heads", int, num_heads),
+            head_dim=_read(raw, "head_dim", int, 128),
+            rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6),
+            rope_theta=_read_rope_theta(raw),
+            max_position_embeddings=_read(raw, "max_position_embeddings", int),
+            tie_word_embeddings=_read(raw, "tie_word_embeddings", bool, False),
+            attention_bias=_read(raw, "attention_bias", bool, False),
+            eos_token_ids=_read_eos(directory, raw),
+        )
+        config._check_shapes()
+        return config
+
+    def _check_shapes(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {self.num_attention_heads} must be a multiple "
+                f"of num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"config.json: head_dim must be even, got {self.head_dim}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ValueError if it is missing or none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: is it the directory of a checkpoint?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read(raw: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    """`raw[key]` as `kind`. Without a default the key is required."""
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(f"config.json: `{key}` is missing")
+        return default
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"config.json: `{key}` must be of type {kind.__name__}, got {value!r}")
+    if kind in (int, float) and value <= 0:
+        raise ValueError(f"config.json: `{key}` must be positive, got {value!r}")
+    return value
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"architecture {architectures[0]} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in SUPPORTED_ACTIVATIONS:
+        raise ValueError(
+            f"activation `hidden_act` {activation!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+        )
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown method")
+        raise ValueError(
+            f"quantised checkpoints are not supported, this one is {method!r}: "
+            "use the original bfloat16, float16 or float32 weights"
+        )
+    layer_types = set(raw.get("layer_types") or ["full_attention"])
+    if raw.get("use_sliding_window") or layer_types != {"full_attention"}:
+        raise ValueError(
+            "sliding-window attention is not supported: config.json has `use_sliding_window` "
+            f"{raw.get('use_sliding_window')} and layer types {sorted(layer_types)}"
+        )
+
+
+def _read_rope_theta(raw: dict[str, Any]) -> float:
+    """The rotary base: `rope_theta` (transformers 4), or inside `rope_parameters` (5)."""
+    # transformers 4 puts scaling into `rope_scaling`, 5 theta and scaling into `rope_parameters`.
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise ValueError(f"RoPE scaling {rope_type!r} is not supported, only the default (none)")
+    return _read({"rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", float)
+
+
+def _read_dtype(raw: dict[str, Any]) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(
+            f"config.json: dtype {dtype!r} is not supported, only bfloat16, float16, float32"
+        )
+    return str(dtype)
+
+
+def _read_eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
+    generation = directory / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = raw.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ValueError(f"`eos_token_id` of {directory} must be token ids, got {eos!r}")
+    return frozenset(ids)

@@ -1,0 +1,161 @@
+"""Qwen3, dense (Qwen team, 2025). Module names are those of the checkpoints."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with RMS-normalised queries and keys."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        fused: bool,
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim, bias = config.head_dim, config.attention_bias
+        self.head_counts = [num_heads, num_kv_heads, num_kv_heads]
+        self.head_dim = head_dim
+        self.fused = fused
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, head_dim, num_heads, num_kv_heads, bias, dtype
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, dtype)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(backend, head_dim)
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """positions: [T]; hidden: [T, M]. Returns [T, M]."""
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        q, k, v = qkv.split(self.head_counts, dim=1)
+        if self.fused:
+            from nanovllm.kernels.rope import qk_norm_rope_
+
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            qk_norm_rope_(q, k, *norms, self.rotary_emb.cos_sin, positions)
+        else:
+            q = self.rotary_emb(positions, self.q_norm(q))
+            k = self.rotary_emb(positions, self.k_norm(k))
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, fused: bool) -> None:
+        super().__init__()
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [intermediate_size, intermediate_size], False, dtype
+        )
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, dtype)
+        self.act_fn = SiluAndMul(fused)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> [T, M]"""
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm. The residual stream travels beside the output."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        fused: bool,
+    ) -> None:
+        super().__init__()
+        norm_args = (config.hidden_size, config.rms_norm_eps, dtype, fused)
+        self.self_attn = Qwen3Attention(config, rotary_emb, backend, dtype, fused)
+        self.mlp = Qwen3MLP(config, dtype, fused)
+        self.input_layernorm = RMSNorm(*norm_args)
+        self.post_attention_layernorm = RMSNorm(*norm_args)
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair."""
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm.add_forward(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, fused: bool
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype)
+        rotary_emb = RotaryEmbedding(
+            config.head_dim, config.max_position_embeddings, config.rope_theta
+        )
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary_emb, backend, dtype, fused)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, fused)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions: [T] int32. Returns [T, M]."""
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, _ = self.norm.add_forward(hidden, residual)
+        return hidden
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
+
+    # Our packed modules, and the checkpoint's modules that their rows come from.
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(
+        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, fused: bool
+    ) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, backend, dtype, fused)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions: [T] int32. Returns hidden states [T, M]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, M] -> [B, V]"""
+        return self.lm_head(hidden)

@@ -1,0 +1,35 @@
+"""Checks of what users pass in: one sentence that names the argument, the rule and the value."""
+
+import math
+import numbers
+from typing import Any
+
+
+def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Raise unless `value` is an integer (not a bool) in `minimum`..`maximum`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}")
+    if value < minimum or (maximum is not None and value > maximum):
+        rule = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        raise ValueError(f"`{name}` must be {rule}, got {value!r}")
+
+
+def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
+    """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    if not math.isfinite(value) or not minimum <= value <= maximum:
+        rule = f"at least {minimum:g}" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
+        raise ValueError(f"`{name}` must be finite and {rule}, got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")

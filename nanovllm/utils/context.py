@@ -1,0 +1,71 @@
+"""`Context`: the attention metadata of one step, visible to the layers while the model runs.
+
+The scope is a context variable: it always ends with the `with` block, and each thread (so each of
+several engines that run at once) sees its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the T tokens of a step belong.
+
+    The rows of a step are ordered: first `num_decodes` sequences with one token each, then the
+    tokens of P prefilling sequences. B = num_decodes + P.
+
+    Attributes:
+        num_decodes: rows that are decodes.
+        slot_mapping: [T] int32, where each token's KV goes: block_id * block_size + offset, or
+            -1 for nowhere (padding, warm-up).
+        context_lens: [B] int32, tokens each sequence can see, those of this step included; 0 for
+            padding.
+        block_tables: [B, W] int32, block ids; columns past a sequence's context are never read.
+        cu_seqlens_q: [P + 1] int32, where each prefilling sequence's rows begin, from 0.
+        cu_seqlens_k: [P + 1] int32, the running sum of their context lengths.
+        max_seqlen_q: most rows of a prefilling sequence.
+        max_seqlen_k: longest context of a prefilling sequence.
+        has_cached_context: whether a prefilling sequence sees more than this step's tokens.
+    """
+
+    num_decodes: int
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    has_cached_context: bool = False
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether there are prefill rows."""
+        return self.cu_seqlens_q is not None
+
+
+_context: ContextVar[Context] = ContextVar("nanovllm_context")
+
+
+@contextmanager
+def use_context(context: Context) -> Iterator[None]:
+    """Make `context` what `get_context` returns inside the `with` block."""
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def get_context() -> Context:
+    """The metadata of the step that is running. LookupError outside of one."""
+    return _context.get()

@@ -1,0 +1,113 @@
+"""Checkpoint weights into a model: every parameter filled, every tensor used, or an error.
+
+Knows safetensors files and the model's packed-module mapping; knows nothing of the engine.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from nanovllm.model_config import read_json
+
+INDEX = "model.safetensors.index.json"
+_SHOWN = 8  # names listed in an error
+
+
+def find_weights(directory: Path) -> dict[str, Path]:
+    """The file of each tensor in a checkpoint. An index file decides which files count.
+
+    Raises:
+        ValueError: if there are no safetensors, or a file of the index is missing.
+    """
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map", {})
+        missing = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
+        if missing:
+            raise ValueError(f"{directory}: files named in {INDEX} are missing: {_names(missing)}")
+        return {name: directory / file for name, file in weight_map.items()}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{directory} has no *.safetensors: only that format is read; convert others with "
+            "transformers' `save_pretrained`"
+        )
+    found = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            found.update(dict.fromkeys(tensors.keys(), file))
+    return found
+
+
+def checkpoint_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Checkpoint tensor name -> the parameter, or the rows of a packed one, that it fills."""
+    packed: dict[str, tuple[str, ...]] = model.packed_modules_mapping  # type: ignore[assignment]
+    targets: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        path, _, param_name = name.rpartition(".")
+        parent, _, module_name = path.rpartition(".")
+        if module_name in packed:
+            sizes: list[int] = model.get_submodule(path).output_sizes  # type: ignore[assignment]
+            views = param.data.split(sizes)
+            for part, view in zip(packed[module_name], views, strict=True):
+                targets[f"{parent}.{part}.{param_name}"] = view
+        else:
+            targets[name] = param.data
+    return targets
+
+
+def load_model(model: nn.Module, directory: Path) -> None:
+    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype.
+
+    Raises:
+        ValueError: naming tensors that are missing, left over or of the wrong shape.
+    """
+    files, targets = find_weights(directory), checkpoint_targets(model)
+    # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
+    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    if "lm_head.weight" not in targets:
+        ignored.add("lm_head.weight")
+    problems = []
+    if missing := sorted(set(targets) - set(files)):
+        problems.append(f"missing from the checkpoint: {_names(missing)}")
+    if unused := sorted(set(files) - set(targets) - ignored):
+        problems.append(f"not used by this model: {_names(unused)}")
+    if problems:
+        raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as tensors:
+            present = set(tensors.keys())
+            for name in [n for n in targets if files[n] == file]:
+                if name not in present:
+                    raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
+                _copy(name, tensors.get_tensor(name), targets[name])
+
+
+def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise ValueError(
+            f"tensor {name} has shape {list(tensor.shape)}, config.json implies "
+            f"{list(target.shape)}"
+        )
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
+    target.copy_(tensor)
+
+
+def load_dummy(model: nn.Module, seed: int) -> None:
+    """Random weights, the same for the same seed and device: N(0, 0.02^2), norms 1, biases 0."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):
+            param.data.zero_()
+        elif param.dim() == 1:
+            param.data.fill_(1.0)
+        else:
+            param.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,26 @@
+"""Loads the checkpoint's tokenizer through transformers."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model directory, None if it has no tokenizer files."""
+    if not any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+        logger.warning(
+            "%s has no tokenizer: prompts must be token ids, outputs have no text", model
+        )
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
