@@ -106,7 +106,7 @@ def _read(raw: dict[str, Any], key: str, kind: type[T], default: T | None = None
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"config.json: `{key}` must be of type {kind.__name__}, got {value!r}")
-    if kind in (int, float) and value <= 0:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
         raise ValueError(f"config.json: `{key}` must be positive, got {value!r}")
     return value
 

@@ -28,9 +28,14 @@ class RMSNorm(nn.Module):
         return self.weight * h.to(x.dtype)
 
     def add_forward(
-        self, x: torch.Tensor, residual: torch.Tensor
+        self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise `x + residual`; returns that and the sum. Neither input is changed."""
+        """Normalise `x + residual`; returns that and the sum. Neither input is changed.
+
+        The first layer of a model has no residual yet: None stands for zero.
+        """
+        if residual is None:
+            return self(x), x
         if self.fused:
             from nanovllm.kernels.norm import add_rms_norm
 

@@ -99,10 +99,7 @@ class Qwen3DecoderLayer(nn.Module):
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair."""
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm.add_forward(hidden, residual)
+        hidden, residual = self.input_layernorm.add_forward(hidden, residual)
         hidden = self.self_attn(positions, hidden)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
         return self.mlp(hidden), residual
@@ -127,11 +124,11 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions: [T] int32. Returns [T, M]."""
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        hidden, _ = self.norm.add_forward(hidden, residual)
-        return hidden
+        return self.norm.add_forward(hidden, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):

@@ -9,7 +9,8 @@ def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -
     """Raise unless `value` is an integer (not a bool) in `minimum`..`maximum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be an integer, got {value!r}")
-    if value < minimum or (maximum is not None and value > maximum):
+    number = int(value)
+    if number < minimum or (maximum is not None and number > maximum):
         rule = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"`{name}` must be {rule}, got {value!r}")
 
@@ -18,7 +19,7 @@ def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf
     """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
-    if not math.isfinite(value) or not minimum <= value <= maximum:
+    if not math.isfinite(value) or not minimum <= float(value) <= maximum:
         rule = f"at least {minimum:g}" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
         raise ValueError(f"`{name}` must be finite and {rule}, got {value!r}")
 

@@ -1,0 +1,37 @@
+"""Shared set-up: devices, markers, the embedded checkpoint and its reference in transformers."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
+
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    count = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if item.get_closest_marker(marker) and count < needed:
+                reason = f"needs {needed} CUDA device(s), PyTorch sees {count}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> str:
+    """Directory of the embedded checkpoint."""
+    return str(TINY)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    """The embedded checkpoint in transformers' own Qwen3, float32 on the CPU: the oracle."""
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()

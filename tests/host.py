@@ -1,0 +1,218 @@
+"""Helpers for tests of the host logic: a fake model with a fake KV cache, and short constructors.
+
+No torch. The fake model reads and writes its KV through the batch's slots and block tables, as
+the real one does, so a wrong table, a block overwritten or a false prefix hit changes its tokens.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm.engine.batch import build_batch
+from nanovllm.engine.block_manager import NO_HASH, BlockManager
+from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 6
+VOCAB_SIZE = 23
+EOS = 0
+MASK = (1 << 61) - 1
+
+HASHES = {
+    "xxhash": BlockManager.compute_hash,
+    "constant": lambda token_ids, prefix=NO_HASH: 42,
+    "own-tokens-only": lambda token_ids, prefix=NO_HASH: hash(tuple(token_ids)) & (2**63 - 1),
+    "prefix-only": lambda token_ids, prefix=NO_HASH: (prefix * 3 + 5) & (2**63 - 1),
+}
+
+_seq_ids = itertools.count()
+
+
+def make_seq(
+    tokens: SequenceABC[int] | int,
+    *,
+    max_tokens: int = 8,
+    ignore_eos: bool = True,
+    block_size: int = BLOCK_SIZE,
+) -> Sequence:
+    """A sequence with these prompt tokens, or with so many (that no other sequence has)."""
+    seq_id = next(_seq_ids)
+    if isinstance(tokens, int):
+        tokens = [1000 * (seq_id + 1) + i for i in range(tokens)]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return Sequence(seq_id, list(tokens), params, block_size=block_size)
+
+
+def make_scheduler(
+    num_blocks: int = NUM_BLOCKS,
+    block_size: int = BLOCK_SIZE,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int | None = None,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    """A scheduler over a fresh pool."""
+    pool_tokens = num_blocks * block_size
+    return Scheduler(
+        BlockManager(num_blocks, block_size, enable_prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=min(max_model_len or pool_tokens, pool_tokens),
+        eos_token_ids=[EOS],
+    )
+
+
+def manager_state(manager: BlockManager) -> object:
+    """Everything the manager knows, comparable."""
+    fields = ("ref_count", "hash", "token_ids", "chain_id", "parent_chain_id")
+    return (
+        list(manager.free_block_ids),
+        list(manager.cached_block_ids),
+        dict(manager.hash_to_block_id),
+        dict(manager._computing),
+        manager._last_chain_id,
+        [[getattr(block, name) for name in fields] for block in manager.blocks],
+    )
+
+
+class Model(Protocol):
+    """Samples one token for each scheduled sequence that `samples`."""
+
+    def run(self, scheduled: list[ScheduledSequence]) -> list[int]: ...
+
+
+def _extend(state: int, token: int) -> int:
+    """The "KV" of `token`: depends on everything before it."""
+    return (state * 6364136223846793005 + token * 1442695040888963407 + 12345) & MASK
+
+
+def _sample(state: int) -> int:
+    return (state >> 20) % VOCAB_SIZE
+
+
+class FakeModel:
+    """Deterministic: the state of a token is the sum of all KV up to it, read from the slots."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.block_size = scheduler.block_manager.block_size
+        self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
+
+    def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
+        batch = build_batch(scheduled, self.block_size)
+        ids, slots = batch.input_ids.tolist(), batch.slot_mapping.tolist()
+        states, row = [0] * len(ids), 0
+        counts = [1] * batch.num_decodes + (
+            batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+        ).tolist()
+        for i, count in enumerate(counts):
+            table, start = batch.block_tables[i].tolist(), int(batch.context_lens[i]) - count
+            state = 0
+            for position in range(start):
+                block, offset = divmod(position, self.block_size)
+                state += self.kv[table[block] * self.block_size + offset]
+            for _ in range(count):
+                self.kv[slots[row]] = _extend(state & MASK, ids[row])
+                state += self.kv[slots[row]]
+                states[row] = state & MASK
+                row += 1
+        return [_sample(states[row]) for row in batch.sample_rows.tolist()]
+
+
+class ScriptedModel:
+    """Ends each sequence after a given number of tokens; fast, for large workloads."""
+
+    def __init__(self, lengths: dict[int, int] | None = None) -> None:
+        self.lengths = lengths or {}
+
+    def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
+        seqs = [item.seq for item in scheduled if item.samples]
+        return [
+            EOS if seq.num_completion_tokens + 1 == self.lengths.get(seq.seq_id) else 1
+            for seq in seqs
+        ]
+
+
+def reference(seq: Sequence, max_model_len: int) -> tuple[list[int], str]:
+    """Completion and finish reason of the fake model for a prompt, without any cache."""
+    state, tokens, params = 0, list(seq.prompt_token_ids), seq.sampling_params
+    for token in tokens:
+        state = (state + _extend(state, token)) & MASK
+    completion: list[int] = []
+    while True:
+        token = _sample(state)
+        completion.append(token)
+        state = (state + _extend(state, token)) & MASK
+        if token == EOS and not params.ignore_eos:
+            return completion, "stop"
+        if len(completion) == params.max_tokens or len(tokens) + len(completion) == max_model_len:
+            return completion, "length"
+
+
+class Chunk(NamedTuple):
+    """What one step computed of one sequence."""
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    was_prefill: bool
+
+
+def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
+    """One step, with every bound and invariant checked."""
+    scheduled = scheduler.schedule()
+    chunks = [
+        Chunk(item.seq.seq_id, item.seq.num_computed_tokens, item.num_tokens, item.num_tokens > 1)
+        for item in scheduled
+    ]
+    assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
+    assert all(chunk.num_tokens > 0 for chunk in chunks)
+    assert len({chunk.seq_id for chunk in chunks}) == len(chunks)
+    if scheduled:
+        scheduler.check_invariants()
+        scheduler.postprocess(scheduled, model.run(scheduled))
+    scheduler.check_invariants()
+    return chunks
+
+
+def run_to_end(
+    scheduler: Scheduler,
+    seqs: SequenceABC[Sequence] = (),
+    model: Model | None = None,
+    on_step: Callable[[list[Chunk]], Any] = lambda chunks: None,
+) -> list[list[Chunk]]:
+    """Add `seqs` and run until nothing is left, all blocks given back. Returns all steps."""
+    model = model or FakeModel(scheduler)
+    for seq in seqs:
+        scheduler.add(seq)
+    steps = []
+    while not scheduler.is_finished():
+        steps.append(step(scheduler, model))
+        on_step(steps[-1])
+        assert len(steps) < 100_000, "the requests never end"
+    assert scheduler.block_manager.num_used_blocks == 0
+    return steps
+
+
+def computed(steps: list[list[Chunk]], seq: Sequence) -> list[int]:
+    """The positions of `seq` that the steps computed, in order."""
+    chunks = [chunk for chunks in steps for chunk in chunks if chunk.seq_id == seq.seq_id]
+    return [p for chunk in chunks for p in range(chunk.start, chunk.start + chunk.num_tokens)]
+
+
+def bench_workload(
+    num_seqs: int, seed: int, shortest: int, longest: int
+) -> list[tuple[list[int], int]]:
+    """Random prompts and output lengths, as in bench.py."""
+    rng = random.Random(seed)
+    return [
+        (
+            [rng.randint(1, 10_000) for _ in range(rng.randint(shortest, longest))],
+            rng.randint(shortest, longest),
+        )
+        for _ in range(num_seqs)
+    ]

@@ -1,0 +1,214 @@
+"""On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
+
+import gc
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_tiny
+from test_kernels import CASES, Case, close, run_case
+from test_reference import MAX_TOKENS, RecordingSampler, make_prompts, reference_greedy
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+SEED = 11
+HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
+needs_flash = pytest.mark.skipif(not HAS_FLASH, reason="flash-attn is not installed")
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64}
+
+
+@needs_flash
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("one")])
+def test_flash_attn_agrees_with_the_oracle(name: str) -> None:
+    from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
+
+    options = {**CASES[name], "block_size": 256, "dtype": torch.bfloat16}
+    options["d"] = max(64, options.get("d", 64))  # type: ignore[call-overload]
+    case = Case(**options)  # type: ignore[arg-type]
+    # flash-attn multiplies masked values by zero, so what is masked must be finite.
+    case.caches.nan_to_num_()
+    close(run_case(FlashAttentionBackend(), case), case.wanted())
+
+
+@pytest.mark.parametrize(("batch", "longest"), [(1, 4000), (8, 2000), (64, 1800), (256, 1800)])
+def test_triton_agrees_with_the_oracle_on_large_batches(batch: int, longest: int) -> None:
+    rng = random.Random(batch)
+    lens = [rng.randint(1, longest) for _ in range(batch)]
+    case = Case(
+        [1] * batch, lens, num_decodes=batch, hq=16, hkv=8, d=128, block_size=256,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    from nanovllm.attention.triton_backend import TritonBackend
+
+    close(run_case(TritonBackend(), case), case.wanted())
+    q_lens = [min(n, rng.randint(2, 700)) for n in lens[:16]]
+    case = Case(q_lens, lens[:16], hq=16, hkv=8, d=128, block_size=256, dtype=torch.bfloat16)
+    close(run_case(TritonBackend(), case), case.wanted())
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_float32_tokens_are_those_of_the_reference(
+    tiny: str, reference: Any, backend: str, block_size: int, eager: bool
+) -> None:
+    """Graphs and eager, fused kernels, both backends, chunked prefill beside decodes."""
+    prompts = make_prompts()
+    expected = [reference_greedy(reference, prompt) for prompt in prompts]
+    with LLM(
+        tiny,
+        dtype="float32",
+        attention_backend=backend,
+        kvcache_block_size=block_size,
+        enforce_eager=eager,
+        max_num_batched_tokens=500,
+        **SMALL,
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        metrics = llm.metrics()
+    assert (metrics["num_graph_replays"] > 0) == (not eager and backend == "triton")
+    assert [output["token_ids"] for output in outputs] == expected
+
+
+@pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_bfloat16_graphs_agree_with_eager(tiny: str, backend: str, fused: bool) -> None:
+    """Logits of prefill and decode, graph against eager, within bf16's resolution."""
+    prompts = make_prompts()[:48]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    logits = []
+    for eager in (False, True):
+        with LLM(
+            tiny, attention_backend=backend, enforce_eager=eager, fused_kernels=fused, **SMALL
+        ) as llm:
+            sampler = llm.model_runner.sampler = RecordingSampler()  # type: ignore[assignment]
+            llm.generate(prompts, params, use_tqdm=False)
+            assert (llm.metrics()["num_graph_replays"] > 0) != eager
+        logits.append(torch.cat(sampler.logits).log_softmax(-1))
+    assert (logits[0] - logits[1]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
+def test_bfloat16_still_adds(tiny: str, backend: str) -> None:
+    rng = random.Random(SEED)
+    pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(500)]
+    with LLM(tiny, attention_backend=backend) as llm:
+        prompts = [train_tiny.addition_prompt(a, b) for a, b in pairs]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.metrics()["num_graph_replays"] > 0
+    right = sum(o["text"] == str(a + b) for (a, b), o in zip(pairs, outputs, strict=True))
+    print("right:", right, "of", len(pairs))
+    assert right >= 0.98 * len(pairs)
+
+
+@pytest.fixture(scope="module")
+def qwen3_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random checkpoint in the Qwen3-0.6B shape, made by transformers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+    path: Path = tmp_path_factory.mktemp("qwen3-0.6b")
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    for name, param in model.named_parameters():
+        if param.dim() == 1:  # norms away from 1, so that leaving them out shows
+            generator = torch.Generator("cuda").manual_seed(len(name))
+            param.data += 0.2 * torch.randn(param.shape, generator=generator, device="cuda").to(
+                param.dtype
+            )
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
+def test_log_probabilities_of_greedy_output(qwen3_06b: str, backend: str) -> None:
+    """Within 0.05 per token of transformers in bf16, prefill and graph decode."""
+    from transformers import Qwen3ForCausalLM
+
+    rng = random.Random(SEED)
+    reference = Qwen3ForCausalLM.from_pretrained(qwen3_06b, torch_dtype=torch.bfloat16).cuda()
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    worst = 0.0
+    with LLM(qwen3_06b, attention_backend=backend, **SMALL) as llm:
+        for length in (1, 20, 255, 256, 600):
+            prompt = [rng.randrange(10000) for _ in range(length)]
+            sampler = llm.model_runner.sampler = RecordingSampler()  # type: ignore[assignment]
+            out = llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"]
+            with torch.no_grad():
+                ids = torch.tensor([prompt + out[:-1]], device="cuda")
+                wanted = reference(ids).logits[0, length - 1 :].float().log_softmax(-1)
+            got = torch.cat(sampler.logits).log_softmax(-1)
+            rows = torch.arange(len(out), device="cuda")
+            worst = max(worst, float((got - wanted)[rows, out].abs().max()))
+        assert llm.metrics()["num_graph_replays"] > 0
+    print(backend, "largest difference of a log-probability:", worst)
+    assert worst < 0.05
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])
+def test_defect_3_any_max_num_seqs_has_a_graph(tiny: str, max_num_seqs: int) -> None:
+    """A batch of exactly `max_num_seqs`, which need not be a usual bucket."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    prompts = [train_tiny.addition_prompt(100 + i, 250) for i in range(max_num_seqs)]
+    with LLM(tiny, max_num_seqs=max_num_seqs, num_kvcache_blocks=512) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.metrics()["num_graph_replays"] > 0
+    right = sum(o["text"] == str(350 + i) for i, o in enumerate(outputs))
+    assert right >= 0.98 * max_num_seqs
+
+
+def test_defect_14_memory_comes_back(tiny: str) -> None:
+    """After exit, and after `del` alone; and a second engine fits beside the first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(tiny, gpu_memory_utilization=0.3)
+    second = LLM(tiny, gpu_memory_utilization=0.3)
+    assert torch.cuda.memory_allocated() - before > 1 << 30
+    second.generate("127+345=", GREEDY, use_tqdm=False)
+    second.exit()
+    second.exit()
+    del llm, second
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 64 << 20
+    with LLM(tiny, gpu_memory_utilization=0.8) as third:
+        assert third.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
+
+
+def test_defect_16_memory_of_others_is_not_ours(tiny: str) -> None:
+    """30 GiB held by somebody else leave the engine its share, not a share less 30 GiB."""
+    with LLM(tiny, gpu_memory_utilization=0.2) as llm:
+        alone = llm.metrics()["num_kvcache_blocks"]
+    other = torch.empty(30 << 30, dtype=torch.uint8, device="cuda")
+    with LLM(tiny, gpu_memory_utilization=0.2) as llm:
+        assert llm.metrics()["num_kvcache_blocks"] >= 0.99 * alone
+    del other
+
+
+def test_sampling_distribution_on_the_device(tiny: str, reference: Any) -> None:
+    from test_reference import chi_square_p
+
+    prompt = list(b"reverse: a")
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0, -1].double()
+    params = SamplingParams(temperature=2.0, max_tokens=1)
+    with LLM(tiny, dtype="float32", seed=SEED) as llm:
+        outputs = llm.generate([prompt] * 20_000, params, use_tqdm=False)
+    drawn = [output["token_ids"][0] for output in outputs]
+    assert chi_square_p(drawn, (logits / 2.0).softmax(-1).numpy()) > 1e-3

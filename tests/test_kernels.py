@@ -1,0 +1,265 @@
+"""Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.kv_cache import store_kvcache
+from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
+from nanovllm.kernels.rope import qk_norm_rope_
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import Context
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 96), (3, 1024), (2, 5, 80)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    before = x.clone()
+    wanted = torch.nn.functional.rms_norm(x.double(), shape[-1:], weight.double(), 1e-6)
+    close(rms_norm(x, weight, 1e-6), wanted)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_defect_4_float32_norm_leaves_its_inputs_alone(fused: bool) -> None:
+    """`.float()` of float32 is a no-op: an in-place norm would change the residual."""
+    norm = RMSNorm(64, 1e-6, torch.float32, fused).to(DEVICE)
+    norm.weight.data.copy_(randn(64, seed=2))
+    x, residual = randn(5, 64), randn(5, 64, seed=1)
+    copies = x.clone(), residual.clone()
+    out, total = norm.add_forward(x, residual)
+    assert torch.equal(x, copies[0])
+    assert torch.equal(residual, copies[1])
+    close(total, x + residual)
+    close(out, norm(total))
+    assert torch.equal(total, x + residual), "the sum is what the next layer adds to"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (6, 1000), (4, 2048)])
+def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
+    weight = randn(shape[-1], dtype=dtype, seed=2)
+    out, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    close(out, torch.nn.functional.rms_norm(total.double(), shape[-1:], weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 200), (3, 3072)])
+def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = randn(shape[0], 2 * shape[1], dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hq", "hkv", "d"), [(4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128)])
+def test_qk_norm_rope(hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+    T, max_position = 9, 50
+    qkv = randn(T, hq + 2 * hkv, d, dtype=dtype)
+    q, k, v = qkv.split([hq, hkv, hkv], dim=1)
+    values = v.clone()
+    positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
+    rope = RotaryEmbedding(d, max_position, 10000.0).to(DEVICE)
+    norms = []
+    for seed in (1, 2):
+        norms.append(RMSNorm(d, 1e-6, dtype, fused=False).to(DEVICE))
+        norms[-1].weight.data.copy_(randn(d, seed=seed))
+    wanted = [rope(positions, norm(x)) for norm, x in zip(norms, (q, k), strict=True)]
+    weights = norms[0].weight, norms[1].weight
+    qk_norm_rope_(q, k, *weights, 1e-6, rope.cos_sin, positions)
+    close(q, wanted[0])
+    close(k, wanted[1])
+    assert torch.equal(v, values)
+
+
+def test_rotary_embedding_is_that_of_transformers() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    D, T = 32, 40
+    q, k = randn(1, 4, T, D), randn(1, 2, T, D, seed=1)
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, D, 2).double() / D)
+    angles = torch.outer(torch.arange(T).double(), inv_freq).to(DEVICE)
+    table = torch.cat([angles, angles], -1)[None].float()
+    wanted_q, wanted_k = apply_rotary_pos_emb(q, k, table.cos(), table.sin())
+    rope = RotaryEmbedding(D, T, 10000.0).to(DEVICE)
+    positions = torch.arange(T, dtype=torch.int32, device=DEVICE)
+    for x, wanted in ((q, wanted_q), (k, wanted_k)):
+        close(rope(positions, x[0].transpose(0, 1)), wanted[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kvcache_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
+    """Defect 10: padding rows (slot -1) must not land in the last slot of somebody's block."""
+    N, S, H, D, T = 5, 16, 2, 32, 12
+    qkv = randn(T, 4 * H, D, dtype=dtype)
+    k, v = qkv[:, H : 2 * H], qkv[:, 2 * H : 3 * H]  # strided, as in the model
+    slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
+    slots[3] = slots[7] = -1
+    for store in (store_kvcache, TorchBackend().store_kvcache):
+        caches = torch.full((2, N, S, H, D), torch.nan, dtype=dtype, device=DEVICE)
+        store(k, v, caches[0], caches[1], slots)
+        flat = caches.view(2, N * S, H, D)
+        for t, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                assert torch.equal(flat[0, slot], k[t])
+                assert torch.equal(flat[1, slot], v[t])
+        written = (~flat.isnan()).all(dim=(2, 3))
+        assert written.sum(dim=1).tolist() == [T - 2, T - 2]
+
+
+class Case:
+    """A step over a scattered, poisoned pool: whatever no sequence owns is NaN."""
+
+    def __init__(
+        self,
+        q_lens: list[int],
+        k_lens: list[int],
+        *,
+        num_decodes: int = 0,
+        hq: int = 4,
+        hkv: int = 2,
+        d: int = 32,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        assert all(n == 1 for n in q_lens[:num_decodes])
+        self.q_lens, self.k_lens, self.scale = q_lens, k_lens, d**-0.5
+        widths = [-(-n // block_size) for n in k_lens]
+        order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(3)).tolist()
+        shape = (2, sum(widths) + 3, block_size, hkv, d)
+        self.caches = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        tables = torch.full((len(k_lens), max(widths) + 2), order.pop(), dtype=torch.int32)
+        self.keys, self.values, slots = [], [], []
+        for i, (n, length) in enumerate(zip(q_lens, k_lens, strict=True)):
+            self.keys.append(randn(length, hkv, d, dtype=dtype, seed=10 + i))
+            self.values.append(randn(length, hkv, d, dtype=dtype, seed=50 + i))
+            blocks = [order.pop() for _ in range(widths[i])]
+            tables[i, : widths[i]] = torch.tensor(blocks)
+            where = [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
+            flat = self.caches.view(2, -1, hkv, d)
+            flat[0, where[: length - n]] = self.keys[i][: length - n]
+            flat[1, where[: length - n]] = self.values[i][: length - n]
+            slots += where[length - n :]
+        self.q = randn(sum(q_lens), hq, d, dtype=dtype, seed=1)
+        self.k = torch.cat([x[len(x) - n :] for x, n in zip(self.keys, q_lens, strict=True)])
+        self.v = torch.cat([x[len(x) - n :] for x, n in zip(self.values, q_lens, strict=True)])
+        zero = torch.zeros(1, dtype=torch.int64)
+        cu_q, cu_k = (
+            torch.cat([zero, torch.tensor(x[num_decodes:]).cumsum(0)]).to(DEVICE, torch.int32)
+            for x in (q_lens, k_lens)
+        )
+        prefilling = q_lens[num_decodes:]
+        self.context = Context(
+            num_decodes=num_decodes,
+            slot_mapping=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            context_lens=torch.tensor(k_lens, dtype=torch.int32, device=DEVICE),
+            block_tables=tables.to(DEVICE),
+            cu_seqlens_q=cu_q if prefilling else None,
+            cu_seqlens_k=cu_k if prefilling else None,
+            max_seqlen_q=max(prefilling, default=0),
+            max_seqlen_k=max(k_lens[num_decodes:], default=0),
+            has_cached_context=q_lens[num_decodes:] != k_lens[num_decodes:],
+        )
+
+    def wanted(self) -> torch.Tensor:
+        """Attention in float64, one sequence at a time, from the contiguous keys and values."""
+        out, row = [], 0
+        for keys, values, n in zip(self.keys, self.values, self.q_lens, strict=True):
+            q = self.q[row : row + n].double()
+            row += n
+            G = q.shape[1] // keys.shape[1]
+            k, v = (x.double().repeat_interleave(G, 1) for x in (keys, values))
+            scores = torch.einsum("nhd,lhd->hnl", q, k) * self.scale
+            L = len(keys)
+            hidden = torch.ones(n, L, dtype=torch.bool, device=DEVICE).tril(L - n).logical_not()
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hnl,lhd->nhd", weights, v))
+        return torch.cat(out)
+
+
+def run_case(backend: object, case: Case) -> torch.Tensor:
+    from nanovllm.layers.attention import Attention
+    from nanovllm.utils.context import use_context
+
+    layer = Attention(backend, case.q.shape[-1])  # type: ignore[arg-type]
+    layer.bind_kv_cache(case.caches[0], case.caches[1])
+    with use_context(case.context):
+        return layer(case.q, case.k, case.v)
+
+
+CASES = {
+    "prefill": {"q_lens": [1, 5, 33, 70], "k_lens": [1, 5, 33, 70]},
+    "prefill-cached": {"q_lens": [3, 17, 64], "k_lens": [20, 81, 64]},
+    "decode": {"q_lens": [1] * 5, "k_lens": [1, 16, 17, 63, 130], "num_decodes": 5},
+    "mixed": {"q_lens": [1, 1, 9, 40], "k_lens": [30, 5, 41, 40], "num_decodes": 2},
+    "one-block-256": {"q_lens": [1, 30], "k_lens": [200, 40], "block_size": 256},
+    "gqa-1": {"q_lens": [1, 20], "k_lens": [40, 20], "num_decodes": 1, "hq": 2},
+    "gqa-8": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 8, "hkv": 1},
+    "gqa-3": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 6},
+    "head-64": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 64},
+    "head-128": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 128},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend], ids=["torch", "triton"])
+def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
+    """Defect 10 too: everything outside the sequences is NaN, so one foreign read shows."""
+    case = Case(**CASES[name], dtype=dtype)  # type: ignore[arg-type]
+    out = run_case(backend(), case)
+    assert not out.isnan().any()
+    close(out, case.wanted())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_split_decode(num_splits: int) -> None:
+    """More splits than tiles, and padding rows of length 0, included."""
+    case = Case([1] * 4, [1, 33, 64, 300], num_decodes=4)
+    run_case(TritonBackend(), case)  # stores this step's keys
+    lens = case.context.context_lens.clone()
+    tables = case.context.block_tables
+    out = paged_decode(case.q, *case.caches, tables, lens, case.scale, num_splits)
+    close(out, case.wanted())
+    lens[1] = 0
+    out = paged_decode(case.q, *case.caches, tables, lens, case.scale, num_splits)
+    close(out[[0, 2, 3]], case.wanted()[[0, 2, 3]])
+
+
+def test_number_of_splits() -> None:
+    assert choose_num_splits(256, 8, 4096) == 1
+    assert choose_num_splits(1, 8, 4096) == 32
+    assert choose_num_splits(1, 8, 100) == 1
+    assert choose_num_splits(12, 8, 4096) == 4
+
+
+def test_an_unusable_backend_reports_every_refusal() -> None:
+    needs = AttentionNeeds(torch.device("cpu"), torch.float32, 4, 2, 24, 16)
+    with pytest.raises(ValueError, match=r"flash_attn: needs a CUDA.*triton: head_dim 24 is not"):
+        select_backend("flash_attn", needs)
+    assert select_backend("auto", needs).name == "torch"

@@ -1,0 +1,239 @@
+"""Random workloads over tiny pools, against references that know neither blocks nor steps."""
+
+import random
+from collections import Counter
+
+import pytest
+from host import (
+    BLOCK_SIZE,
+    EOS,
+    HASHES,
+    NUM_BLOCKS,
+    FakeModel,
+    make_scheduler,
+    make_seq,
+    manager_state,
+    reference,
+    step,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+NUM_STEPS = 1_400  # of each engine
+# pool, block size, budget, max_num_seqs
+ENGINES = [(1, 4, 4, 2), (2, 8, 8, 8), (6, 4, 9, 3), (6, 4, 16, 16), (12, 2, 5, 5), (20, 1, 7, 4),
+           (9, 4, 64, 8), (30, 4, 12, 12)]  # fmt: skip
+
+
+def random_request(rng: random.Random, room: int) -> Sequence:
+    """A prompt that often begins like others, ends in a few to many tokens, maybe at EOS."""
+    families = [[1, 1, 2, 1] * 8, [1, 1, 2, 1, 3] * 7, [2] * 32]
+    shared = rng.choice(families)[: rng.randint(0, 30)]
+    tokens = shared + [rng.randint(1, 4) for _ in range(rng.randint(1, 12))]
+    return make_seq(
+        tokens[: rng.randint(1, room - 1)],
+        max_tokens=rng.choice([1, 2, 5, 10, 30]),
+        ignore_eos=rng.random() < 0.5,
+    )
+
+
+class Workload:
+    """Requests that come and go at random; counts what happened."""
+
+    def __init__(self, rng: random.Random, scheduler: Scheduler, guess_low: bool = False) -> None:
+        self.rng, self.scheduler, self.model = rng, scheduler, FakeModel(scheduler)
+        self.seqs: list[Sequence] = []
+        self.aborted: set[int] = set()
+        self.prefills: set[int] = set()  # of the last step
+        self.counts: Counter[str] = Counter()
+        if guess_low:  # admit whatever fits now, so that preemption has work
+            scheduler.lengths.remaining = lambda seq: 1
+
+    def arrive(self) -> None:
+        seq = random_request(self.rng, self.scheduler.max_model_len)
+        seq.block_size = self.scheduler.block_manager.block_size
+        self.seqs.append(seq)
+        self.scheduler.add(seq)
+
+    def abort(self) -> None:
+        seq = self.rng.choice(self.seqs)
+        if self.scheduler.abort(seq.seq_id):
+            self.counts["abort"] += 1
+            self.aborted.add(seq.seq_id)
+            self.scheduler.check_invariants()
+
+    def step(self) -> None:
+        chunks = step(self.scheduler, self.model)
+        assert chunks or self.scheduler.is_finished()
+        assert len(chunks) <= self.scheduler.max_num_seqs
+        self.counts["step"] += bool(chunks)
+        self.counts["mixed"] += len({chunk.was_prefill for chunk in chunks}) == 2
+        self.counts["chunked"] += len({c.seq_id for c in chunks if c.was_prefill} & self.prefills)
+        self.prefills = {c.seq_id for c in chunks if c.was_prefill}
+
+    def finish(self) -> None:
+        """Run what is left, then check every output."""
+        while not self.scheduler.is_finished():
+            self.step()
+        assert self.scheduler.block_manager.num_used_blocks == 0
+        for seq in self.seqs:
+            expected, reason = reference(seq, self.scheduler.max_model_len)
+            if seq.seq_id in self.aborted:
+                assert seq.completion_token_ids == expected[: seq.num_completion_tokens]
+            else:
+                assert (seq.completion_token_ids, seq.finish_reason) == (expected, reason)
+            self.counts["hit"] += seq.num_cached_tokens
+            self.counts["eos"] += seq.last_token == EOS
+        self.counts["preempt"] += self.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("guess_low", [False, True], ids=["admission", "no-admission"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+def test_random_workload(caching, guess_low):
+    """10,000 steps in all, in eight engines; bounds and invariants are checked in every step."""
+    total: Counter[str] = Counter()
+    for seed, (num_blocks, block_size, budget, max_num_seqs) in enumerate(ENGINES):
+        print(f"seed {seed}: {num_blocks} x {block_size}, budget {budget}, {max_num_seqs} seqs")
+        rng = random.Random(seed)
+        scheduler = make_scheduler(
+            num_blocks,
+            block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=40,
+            enable_prefix_caching=caching,
+        )
+        workload = Workload(rng, scheduler, guess_low)
+        for _ in range(NUM_STEPS):
+            if len(scheduler.waiting) < 12 and rng.random() < 0.4:
+                workload.arrive()
+            if workload.seqs and rng.random() < 0.02:
+                workload.abort()
+            workload.step()
+        workload.finish()
+        total += workload.counts
+    print(dict(total))
+    expected = {"step", "mixed", "chunked", "abort", "eos", "preempt"} | (
+        {"hit"} if caching else set()
+    )
+    assert all(total[name] > 0 for name in expected), total
+    assert caching or not total["hit"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    pool=st.tuples(st.integers(1, 12), st.integers(1, 5)).filter(lambda p: p[0] * p[1] > 1),
+    max_num_seqs=st.integers(1, 6),
+    spare_budget=st.integers(0, 12),
+    caching=st.booleans(),
+)
+def test_any_engine_gives_the_reference_outputs(seed, pool, max_num_seqs, spare_budget, caching):
+    scheduler = make_scheduler(
+        *pool,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + spare_budget,
+        enable_prefix_caching=caching,
+    )
+    workload = Workload(random.Random(seed), scheduler, guess_low=seed % 2 == 0)
+    for _ in range(12):
+        workload.arrive()
+        workload.step()
+    workload.finish()
+
+
+class Books(RuleBasedStateMachine):
+    """Random use against an oracle that knows the content of every slot."""
+
+    @initialize(name=st.sampled_from(["xxhash", *HASHES]), num_blocks=st.integers(1, NUM_BLOCKS))
+    def build(self, name, num_blocks):
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE)
+        self.manager.compute_hash = HASHES[name]
+        self.exact = name == "xxhash"  # no collisions, and no twins yet
+        self.seqs: list[Sequence] = []
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> prefix
+        self.published: dict[int, tuple[int, ...]] = {}  # block -> chain
+
+    @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=4 * BLOCK_SIZE))
+    def allocate(self, tokens):
+        seq, known = make_seq(tokens), set(self.published.values())
+        hits = [block.block_id for block in self.manager.find_prefix(seq)]
+        most = next(
+            k
+            for k in range((len(tokens) - 1) // BLOCK_SIZE + 1)
+            if k == (len(tokens) - 1) // BLOCK_SIZE
+            or tuple(tokens[: (k + 1) * BLOCK_SIZE]) not in known
+        )
+        assert len(hits) == most if self.exact else len(hits) <= most
+        for p in range(len(hits) * BLOCK_SIZE):
+            key = (hits[p // BLOCK_SIZE], p % BLOCK_SIZE)
+            assert self.slots[key] == tuple(tokens[: p + 1]), "another prefix's KV"
+        usable = self.manager.num_free_blocks + len(hits)
+        usable -= sum(not any(i in s.block_table for s in self.seqs) for i in hits)
+        before = manager_state(self.manager)
+        try:
+            self.manager.allocate(seq)
+        except RuntimeError:
+            assert seq.num_blocks > usable
+            assert manager_state(self.manager) == before
+            return
+        assert seq.num_blocks <= usable
+        assert seq.block_table[: len(hits)] == hits
+        self.forget(seq.block_table[len(hits) :])
+        self.seqs.append(seq)
+
+    def forget(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.published.pop(block_id, None)
+
+    @precondition(lambda self: getattr(self, "seqs", None))
+    @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 6), token=st.integers(1, 2))
+    def compute(self, pick, num_tokens, token):
+        seq = self.seqs[pick % len(self.seqs)]
+        first = seq.num_computed_tokens
+        last = first + min(num_tokens, seq.num_uncomputed_tokens)
+        for p in range(first, last):
+            block_id = seq.block_table[p // BLOCK_SIZE]
+            self.slots[block_id, p % BLOCK_SIZE] = tuple(seq.token_ids[: p + 1])
+        self.manager.publish(seq, last - first)
+        for i in range(first // BLOCK_SIZE, last // BLOCK_SIZE):
+            chain = tuple(seq.token_ids[: (i + 1) * BLOCK_SIZE])
+            if chain in self.published.values():
+                self.exact = False
+            else:
+                self.published[seq.block_table[i]] = chain
+        if not seq.num_uncomputed_tokens:
+            seq.append_token(token)
+            if self.manager.can_append(seq):
+                held = len(seq.block_table)
+                self.manager.may_append(seq)
+                self.forget(seq.block_table[held:])
+            else:
+                self.free(pick)
+
+    @precondition(lambda self: getattr(self, "seqs", None))
+    @rule(pick=st.integers(0, 99))
+    def free(self, pick):
+        self.manager.deallocate(self.seqs.pop(pick % len(self.seqs)))
+
+    @invariant()
+    def books_are_right(self):
+        if hasattr(self, "manager"):
+            self.manager.check_invariants(self.seqs)
+
+
+def test_random_use_agrees_with_an_oracle():
+    options = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+    run_state_machine_as_test(Books, settings=options)

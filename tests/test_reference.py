@@ -1,0 +1,273 @@
+"""The engine against transformers' own Qwen3, on the embedded checkpoint, float32, CPU.
+
+Whatever the engine does to run faster or in less memory (blocks, chunks, preemption, prefix hits,
+batches, backends), greedy tokens are those of the reference.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import train_tiny
+from scipy import stats
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.admission import LengthEstimator
+
+SEED = 7
+MAX_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+def make_prompts() -> list[list[int]]:
+    """72 prompts: tasks the model knows, and random bytes of 1 to 768 tokens (3 blocks of 256)."""
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    texts = [
+        train_tiny.addition_prompt(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(24)
+    ]
+    texts += [train_tiny.count_prompt(rng.randint(0, 400)) for _ in range(12)]
+    texts += [train_tiny.reverse_prompt(word) for word in ("engine", "paged", "cache", "token")]
+    texts += [train_tiny.PRIMES_PROMPT, train_tiny.INTRO_PROMPT]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 255, 256, 257, 511, 512, 513, 768]
+    lengths += [rng.randint(1, 300) for _ in range(14)]
+    return [list(text.encode()) for text in texts] + [
+        [rng.randrange(256) for _ in range(n)] for n in lengths
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts()
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations by the reference, each prompt alone, up to an end-of-sequence token."""
+    return [reference_greedy(reference, prompt) for prompt in prompts]
+
+
+def reference_greedy(reference: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=[258, 256],
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+def run(tiny: str, prompts: list[list[int]], **options: Any) -> tuple[list[RequestOutput], dict]:
+    with LLM(tiny, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        llm.scheduler.check_invariants()
+        metrics = llm.metrics()
+        assert metrics["num_used_kvcache_blocks"] == 0
+        return outputs, metrics
+
+
+class RecordingSampler:
+    """Greedy, and keeps the logits it saw."""
+
+    def __init__(self) -> None:
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.logits.append(logits.float())
+        return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("chunk", [None, 24], ids=["whole", "chunked"])
+def test_logits_are_those_of_the_reference(
+    tiny: str, reference: Any, block_size: int, chunk: int | None
+) -> None:
+    """Prompts of 1 to 3 blocks, and the decode steps that follow, within 1e-4."""
+    blocks = range(1, 3 * block_size + 1, 1 if block_size == 16 else 85)
+    options: dict[str, Any] = {"kvcache_block_size": block_size, "num_kvcache_blocks": 64}
+    if chunk:
+        options |= {"max_num_batched_tokens": chunk, "max_num_seqs": 4}
+    rng = random.Random(SEED)
+    with LLM(tiny, enable_prefix_caching=False, **options) as llm:
+        for length in blocks:
+            prompt = [rng.randrange(256) for _ in range(length)]
+            sampler = llm.model_runner.sampler = RecordingSampler()
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
+            with torch.no_grad():
+                ids = torch.tensor([prompt + output["token_ids"][:-1]])
+                want = reference(ids).logits[0, length - 1 :]
+            torch.testing.assert_close(torch.cat(sampler.logits), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"kvcache_block_size": 16}, id="block-16"),
+        pytest.param({"kvcache_block_size": 256}, id="block-256"),
+        pytest.param({"max_num_seqs": 1}, id="one-sequence"),
+        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param(
+            {"max_num_batched_tokens": 40, "max_num_seqs": 12, "kvcache_block_size": 32},
+            id="chunked",
+        ),
+    ],
+)
+def test_greedy_tokens_are_those_of_the_reference(
+    tiny: str, prompts: list[list[int]], expected: list[list[int]], options: dict
+) -> None:
+    outputs, metrics = run(tiny, prompts, num_kvcache_blocks=256, **options)
+    assert tokens(outputs) == expected
+    budget = options.get("max_num_batched_tokens", 16384)
+    assert metrics["num_steps"] >= sum(map(len, prompts)) / budget
+
+
+def test_order_does_not_matter(
+    tiny: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    order = list(range(len(prompts)))
+    random.Random(SEED).shuffle(order)
+    outputs, _ = run(tiny, [prompts[i] for i in order], num_kvcache_blocks=64)
+    assert tokens(outputs) == [expected[i] for i in order]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+def test_preemption_does_not_change_tokens(
+    tiny: str,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    caching: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Admission that expects one token of everybody overfills the pool."""
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    short = [i for i, prompt in enumerate(prompts) if len(prompt) < 200]
+    outputs, metrics = run(
+        tiny,
+        [prompts[i] for i in short],
+        kvcache_block_size=16,
+        num_kvcache_blocks=14,
+        enable_prefix_caching=caching,
+    )
+    assert metrics["num_preemptions"] > 10
+    assert tokens(outputs) == [expected[i] for i in short]
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_prefix_hits_do_not_change_tokens(
+    tiny: str, prompts: list[list[int]], expected: list[list[int]], block_size: int
+) -> None:
+    """The same prompts twice: the second time all but the last, partial block is cached."""
+    with LLM(tiny, kvcache_block_size=block_size, num_kvcache_blocks=1024) as llm:
+        for cached in (False, True):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected
+            for prompt, output in zip(prompts, outputs, strict=True):
+                most = (len(prompt) - 1) // block_size * block_size
+                assert output.num_cached_tokens == (most if cached else 0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_shared_prefixes_and_whole_blocks(tiny: str, reference: Any, blocks: int) -> None:
+    """Prompts that share `blocks` blocks, one of them exactly those, in one batch and later."""
+    rng = random.Random(SEED + blocks)
+    shared = [rng.randrange(256) for _ in range(16 * blocks)]
+    prompts = [shared, *([*shared, *(rng.randrange(256) for _ in range(n))] for n in (1, 15, 40))]
+    expected = [reference_greedy(reference, prompt) for prompt in prompts]
+    with LLM(tiny, kvcache_block_size=16, num_kvcache_blocks=64) as llm:
+        first = llm.generate(prompts, GREEDY, use_tqdm=False)
+        again = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert tokens(first) == tokens(again) == expected
+    # Within the batch the first computes the prefix and the others wait for it.
+    assert [o.num_cached_tokens for o in first] == [0] + [16 * blocks] * 3
+    assert [o.num_cached_tokens for o in again] == [
+        (len(prompt) - 1) // 16 * 16 for prompt in prompts
+    ]
+
+
+def test_triton_backend_under_the_interpreter(
+    tiny: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Our kernels, chunked prefill with cached context and mixed steps included."""
+    few = [0, 30, 44, 47, 50]
+    with LLM(
+        tiny,
+        device="cpu",
+        attention_backend="triton",
+        kvcache_block_size=16,
+        num_kvcache_blocks=64,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        outputs = llm.generate([prompts[i] for i in few], params, use_tqdm=False)
+        assert llm.metrics()["attention_backend"] == "triton"
+    assert tokens(outputs) == [expected[i][:5] for i in few]
+
+
+def test_held_out_additions(tiny: str) -> None:
+    """The embedded checkpoint adds numbers it has never seen, in at least 99 % of 1,000 cases."""
+    rng = random.Random(SEED)
+    pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(40_000)]
+    pairs = [pair for pair in pairs if train_tiny.is_held_out(*pair)][:1000]
+    assert len(pairs) == 1000
+    with LLM(tiny) as llm:
+        outputs = llm.generate(
+            [train_tiny.addition_prompt(a, b) for a, b in pairs], GREEDY, use_tqdm=False
+        )
+    right = [o["text"] == str(a + b) for (a, b), o in zip(pairs, outputs, strict=True)]
+    print("right:", sum(right))
+    assert sum(right) >= 990
+    assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
+
+
+def chi_square_p(drawn: list[int], probs: np.ndarray) -> float:
+    """p-value of the draws; tokens expected less than 5 times are one bin."""
+    expected = probs * len(drawn)
+    rare = expected < 5
+    counts = np.bincount(drawn, minlength=len(probs))
+    f_obs = np.append(counts[~rare], counts[rare].sum())
+    f_exp = np.append(expected[~rare], expected[rare].sum())
+    keep = f_exp > 0
+    return float(stats.chisquare(f_obs[keep], f_exp[keep] * f_obs.sum() / f_exp.sum()).pvalue)
+
+
+def test_samples_follow_the_reference_distribution(tiny: str, reference: Any) -> None:
+    """Chi-square over 20,000 draws for each temperature, with greedy requests in the batch."""
+    prompt = list(b"reverse: a")
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0, -1].double()
+    temperatures = [0.7, 2.0, 0.0]
+    params = [SamplingParams(temperature=t, max_tokens=1) for t in temperatures] * 20_000
+    with LLM(tiny, seed=SEED) as llm:
+        drawn = tokens(llm.generate([prompt] * len(params), params, use_tqdm=False))
+    flat = [token for (token,) in drawn]
+    assert set(flat[2::3]) == {int(logits.argmax())}
+    for i, temperature in enumerate(temperatures[:2]):
+        probs = (logits / temperature).softmax(-1).numpy()
+        p = chi_square_p(flat[i::3], probs)
+        print("temperature", temperature, "p", p, "distinct", len(set(flat[i::3])))
+        assert p > 1e-3
+        wrong = chi_square_p(flat[i::3], (logits / (temperature * 1.1)).softmax(-1).numpy())
+        assert wrong < 1e-6, "the test cannot tell distributions apart"
+
+
+@pytest.fixture
+def make_llm(tiny: str) -> Callable[..., LLM]:
+    return lambda **options: LLM(tiny, **options)
+
+
+def test_bfloat16_on_the_cpu(make_llm: Callable[..., LLM]) -> None:
+    with make_llm(device="cpu", dtype="bfloat16") as llm:
+        assert llm.metrics()["dtype"] == "bfloat16"
+        assert llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
