@@ -70,7 +70,7 @@ class Config:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_int("seed", self.seed, 0)
+        check_int("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.kvcache_block_size & (self.kvcache_block_size - 1):

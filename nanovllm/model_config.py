@@ -46,7 +46,7 @@ class ModelConfig:
         directory = Path(model)
         if not directory.is_dir():
             raise ValueError(
-                f"`model` must be the directory of a checkpoint, got {model!r}, which is none: "
+                f"`model` must be the directory of a checkpoint, and {model!r} is no directory: "
                 "download the model first (nothing is fetched from a hub)"
             )
         raw = read_json(directory / "config.json")
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} has no {path.name}: is it the directory of a checkpoint?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -112,11 +112,11 @@ def _read(raw: dict[str, Any], key: str, kind: type[T], default: T | None = None
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+    architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
+    if not isinstance(architectures, list) or architectures[0] not in SUPPORTED_ARCHITECTURES:
+        name = architectures[0] if isinstance(architectures, list) else repr(architectures)
         raise ValueError(
-            f"architecture {architectures[0]} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"architecture {name} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in SUPPORTED_ACTIVATIONS:
@@ -126,9 +126,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         )
     quantization = raw.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown method")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
-            f"quantised checkpoints are not supported, this one is {method!r}: "
+            f"quantised checkpoints are not supported, this one is {method or quantization!r}: "
             "use the original bfloat16, float16 or float32 weights"
         )
     layer_types = set(raw.get("layer_types") or ["full_attention"])
@@ -141,12 +141,21 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 def _read_rope_theta(raw: dict[str, Any]) -> float:
     """The rotary base: `rope_theta` (transformers 4), or inside `rope_parameters` (5)."""
+    theta = raw.get("rope_theta")
     # transformers 4 puts scaling into `rope_scaling`, 5 theta and scaling into `rope_parameters`.
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise ValueError(f"RoPE scaling {rope_type!r} is not supported, only the default (none)")
-    return _read({"rope_theta": rope.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", float)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"`{key}` for each kind of layer is not supported: {rope!r}")
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(
+                f"RoPE scaling {rope_type!r} is not supported, only the default (none)"
+            )
+        theta = rope.get("rope_theta", theta)
+    return _read({"rope_theta": theta}, "rope_theta", float)
 
 
 def _read_dtype(raw: dict[str, Any]) -> str:

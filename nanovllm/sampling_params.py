@@ -10,7 +10,8 @@ class SamplingParams:
     """How to sample a request.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token (greedy decoding).
+        temperature: divides the logits; 0 takes the most likely token (greedy decoding),
+            and so does anything below 1e-5.
         max_tokens: the most tokens to generate, at least 1.
         ignore_eos: go on after an end-of-sequence token, up to `max_tokens` (for benchmarks).
 

@@ -323,7 +323,7 @@ def main() -> None:
     default_out = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-qwen3"
     parser.add_argument("--out", type=Path, default=default_out)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=16_000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--max-minutes", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4096, help="additions in each step")

@@ -164,6 +164,8 @@ class Chunk(NamedTuple):
 
 def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
     """One step, with every bound and invariant checked."""
+    running = {seq.seq_id for seq in scheduler.running}
+    num_preemptions = scheduler.num_preemptions
     scheduled = scheduler.schedule()
     chunks = [
         Chunk(item.seq.seq_id, item.seq.num_computed_tokens, item.num_tokens, item.num_tokens > 1)
@@ -172,6 +174,8 @@ def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
     assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
     assert all(chunk.num_tokens > 0 for chunk in chunks)
     assert len({chunk.seq_id for chunk in chunks}) == len(chunks)
+    if scheduler.num_preemptions > num_preemptions:
+        assert running >= {chunk.seq_id for chunk in chunks}, "admitted while others are preempted"
     if scheduled:
         scheduler.check_invariants()
         scheduler.postprocess(scheduled, model.run(scheduled))

@@ -118,13 +118,13 @@ def test_sequence_that_outgrows_the_pool_when_others_end_is_admitted():
 
 
 def test_length_estimator():
-    """Exact where the length is known; else the mean of those that ended, and half as long again."""
+    """Exact where the length is known; else the mean so far, and then half as long again."""
     lengths = LengthEstimator(max_model_len=100)
 
     def remaining(
         done: int, max_tokens: int = 60, ignore_eos: bool = False, prompt: int = 8
     ) -> int:
-        seq = make_seq(prompt, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        seq = make_seq(8, max_tokens=max_tokens, ignore_eos=ignore_eos)
         seq.token_ids += [1] * done
         return lengths.remaining(seq)
 

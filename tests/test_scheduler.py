@@ -34,9 +34,6 @@ def crowd(num_seqs: int = 4, **options) -> list[Sequence]:
     return [make_seq([1, 2, 3, 4, *range(9, 9 + i)], **options) for i in range(num_seqs)]
 
 
-# -- order and bounds -------------------------------------------------------------------------
-
-
 def test_first_come_first_served():
     seqs = [make_seq(n) for n in (5, 16, 1, 9, 2, 13)]
     starts = first_steps(run_to_end(make_scheduler(max_num_seqs=2), seqs))
@@ -66,9 +63,6 @@ def test_max_num_batched_tokens_bounds_the_step(budget):
     scheduler = make_scheduler(max_num_seqs=min(budget, 3), max_num_batched_tokens=budget)
     steps = run_to_end(scheduler, [make_seq(n, max_tokens=3) for n in (7, 3, 5)])
     assert max(sum(chunk.num_tokens for chunk in chunks) for chunks in steps) == budget
-
-
-# -- chunks and mixed steps -------------------------------------------------------------------
 
 
 def test_long_prompt_is_computed_in_contiguous_chunks():
@@ -123,9 +117,6 @@ def test_step_that_failed_can_be_repeated():
         assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 24)
 
 
-# -- prefixes ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("num_seqs", "shared", "own", "block_size", "budget"),
     [(4, 8, 3, 4, 64), (4, 8, 3, 4, 5), (3, 9, 4, 4, 64), (128, 1024, 64, 256, 16384)],
@@ -151,11 +142,15 @@ def test_identical_prefixes_admitted_together_are_computed_once(
     assert [seq.num_cached_tokens for seq in seqs] == [0] + [hit] * (num_seqs - 1)
 
 
-def test_others_pass_a_sequence_that_waits_for_its_prefix():
-    scheduler = make_scheduler(20)
-    first, second, other = make_seq([*SHARED, 50]), make_seq([*SHARED, 60]), make_seq(3)
-    starts = first_steps(run_to_end(scheduler, [first, second, other]))
-    assert starts == {first.seq_id: 0, other.seq_id: 0, second.seq_id: 1}
+def test_others_pass_those_that_wait_for_their_prefix():
+    """Those keep their places: they start before all that could not pass them at once."""
+    scheduler = make_scheduler(20, max_num_seqs=2)
+    first, second, third = (make_seq([*SHARED, i], max_tokens=4 + i) for i in range(3))
+    others = [make_seq(3, max_tokens=3), make_seq(3)]
+    starts = first_steps(run_to_end(scheduler, [first, second, third, *others]))
+    order = [first, others[0], second, third, others[1]]
+    assert list(starts) == [seq.seq_id for seq in order]
+    assert starts[others[0].seq_id] == 0
 
 
 def test_abort_of_the_one_that_computes_the_prefix_frees_those_that_wait():
@@ -184,9 +179,6 @@ def test_num_cached_tokens_tells_the_first_admission_only():
     step(scheduler, model)
     assert [seq.num_computed_tokens for seq in seqs] == [10, 9]  # all but the newest tokens
     assert [seq.num_cached_tokens for seq in seqs] == [0, 4]
-
-
-# -- preemption -------------------------------------------------------------------------------
 
 
 def test_victims_are_the_youngest_and_resume_before_those_that_never_started():
@@ -258,9 +250,6 @@ def test_pool_of_one_block():
     assert [len(seq) for seq in seqs] == [4, 4, 4]
     assert {seq.finish_reason for seq in seqs} == {"length"}
     assert scheduler.num_preemptions == 0
-
-
-# -- endings ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -97,4 +97,6 @@ def select_backend(choice: str, needs: AttentionNeeds) -> AttentionBackend:
     for backend in usable:
         if backend.name == choice:
             return backend()
-    raise ValueError(f"attention_backend={choice!r} cannot be used here ({report})")
+    raise ValueError(
+        f"attention_backend={choice!r} cannot be used here ({report}); use attention_backend='auto'"
+    )

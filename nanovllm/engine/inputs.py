@@ -66,16 +66,19 @@ class PromptReader:
         """
         text, token_ids = None, prompt
         if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - set(PROMPT_KEYS))
+            unknown = set(prompt) - set(PROMPT_KEYS)
             if unknown or not prompt:
                 raise ValueError(
                     f"`{name}` must have the keys `prompt` or `prompt_token_ids`, "
-                    f"got {sorted(prompt)}"
+                    f"got {sorted(map(str, prompt))}"
                 )
-            text = prompt.get("prompt")
-            token_ids = prompt.get("prompt_token_ids", text)
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is not None and not isinstance(text, str):
                 raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
+            if isinstance(token_ids, str):
+                raise TypeError(f'`{name}["prompt_token_ids"]` must hold token ids, got a string')
+            if token_ids is None:
+                token_ids = text
         if isinstance(token_ids, str):
             text = token_ids
             token_ids = self._encode(text, name)
@@ -148,7 +151,9 @@ def spread_sampling_params(
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _is_int(value: Any) -> bool:

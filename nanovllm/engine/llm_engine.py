@@ -8,7 +8,9 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +53,9 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._closed = True  # until construction has succeeded
         _check_options(options)
-        self.config = Config(str(model), **options)
+        if not isinstance(model, (str, Path)):
+            raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
+        self.config = Config(str(Path(model).expanduser()), **options)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.tokenizer = load_tokenizer(self.config.model)
         self.model_runner = ModelRunner(self.config, self.model_config)
@@ -114,19 +118,30 @@ class LLMEngine:
         """Run one step. Returns the requests that it finished.
 
         If the model fails (out of memory, say), the requests stay queued: call `step` again, or
-        `abort` them.
+        `abort` them. If Ctrl-C hits the scheduler while it changes its books, they are dropped.
         """
         with self._lock:
             self._check_open()
-            scheduled = self.scheduler.schedule()
+            with self._reset_on_error():
+                scheduled = self.scheduler.schedule()
             if not scheduled:
                 return []
             start = time.perf_counter()
             token_ids = self.model_runner.run(scheduled)
             self._metrics.count_step(scheduled, time.perf_counter() - start)
-            finished = self.scheduler.postprocess(scheduled, token_ids)
+            with self._reset_on_error():
+                finished = self.scheduler.postprocess(scheduled, token_ids)
             self._metrics.count_finished(finished)
             return [self._output(seq) for seq in finished]
+
+    @contextmanager
+    def _reset_on_error(self) -> Iterator[None]:
+        """Books that were interrupted half-way are not to be trusted: start new ones."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            self._reset()
+            raise
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
@@ -172,17 +187,13 @@ class LLMEngine:
                     "generate() needs an engine without requests of its own, but some of "
                     "add_request() are left: finish them with step(), or abort() them"
                 )
-            try:
+            outputs: dict[int, RequestOutput] = {}
+            with self._reset_on_error(), Progress(len(parsed), self._metrics, use_tqdm) as bar:
                 ids = [self._add(*prompt, p) for prompt, p in zip(parsed, params, strict=True)]
-                outputs: dict[int, RequestOutput] = {}
-                with Progress(len(ids), self._metrics, enabled=use_tqdm) as progress:
-                    while not self.scheduler.is_finished():
-                        finished = self.step()
-                        outputs.update((output.request_id, output) for output in finished)
-                        progress.update(len(finished))
-            except BaseException:  # Ctrl-C too: leave no request and no block behind
-                self._reset()
-                raise
+                while not self.scheduler.is_finished():
+                    finished = self.step()
+                    outputs.update((output.request_id, output) for output in finished)
+                    bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
 
     def _output(self, seq: Sequence) -> RequestOutput:

@@ -36,10 +36,12 @@ class Metrics:
 
     def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> None:
         """Count a step that ran in `seconds`."""
-        prefill = sum(item.num_tokens for item in scheduled if item.num_tokens > 1)
+        total = sum(item.num_tokens for item in scheduled)
+        decode = sum(item.is_decode for item in scheduled)
+        prefill = total - decode
         self.num_steps += 1
         self.num_prefill_tokens += prefill
-        self.num_decode_tokens += sum(item.num_tokens == 1 for item in scheduled)
+        self.num_decode_tokens += decode
         if prefill:
             self.prefill_seconds += seconds
         else:

@@ -39,7 +39,10 @@ def resolve_device(choice: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = device.index if device.index is not None else 0
         if index >= count:
-            raise ValueError(f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices")
+            raise ValueError(
+                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
+                "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
+            )
         device = torch.device("cuda", index)
     return device
 
@@ -83,7 +86,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             self.load()
-            self.num_blocks = self._num_blocks()
+            peak = 0 if on_cpu else self.warmup()
+            self.num_blocks = self._num_blocks(peak)
             self.allocate_kv_cache()
             if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
                 self.capture_cudagraph()
@@ -123,7 +127,8 @@ class ModelRunner:
             self.dtype.itemsize,
         )
 
-    def _num_blocks(self) -> int:
+    def _num_blocks(self, peak: int) -> int:
+        """Blocks of the pool, `peak` being what `warmup` returned."""
         config, block_bytes = self.config, self._block_bytes()
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
@@ -134,24 +139,31 @@ class ModelRunner:
             return memory.num_blocks_for_cpu(
                 block_bytes, memory.available_cpu_memory(), config.max_num_seqs * per_seq
             )
-        peak = self.warmup()
         free, total = torch.cuda.mem_get_info(self.device)
         return memory.num_blocks_for_cuda(
             block_bytes, total, free, peak, config.gpu_memory_utilization
         )
 
     def warmup(self) -> int:
-        """Run the largest step. Returns the most bytes that this engine had allocated."""
+        """Run the largest prefill and a small one, so that every kernel is compiled.
+
+        Returns:
+            The most bytes that this engine had allocated: weights and activations.
+        """
+        config = self.config
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         weights = sum(p.nbytes for p in self.model.parameters())
         torch.cuda.reset_peak_memory_stats(self.device)
         self._bind_kv_cache(1)
-        num_seqs = self.config.max_num_seqs
-        num_tokens = self.config.max_num_batched_tokens
-        size = self.config.kvcache_block_size
-        batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, size)
-        self.sample(self.run_model(batch), torch.ones(num_seqs, device=self.device))
+        for num_seqs, num_tokens in (
+            (config.max_num_seqs, config.max_num_batched_tokens),
+            (1, min(2, config.max_num_batched_tokens)),
+        ):
+            batch = warmup_batch(
+                num_seqs, num_tokens, self.max_model_len, config.kvcache_block_size
+            )
+            self.sample(self.run_model(batch), torch.ones(num_seqs, device=self.device))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + weights
         self._unbind_kv_cache()

@@ -29,6 +29,11 @@ class ScheduledSequence(NamedTuple):
         """Whether the step reaches the sequence's last token, so that a new one is sampled."""
         return self.num_tokens == self.seq.num_uncomputed_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether the token is one that the sequence generated (the last of them, alone)."""
+        return self.num_tokens == 1 and self.seq.num_computed_tokens >= self.seq.num_prompt_tokens
+
 
 def _arrival(seq: Sequence) -> int:
     return seq.seq_id

@@ -64,7 +64,14 @@ def _attend_tile(
     return m_new, l, acc
 
 
-@triton.jit
+# Widths and slices of the step's metadata change from step to step: no variant for each alignment.
+_metadata = triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
+
+
+@_metadata
 def _prefill_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
     stride_qt, stride_ot, stride_slot, stride_table,
@@ -112,7 +119,7 @@ def _prefill_kernel(
     tl.store(out_ptr + t * stride_ot + head * D + d[None, :], out, mask=in_seq)
 
 
-@triton.jit
+@_metadata
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, part_acc_ptr, part_lse_ptr, tables_ptr, lens_ptr,
     scale, stride_qt, stride_slot, stride_table,

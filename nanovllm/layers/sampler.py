@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
+
 
 class Sampler(nn.Module):
     """Draws from softmax(logits / temperature); takes the largest logit at temperature 0.
@@ -30,7 +32,7 @@ class Sampler(nn.Module):
         """
         if temperatures is None:
             return logits.argmax(dim=-1)
-        greedy = (temperatures == 0).unsqueeze(1)  # [B, 1] bool
+        greedy = (temperatures < MIN_TEMPERATURE).unsqueeze(1)  # [B, 1] bool
         scores = logits.to(torch.float32, copy=True)
         scores /= temperatures.unsqueeze(1).masked_fill(greedy, 1.0)
         noise = torch.empty_like(scores).exponential_(generator=generator).log_()

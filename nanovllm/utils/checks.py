@@ -19,7 +19,11 @@ def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf
     """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
-    if not math.isfinite(value) or not minimum <= float(value) <= maximum:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not minimum <= number <= maximum:
         rule = f"at least {minimum:g}" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
         raise ValueError(f"`{name}` must be finite and {rule}, got {value!r}")
 

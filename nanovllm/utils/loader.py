@@ -3,41 +3,69 @@
 Knows safetensors files and the model's packed-module mapping; knows nothing of the engine.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.model_config import read_json
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHOWN = 8  # names listed in an error
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
-    """The file of each tensor in a checkpoint. An index file decides which files count.
+    """The file of each tensor in a checkpoint.
+
+    An index file decides which files count; without one it is `model.safetensors`, or all files
+    if there is none of that name.
 
     Raises:
         ValueError: if there are no safetensors, or a file of the index is missing.
     """
     if (directory / INDEX).is_file():
-        weight_map = read_json(directory / INDEX).get("weight_map", {})
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(file, str) for file in weight_map.values()
+        ):
+            raise ValueError(f"{directory / INDEX}: `weight_map` must map tensors to file names")
         missing = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
         if missing:
             raise ValueError(f"{directory}: files named in {INDEX} are missing: {_names(missing)}")
         return {name: directory / file for name, file in weight_map.items()}
-    files = sorted(directory.glob("*.safetensors"))
+    single = directory / SINGLE
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{directory} has no *.safetensors: only that format is read; convert others with "
             "transformers' `save_pretrained`"
         )
-    found = {}
+    found: dict[str, Path] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            found.update(dict.fromkeys(tensors.keys(), file))
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
+                if name in found:
+                    raise ValueError(f"tensor {name} is in both {found[name]} and {file}")
+                found[name] = file
     return found
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """The tensors of a safetensors file, by memory map."""
+    try:
+        tensors = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is not a complete safetensors file ({error}): download it again"
+        ) from error
+    with tensors as opened:
+        yield opened
 
 
 def checkpoint_targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,7 +104,7 @@ def load_model(model: nn.Module, directory: Path) -> None:
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as tensors:
+        with _open(file) as tensors:
             present = set(tensors.keys())
             for name in [n for n in targets if files[n] == file]:
                 if name not in present:

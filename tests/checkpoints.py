@@ -1,0 +1,169 @@
+"""Tiny random checkpoints, and what transformers generates from them."""
+
+import functools
+import gc
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+
+gc.freeze()  # engines collect garbage when they end: spare them the imported modules
+
+TINY = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3"
+VOCAB = 128
+PROMPT = [5, 77, 33, 101, 9]
+
+# An engine that fits any of these checkpoints and is built in milliseconds.
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 32,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+}
+
+
+def make_checkpoint(path: Path, *, seed: int = 0, shard: str = "1GB", **overrides: Any) -> Path:
+    """Save a random Qwen3 without tokenizer and without end-of-sequence tokens."""
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,  # decided logits, and outputs that depend on the prompt
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = transformers.Qwen3Config(**{**options, **overrides})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.Qwen3ForCausalLM(config)
+        for param in model.parameters():
+            if param.dim() == 1:  # norms and biases: without noise all 1 and all 0
+                param.data += 0.2 * torch.randn_like(param)
+    model.save_pretrained(path, max_shard_size=shard)
+    return path
+
+
+def copy_checkpoint(source: Path, path: Path, **changes: Any) -> Path:
+    """A copy with other values in config.json."""
+    shutil.copytree(source, path, copy_function=shutil.copyfile)
+    edit_json(path / "config.json", **changes)
+    return path
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change keys of a JSON file, or begin one."""
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**values, **changes}))
+
+
+def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors of model.safetensors (`__` is a dot in a name); None removes one."""
+    file = path / "model.safetensors"
+    renamed = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    tensors = {**load_file(file), **renamed}
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)
+
+
+@functools.cache
+def _reference_model(path: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
+
+
+@functools.cache
+def _reference(path: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        with torch.inference_mode():
+            ids.append(int(_reference_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+def reference(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """The greedy continuation of `prompt` by transformers, without any cache."""
+    return list(_reference(path, tuple(prompt), max_tokens))
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    """Greedy parameters."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+
+
+# A workload: several prompts in a step, one in chunks, two with a common prefix.
+PROMPTS = [PROMPT, [7] * 20, list(range(90)), [3, 4], [7] * 20]
+LENGTHS = [6, 1, 12, 9, 4]
+PARAMS = [greedy(n) for n in LENGTHS]
+
+
+def references(path: Path) -> list[list[int]]:
+    """The right tokens for PROMPTS and PARAMS."""
+    return [reference(path, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    """The tokens of what `generate` returned."""
+    return [output["token_ids"] for output in outputs]
+
+
+def add_all(llm: LLM) -> list[int]:
+    """Queue PROMPTS. Returns the request ids."""
+    return [llm.add_request(*item) for item in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def run_steps(llm: LLM, max_steps: int = 1000) -> dict[int, list[int]]:
+    """Step until nothing is left, or so often. Returns the tokens by request id."""
+    outputs: dict[int, list[int]] = {}
+    while max_steps and not llm.is_finished():
+        max_steps -= 1
+        for output in llm.step():
+            assert output.request_id not in outputs
+            outputs[output.request_id] = output["token_ids"]
+        llm.scheduler.check_invariants()
+    return outputs
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request and no block is left, and the books are right."""
+    llm.scheduler.check_invariants()
+    assert llm.is_finished()
+    metrics = llm.metrics()
+    left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
+    assert not any(left.values()), left
+
+
+def assert_usable(llm: LLM, path: Path) -> None:
+    """Nothing is left, and the next `generate` returns its own, right results only."""
+    assert_idle(llm)
+    prompts = [PROMPT, PROMPT[::-1] * 5]
+    outputs = llm.generate(prompts, greedy(6), use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert tokens(outputs) == [reference(path, p, 6) for p in prompts]
+    assert_idle(llm)
+
+
+@pytest.fixture(name="llm")
+def llm_fixture(checkpoint: Path) -> Iterator[LLM]:
+    """A fresh engine."""
+    with LLM(checkpoint, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session", name="checkpoint")
+def checkpoint_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without tokenizer. Test files import it; they copy it to change it."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3")

@@ -1,0 +1,294 @@
+"""Options, sampling parameters and config.json: what is read, and what is refused by name."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import SMALL, checkpoint_fixture, copy_checkpoint  # noqa: F401
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
+from nanovllm.config import Config
+from nanovllm.model_config import ModelConfig
+
+HUGE = 10**400  # beyond every float
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "match"),
+    [
+        ("max_num_batched_tokens", 0, ValueError, "at least 1, got 0"),
+        ("max_num_seqs", 0, ValueError, "at least 1, got 0"),
+        ("max_num_seqs", 2.0, TypeError, "an integer, got 2.0"),
+        ("max_num_seqs", True, TypeError, "an integer, got True"),
+        ("max_model_len", 1, ValueError, "at least 2, got 1"),
+        ("max_model_len", "64", TypeError, "an integer, got '64'"),
+        ("gpu_memory_utilization", 0, ValueError, "finite and 0.01 to 1, got 0"),
+        ("gpu_memory_utilization", 1.5, ValueError, "finite and 0.01 to 1, got 1.5"),
+        ("gpu_memory_utilization", math.nan, ValueError, "finite and .*, got nan"),
+        ("gpu_memory_utilization", None, TypeError, "a number, got None"),
+        ("tensor_parallel_size", 0, ValueError, "between 1 and 8, got 0"),
+        ("enforce_eager", 1, TypeError, "True or False, got 1"),
+        ("enable_prefix_caching", "no", TypeError, "True or False, got 'no'"),
+        ("fused_kernels", None, TypeError, "True or False, got None"),
+        ("kvcache_block_size", 8, ValueError, "at least 16, got 8"),
+        ("kvcache_block_size", 48, ValueError, "a power of two, got 48"),
+        ("num_kvcache_blocks", 0, ValueError, "at least 1, got 0"),
+        ("num_kvcache_blocks", -2, ValueError, "at least 1, got -2"),
+        ("kv_cache_memory_bytes", 0, ValueError, "at least 1, got 0"),
+        ("kv_cache_memory_bytes", 1e9, TypeError, "an integer, got 1000000000.0"),
+        ("device", "tpu", ValueError, "one of auto, cuda, cpu, got 'tpu'"),
+        ("device", 0, ValueError, "one of auto, cuda, cpu, got 0"),
+        ("dtype", "float64", ValueError, "one of auto, .*float32, got 'float64'"),
+        ("attention_backend", "xformers", ValueError, "one of auto, flash_attn, .*'xformers'"),
+        ("load_format", "gguf", ValueError, "one of auto, dummy, got 'gguf'"),
+        ("seed", -1, ValueError, "at least 0, got -1"),
+        ("seed", 2**64, ValueError, "between 0 and"),
+    ],
+)
+def test_option_out_of_rule_is_named(name, value, error, match):
+    with pytest.raises(error, match=f"^`{name}` must be {match}"):
+        Config("model", **{name: value})
+
+
+def test_options_by_default_and_from_numpy():
+    Config("model", max_num_seqs=np.int64(4), gpu_memory_utilization=np.float32(0.5))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config("model").max_num_seqs = 3  # type: ignore[misc]
+
+
+def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
+    with pytest.raises(
+        ValueError, match=r"max_num_batched_tokens.*at least `max_num_seqs`.*7 < 8: raise .*lower"
+    ):
+        Config("model", max_num_batched_tokens=7, max_num_seqs=8)
+    assert Config("model", max_num_batched_tokens=8, max_num_seqs=8).max_num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("max_model_length", "no option `max_model_length`; did you mean `max_model_len`?"),
+        ("gpu_memory_utilisation", "did you mean `gpu_memory_utilization`?"),
+        ("quux", "no option `quux`; options: max_num_batched_tokens, .*, seed$"),
+    ],
+)
+def test_unknown_option_names_the_nearest(name, match, tmp_path):
+    with pytest.raises(TypeError, match=match):
+        LLM(tmp_path, **{name: 1})
+
+
+# -- what the machine must have -------------------------------------------------------------------
+
+
+def test_cuda_without_cuda_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"`device` 'cuda'.*0 CUDA devices"):
+        LLM(checkpoint, **{**SMALL, "device": "cuda"})
+    with LLM(checkpoint, **{**SMALL, "device": "auto"}) as llm:
+        assert llm.metrics()["device"] == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "cpu:cpu", "auto:1"])
+def test_malformed_device_is_refused(checkpoint, device):
+    with pytest.raises(ValueError, match=rf"`device` must be .*got '{device}'"):
+        LLM(checkpoint, **{**SMALL, "device": device})
+
+
+def test_backend_that_cannot_run_lists_every_refusal(checkpoint):
+    with pytest.raises(
+        ValueError,
+        match=r"attention_backend='flash_attn' .*flash_attn: needs a CUDA device, not cpu; "
+        r"triton: .*; torch: usable",
+    ):
+        LLM(checkpoint, attention_backend="flash_attn", **SMALL)
+
+
+def test_flash_attn_names_its_block_size():
+    needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 4, 2, 64, block_size=16)
+    refusal = FlashAttentionBackend.refusal(needs)
+    assert refusal == "needs kvcache_block_size to be a multiple of 256, got 16"
+    with pytest.raises(ValueError, match=r"flash_attn: .*multiple of 256, got 16; triton: "):
+        select_backend("flash_attn", needs)
+
+
+def test_tensor_parallel_size_that_cannot_be_had_is_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be .*got 2"):
+        LLM(checkpoint, tensor_parallel_size=2, **SMALL)
+
+
+PROBE = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from nanovllm import LLM, SamplingParams
+small, path = json.loads(sys.argv[1]), sys.argv[2]
+llm = LLM(path, **small)
+calls = {
+    "assert": lambda: [][0] if __debug__ else None,
+    "triton": lambda: LLM(path, attention_backend="triton", **small),
+    "option": lambda: LLM(path, **{**small, "max_num_seqs": 0}),
+    "max_tokens": lambda: SamplingParams(max_tokens=0),
+    "empty": lambda: llm.generate([[]], use_tqdm=False),
+    "vocabulary": lambda: llm.generate([[1], [10**6]], use_tqdm=False),
+    "lengths": lambda: llm.generate([[1], [2]], [SamplingParams()], use_tqdm=False),
+    "directory": lambda: LLM("/nowhere", **small),
+}
+report = {}
+for name, call in calls.items():
+    try:
+        call()
+        report[name] = ["no error", ""]
+    except Exception as error:
+        report[name] = [type(error).__name__, str(error)]
+print(json.dumps(report))
+"""
+
+
+def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoint):
+    """One process for both, since importing torch takes seconds. The engine is left to Python's
+    exit, which must pass in silence."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-O", "-c", PROBE, json.dumps(SMALL), str(checkpoint)]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    report = json.loads(process.stdout)
+    assert report.pop("assert")[0] == "no error", "the process did not run under -O"
+    kind, message = report.pop("triton")
+    assert kind == "ValueError"
+    assert re.search(
+        r"attention_backend='triton'.*flash_attn: needs .*; triton: needs a CUDA device, not cpu "
+        r"\(TRITON_INTERPRET=1 runs it slowly\); torch: usable",
+        message,
+    )
+    assert {kind for kind, _ in report.values()} == {"ValueError"}, report
+
+
+# -- sampling parameters --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "match"),
+    [
+        ("max_tokens", 0, ValueError, "at least 1, got 0"),
+        ("max_tokens", -3, ValueError, "at least 1, got -3"),
+        ("max_tokens", 1.0, TypeError, "an integer, got 1.0"),
+        ("max_tokens", None, TypeError, "an integer, got None"),
+        ("max_tokens", True, TypeError, "an integer, got True"),
+        ("temperature", -0.1, ValueError, "finite and at least 0, got -0.1"),
+        ("temperature", math.nan, ValueError, "finite and at least 0, got nan"),
+        ("temperature", math.inf, ValueError, "finite and at least 0, got inf"),
+        pytest.param(
+            *("temperature", HUGE, ValueError, "finite and at least 0"), id="temperature-huge"
+        ),
+        ("temperature", "hot", TypeError, "a number, got 'hot'"),
+        ("temperature", None, TypeError, "a number, got None"),
+        ("temperature", False, TypeError, "a number, got False"),
+        ("ignore_eos", 1, TypeError, "True or False, got 1"),
+    ],
+)
+def test_sampling_parameter_out_of_rule_is_named(name, value, error, match):
+    with pytest.raises(error, match=f"^`{name}` must be {match}"):
+        SamplingParams(**{name: value})
+
+
+def test_sampling_parameters_accept_greedy_and_numpy():
+    params = SamplingParams(temperature=0, max_tokens=np.int64(3))
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0, 3, False)
+    assert SamplingParams(temperature=np.float32(0.5)).temperature == 0.5
+
+
+def test_unknown_sampling_parameter_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+
+
+# -- config.json ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*supported: Qwen3ForCausalLM"),
+        ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Qwen3"),
+        ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .*'gptq': use the original"),
+        ({"use_sliding_window": True}, "sliding-window .*`use_sliding_window` True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window .*sliding_att"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported, only bfloat16"),
+        ({"hidden_size": None}, "`hidden_size` is missing"),
+        ({"num_hidden_layers": "2"}, "`num_hidden_layers` must be of type int, got '2'"),
+        ({"vocab_size": 0}, "`vocab_size` must be positive, got 0"),
+        ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be of type bool, got 'yes'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*multiple of num_key_value_heads 3"),
+        ({"head_dim": 31}, "head_dim must be even, got 31"),
+        ({"rope_parameters": None, "rope_theta": None}, "`rope_theta` is missing"),
+        ({"eos_token_id": "end"}, "`eos_token_id` of .* must be token ids, got 'end'"),
+        ({"eos_token_id": [1, -1]}, r"`eos_token_id` of .* must be token ids, got \[1, -1\]"),
+    ],
+)
+def test_unsupported_checkpoint_is_refused_by_name(changes, match, checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=match):
+        LLM(path, **SMALL)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear", "dynamic"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_rope_scaling_is_refused_by_name(where, key, kind, checkpoint, tmp_path):
+    """Defect 6: a scaling that is silently ignored gives wrong results on long prompts."""
+    scaling = {key: kind, "factor": 4.0}
+    changes = {"rope_parameters": None, "rope_theta": 1e4, where: scaling}
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=f"RoPE scaling '{kind}' is not supported"):
+        LLM(path, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+        {"rope_theta": 1e4, "rope_parameters": {"full_attention": {**YARN, "rope_theta": 1e4}}},
+    ],
+    ids=["beside-rope_parameters", "per-layer-type"],
+)
+def test_rope_scaling_is_refused_wherever_it_hides(changes, checkpoint, tmp_path):
+    """Qwen3's model card says to add `rope_scaling`; transformers 5 has written the other key."""
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match="RoPE scaling 'yarn' is not supported"):
+        ModelConfig.from_pretrained(str(path))
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 12345.0, "rope_scaling": None},
+        {"rope_theta": 12345, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_theta": 12345.0, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 12345.0, "rope_type": "default"}, "rope_theta": 1.0},
+    ],
+    ids=["transformers-4", "transformers-4-default", "transformers-5", "both"],
+)
+def test_rope_theta_is_read_in_both_spellings(spelling, checkpoint, tmp_path):
+    changes = {"rope_parameters": None, "rope_theta": None, **spelling}
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
+    assert ModelConfig.from_pretrained(str(path)).rope_theta == 12345.0
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_is_read_in_both_spellings(key, checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **{"dtype": None, key: "float16"})
+    assert ModelConfig.from_pretrained(str(path)).dtype == "float16"

@@ -1,0 +1,199 @@
+"""The engine as callers see it: outputs, end-of-sequence tokens, metrics, step API."""
+
+import logging
+
+import pytest
+
+from checkpoints import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    TINY,
+    add_all,
+    assert_idle,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    edit_json,
+    greedy,
+    llm_fixture,  # noqa: F401
+    reference,
+    references,
+    run_steps,
+    tokens,
+)
+from nanovllm import LLM, CompletionOutput, SamplingParams
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+def test_output_reads_both_ways(llm, checkpoint):
+    prompt = list(range(40))
+    [first] = llm.generate(prompt, greedy(5), use_tqdm=False)
+    [output] = llm.generate(prompt, greedy(5), use_tqdm=False)
+    expected = reference(checkpoint, prompt, 5)
+    assert output["token_ids"] == output.outputs[0].token_ids == expected
+    assert output["text"] == output.outputs[0].text == ""  # no tokenizer
+    assert output.outputs == [CompletionOutput(0, "", expected, "length")]
+    assert (output.prompt, output.prompt_token_ids, output.finished) == (None, prompt, True)
+    assert (first.num_cached_tokens, output.num_cached_tokens) == (0, 32)
+    assert output.request_id > first.request_id
+    assert dict(output) == {"text": "", "token_ids": expected}
+    for key in ("logprobs", "prompt", 0, None):
+        with pytest.raises(KeyError, match="the keys are 'text' and 'token_ids'"):
+            output[key]
+
+
+@pytest.mark.parametrize("eos", [258, 256], ids=["of-tokenizer", "of-generation-config"])
+def test_every_eos_id_stops_and_stays_in_token_ids(eos, tmp_path, monkeypatch):
+    """Defect 7: the union of the tokenizer's id and all of generation_config.json."""
+    path = copy_checkpoint(TINY, tmp_path / "model")
+    edit_json(path / "generation_config.json", eos_token_id=[256, 65])
+    with LLM(path, **SMALL) as llm:
+        assert llm.eos_token_ids == {258, 256, 65}
+        script = [ord("h"), ord("i"), eos, ord("!")]
+
+        def scripted(scheduled):
+            return [script[i.seq.num_completion_tokens] for i in scheduled if i.samples]
+
+        monkeypatch.setattr(llm.model_runner, "run", scripted)
+        [stopped] = llm.generate("a", greedy(9), use_tqdm=False)
+        assert stopped.outputs == [CompletionOutput(0, "hi", script[:3], "stop")]
+        [ignored] = llm.generate("a", greedy(4, ignore_eos=True), use_tqdm=False)
+        assert ignored.outputs == [CompletionOutput(0, "hi!", script, "length")]
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("form", ["list", "number", "config"])
+def test_eos_of_the_files_stops_a_real_run(form, checkpoint, tmp_path):
+    expected = reference(checkpoint, PROMPT, 20)
+    eos = expected[3]
+    path = copy_checkpoint(checkpoint, tmp_path / "model")
+    ids = {"list": [1, eos], "number": eos, "config": None}[form]
+    edit_json(path / "generation_config.json", eos_token_id=ids)
+    edit_json(path / "config.json", eos_token_id=eos if form == "config" else 1)
+    with LLM(path, **SMALL) as llm:
+        assert llm.eos_token_ids == ({1, eos} if form == "list" else {eos})
+        [output] = llm.generate(PROMPT, greedy(20), use_tqdm=False)
+        assert output["token_ids"] == expected[: expected.index(eos) + 1]
+        assert output.outputs[0].finish_reason == "stop"
+
+
+def test_progress_is_silent_or_shows_rates(llm, capfd):
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert capfd.readouterr() == ("", "")
+    llm.generate(PROMPTS, PARAMS)
+    out, err = capfd.readouterr()
+    assert out == ""
+    for part in ("5/5", "prefill=", "decode=", "tok/s"):
+        assert part in err
+
+
+def test_directory_without_tokenizer_takes_ids_and_refuses_text(llm, checkpoint):
+    assert llm.get_tokenizer() is None
+    with pytest.raises(ValueError, match=r"`prompts` is text, .* no tokenizer: pass token ids"):
+        llm.generate("text")
+    assert_usable(llm, checkpoint)
+
+
+def test_metrics_explain_a_run(llm):
+    llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
+    metrics = llm.metrics()
+    times = (metrics.pop("prefill_seconds"), metrics.pop("decode_seconds"))
+    assert min(times) > 0
+    assert metrics == {
+        "attention_backend": "torch",
+        "device": "cpu",
+        "dtype": "float32",
+        "cuda_graphs": 0,
+        "num_graph_replays": 0,
+        "num_kvcache_blocks": 32,
+        "num_used_kvcache_blocks": 0,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_steps": 5,  # 115 prompt tokens at 64 a step, then 3 decodes
+        "num_prefill_tokens": 115,
+        "num_decode_tokens": 3 * 3,
+        "num_finished": 3,
+        "num_cached_tokens": 0,
+        "num_preemptions": 0,
+    }
+
+
+def test_start_is_logged(checkpoint, caplog):
+    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(checkpoint, **SMALL):
+        lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    weights, blocks, backend = lines
+    assert weights.startswith("weights: Qwen3ForCausalLM, 0.00 GiB in float32 on cpu, loaded in ")
+    assert blocks.startswith("KV cache: 32 blocks of 16 tokens (0.00 GiB), 4.0 sequences of 128 ")
+    assert backend == "attention: torch; no CUDA graphs"
+
+
+def test_preemption_warns_once_and_changes_nothing(checkpoint, caplog, monkeypatch):
+    prompts = [[i + 1] * 17 for i in range(4)]
+    with LLM(checkpoint, **{**SMALL, "num_kvcache_blocks": 8}) as llm:
+        # as if every request ended soon, so that too many are admitted
+        monkeypatch.setattr(llm.scheduler.lengths, "remaining", lambda seq: 1)
+        outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] > 1
+        assert_idle(llm)
+    assert tokens(outputs) == [reference(checkpoint, p, 40) for p in prompts]
+    warnings = [r for r in caplog.records if "preempted" in r.getMessage()]
+    assert [r.levelno for r in warnings] == [logging.WARNING]
+
+
+# -- step API -------------------------------------------------------------------------------------
+
+
+def test_requests_finish_under_their_ids(llm, checkpoint):
+    assert llm.step() == []
+    ids = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):  # arriving while others run
+        ids.append(llm.add_request(prompt, params))
+        assert not llm.is_finished()
+    assert len(set(ids)) == len(ids)
+    assert run_steps(llm) == dict(zip(ids, references(checkpoint), strict=True))
+    assert_idle(llm)
+    default = llm.add_request(PROMPT)
+    assert len(run_steps(llm)[default]) == SamplingParams().max_tokens
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+def test_abort_drops_one_request_only(num_steps, llm, checkpoint):
+    """After no step all wait; then some run, the long prompt in its chunks."""
+    for victim in range(len(PROMPTS)):
+        ids = add_all(llm)
+        done = run_steps(llm, num_steps)
+        assert llm.abort(ids[victim]) is (ids[victim] not in done)
+        assert llm.abort(ids[victim]) is False
+        llm.scheduler.check_invariants()
+        done.update(run_steps(llm))
+        others = {k: v for k, v in zip(ids, references(checkpoint), strict=True) if k in done}
+        assert done == others
+        assert set(ids) - set(done) <= {ids[victim]}
+        assert_idle(llm)
+    assert llm.abort(10**9) is False
+    assert_usable(llm, checkpoint)
+
+
+def test_generate_beside_queued_requests_is_refused(llm, checkpoint):
+    request_id = llm.add_request(PROMPTS[2], PARAMS[2])
+    for _ in range(2):  # waiting, then running
+        before = llm.metrics()
+        with pytest.raises(RuntimeError, match=r"add_request\(\) are left: finish .*, or abort"):
+            llm.generate([PROMPT], use_tqdm=False)
+        with pytest.raises(RuntimeError, match=r"reset_prefix_cache\(\) needs .* without requests"):
+            llm.reset_prefix_cache()
+        assert llm.metrics() == before
+        assert llm.step() == []
+    assert run_steps(llm) == {request_id: references(checkpoint)[2]}
+    assert_usable(llm, checkpoint)
+
+
+def test_reset_prefix_cache_forgets(llm):
+    cached = []
+    for _ in range(2):
+        cached += [llm.generate([9] * 40, greedy(2), False)[0].num_cached_tokens for _ in range(2)]
+        llm.reset_prefix_cache()
+    assert cached == [0, 32, 0, 32]

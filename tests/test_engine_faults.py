@@ -1,0 +1,257 @@
+"""The engine under faults, in threads, beside others, and at its end."""
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+
+from checkpoints import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    add_all,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    greedy,
+    llm_fixture,  # noqa: F401
+    make_checkpoint,
+    reference,
+    references,
+    run_steps,
+    tokens,
+)
+from nanovllm import LLM
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def fail_at(monkeypatch, owner, name, k, error, *, after=False):
+    """Make the k-th call of a method raise `error`, once, before or after its work."""
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == k and not after:
+            raise error
+        result = original(*args, **kwargs)
+        if len(calls) == k:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+FAULT_POINTS = {
+    "run": lambda llm: (llm.model_runner, "run"),
+    "schedule": lambda llm: (llm.scheduler, "schedule"),
+    "postprocess": lambda llm: (llm.scheduler, "postprocess"),
+    "allocate": lambda llm: (llm.scheduler.block_manager, "allocate"),
+    "publish": lambda llm: (llm.scheduler.block_manager, "publish"),
+    "deallocate": lambda llm: (llm.scheduler.block_manager, "deallocate"),
+    "take": lambda llm: (llm.scheduler.block_manager, "_take_free_block"),
+    "output": lambda llm: (llm, "_output"),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("point", FAULT_POINTS)
+def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint, monkeypatch):
+    """Defect 15: whatever is interrupted, and wherever."""
+    with monkeypatch.context() as patch:
+        calls = fail_at(patch, *FAULT_POINTS[point](llm), k, error, after=after)
+        with pytest.raises(type(error)):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert len(calls) == k
+    assert_usable(llm, checkpoint)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_failed_step_can_be_repeated(k, error, llm, checkpoint, monkeypatch):
+    ids = add_all(llm)
+    calls = fail_at(monkeypatch, llm.model_runner, "run", k, error, after=True)
+    done = run_steps(llm, k - 1)
+    with pytest.raises(type(error)):
+        llm.step()
+    assert len(calls) == k
+    llm.scheduler.check_invariants()
+    assert not llm.is_finished()
+    done.update(run_steps(llm))
+    assert done == dict(zip(ids, references(checkpoint), strict=True))
+    assert_usable(llm, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("point", "k", "after"),
+    [("deallocate", 3, True), ("allocate", 1, True), ("publish", 1, True), ("take", 5, False)],
+)
+def test_interrupted_step_gives_no_wrong_results(point, k, after, llm, checkpoint, monkeypatch):
+    """Ctrl-C within the books: requests may be dropped, but not answered wrongly or half kept."""
+    ids = add_all(llm)
+    with monkeypatch.context() as patch:
+        fail_at(patch, *FAULT_POINTS[point](llm), k, KeyboardInterrupt(), after=after)
+        done = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                done.update(run_steps(llm, 1))
+    done.update(run_steps(llm))
+    expected = dict(zip(ids, references(checkpoint), strict=True))
+    assert done == {i: expected[i] for i in done}
+    assert_usable(llm, checkpoint)
+
+
+def test_requests_of_a_failed_step_can_be_aborted(llm, checkpoint, monkeypatch):
+    ids = add_all(llm)
+    with monkeypatch.context() as patch:
+        fail_at(patch, llm.model_runner, "run", 1, RuntimeError("out of memory"))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.step()
+    assert all(llm.abort(i) for i in ids)
+    assert_usable(llm, checkpoint)
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def test_threads_take_turns(llm, checkpoint):
+    """More threads than turns, some of them refused: right results, no deadlock."""
+    results, errors, start = {}, [], threading.Barrier(6)
+
+    def work(i):
+        start.wait()
+        for turn in range(4):
+            prompts = [[i + 1, turn, *PROMPT], [turn + 1] * (i + 15)]
+            try:
+                results[i, turn] = (prompts, tokens(llm.generate(prompts, greedy(5), False)))
+                llm.metrics()
+                with pytest.raises(ValueError, match="at least one token"):
+                    llm.generate([PROMPT, []])
+                assert not llm.abort(-1)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert not errors
+    assert len(results) == 6 * 4
+    for prompts, found in results.values():
+        assert found == [reference(checkpoint, p, 5) for p in prompts]
+    assert_usable(llm, checkpoint)
+
+
+def test_two_engines_in_two_threads(checkpoint, tmp_path):
+    paths = [checkpoint, make_checkpoint(tmp_path / "other", seed=1)]
+    results = {}
+
+    def work(path):
+        with LLM(path, **SMALL) as llm:
+            results[path] = [tokens(llm.generate(PROMPTS, PARAMS, False)) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(path,), daemon=True) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    for path in paths:
+        assert results[path] == [references(path)] * 5
+
+
+# -- life and death -------------------------------------------------------------------------------
+
+
+def test_engines_interleave(checkpoint, tmp_path):
+    """Each keeps its own blocks, weights and metadata of the step, down to another shape."""
+    other = make_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=1, head_dim=16)
+    paths = [checkpoint, other, checkpoint]
+    sizes = [SMALL, {**SMALL, "kvcache_block_size": 32}, {**SMALL, "max_num_batched_tokens": 8}]
+    engines = [LLM(p, **options) for p, options in zip(paths, sizes, strict=True)]
+    done = [{} for _ in engines]
+    for llm in engines:
+        add_all(llm)
+    while not all(llm.is_finished() for llm in engines):
+        for llm, outputs in zip(engines, done, strict=True):
+            outputs.update((o.request_id, o["token_ids"]) for o in llm.step())
+    for path, outputs in zip(paths, done, strict=True):
+        assert [outputs[i] for i in sorted(outputs)] == references(path)
+    engines[0].exit()
+    for path, llm in zip(paths[1:], engines[1:], strict=True):
+        assert_usable(llm, path)
+
+
+def test_closed_engine_says_so(checkpoint):
+    with LLM(checkpoint, **SMALL) as llm:
+        llm.add_request(PROMPT)
+        llm.step()
+    llm.exit()
+    llm.exit()
+    calls = {
+        "generate": lambda: llm.generate([PROMPT]),
+        "generate nothing": lambda: llm.generate([]),
+        "add_request": lambda: llm.add_request(PROMPT),
+        "step": llm.step,
+        "is_finished": llm.is_finished,
+        "abort": lambda: llm.abort(0),
+        "reset_prefix_cache": llm.reset_prefix_cache,
+        "metrics": llm.metrics,
+        "with": llm.__enter__,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match="this engine is closed: build a new LLM"):
+            pytest.fail(f"{name} returned {call()!r}")
+    with LLM(checkpoint, **SMALL) as llm:
+        assert_usable(llm, checkpoint)
+
+
+def test_context_manager_closes_after_an_error(checkpoint):
+    with pytest.raises(KeyError, match="the caller's"), LLM(checkpoint, **SMALL) as llm:
+        raise KeyError("the caller's")
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+
+
+@pytest.mark.parametrize("end", ["del", "exit", "del with requests", "del after an error"])
+def test_memory_comes_back(end, checkpoint):
+    """Defect 14: nothing but the caller holds the engine, so `del llm` frees it."""
+    llm = LLM(checkpoint, **SMALL)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    model = weakref.ref(llm.model_runner.model)
+    runner = weakref.ref(llm.model_runner)
+    cache = weakref.ref(llm.model_runner.kv_cache)
+    if end == "del with requests":
+        llm.add_request(PROMPT)
+        llm.step()
+    if end == "del after an error":
+        with pytest.raises(ValueError, match="at least one token"):
+            llm.generate([[]])
+    if end == "exit":
+        llm.exit()
+    else:
+        del llm
+        gc.collect()
+        assert runner() is None
+    assert model() is None
+    assert cache() is None
+
+
+def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
+    runners, ignored = [], []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)  # of __del__
+    monkeypatch.setattr(
+        "nanovllm.engine.model_runner.ModelRunner.allocate_kv_cache",
+        lambda self: runners.append(weakref.ref(self)) or 1 / 0,
+    )
+    with pytest.raises(ZeroDivisionError):
+        LLM(checkpoint, **SMALL)
+    gc.collect()
+    assert [runner() for runner in runners] == [None]
+    assert not ignored

@@ -1,0 +1,277 @@
+"""Prompts and sampling parameters in every accepted form, and what is refused before queueing."""
+
+import copy
+import re
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+
+from checkpoints import (
+    PROMPT,
+    SMALL,
+    TINY,
+    VOCAB,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    greedy,
+    reference,
+)
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.inputs import PromptReader, spread_sampling_params
+
+MAX_MODEL_LEN, POOL_TOKENS = 12, 16
+
+
+class Letters:
+    """A tokenizer: a is 0, b is 1, ..."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+
+@pytest.fixture
+def reader():
+    return PromptReader(Letters(), 20, MAX_MODEL_LEN, POOL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    """A pool of 48 tokens, less than max_model_len."""
+    with LLM(checkpoint, **{**SMALL, "num_kvcache_blocks": 3}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with LLM(TINY, **SMALL) as llm:
+        yield llm
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+ABC, AB, ONE_TWO = ("abc", [0, 1, 2]), ("ab", [0, 1]), (None, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "parsed"),
+    [
+        ("abc", [ABC]),
+        (["abc", "ab"], [ABC, AB]),
+        (("abc", "ab"), [ABC, AB]),
+        ([1, 2], [ONE_TWO]),
+        ((1, 2), [ONE_TWO]),
+        (np.array([1, 2]), [ONE_TWO]),
+        (np.array([1, 2], dtype=np.uint8), [ONE_TWO]),
+        ([np.int32(1), np.int64(2)], [ONE_TWO]),
+        (range(1, 3), [ONE_TWO]),
+        ([[1, 2], [1, 2]], [ONE_TWO, ONE_TWO]),
+        (np.array([[1, 2], [1, 2]]), [ONE_TWO, ONE_TWO]),
+        ({"prompt": "abc"}, [ABC]),
+        ({"prompt_token_ids": [1, 2]}, [ONE_TWO]),
+        ({"prompt_token_ids": np.array([1, 2])}, [ONE_TWO]),
+        ({"prompt": "shown", "prompt_token_ids": (1, 2)}, [("shown", [1, 2])]),
+        ({"prompt": None, "prompt_token_ids": [1, 2]}, [ONE_TWO]),
+        (MappingProxyType({"prompt": "ab"}), [AB]),
+        (
+            ["abc", [1, 2], (1, 2), np.array([1, 2]), {"prompt": "ab"}, {"prompt_token_ids": [7]}],
+            [ABC, ONE_TWO, ONE_TWO, ONE_TWO, AB, (None, [7])],
+        ),
+        ([], []),
+        ((), []),
+        (list(range(11)), [(None, list(range(11)))]),  # one below max_model_len
+        ([[0], [19]], [(None, [0]), (None, [19])]),
+    ],
+)
+def test_every_form_of_prompts_is_read(prompts, parsed, reader):
+    result = reader.parse_all(prompts)
+    assert result == parsed
+    assert all(type(i) is int for prompt in result for i in prompt.token_ids)
+
+
+# -- bad prompts ----------------------------------------------------------------------------------
+
+STRINGS_OR = "must be a string, token ids, a dictionary, or a list of those, got"
+STRING_OR = "must be a string, a list of token ids or a dictionary, got"
+KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ("", ValueError, "`prompts` must have at least one token, got none"),
+        ([""], ValueError, "`prompts[0]` must have at least one token, got none"),
+        (["ab", []], ValueError, "`prompts[1]` must have at least one token"),
+        ({"prompt_token_ids": []}, ValueError, "`prompts` must have at least one token"),
+        ([1, -1], ValueError, "`prompts` must hold token ids in 0..19 (the vocabulary), got -1"),
+        ([[1], [20]], ValueError, "`prompts[1]` must hold token ids in 0..19 (the vocab"),
+        (np.array([1, -2]), ValueError, "`prompts` must hold token ids in 0..19 (the vocab"),
+        ([1, True], TypeError, "`prompts` must hold integer token ids, got True"),
+        ([[1.0]], TypeError, "`prompts[0]` must hold integer token ids, got 1.0"),
+        ([[None]], TypeError, "`prompts[0]` must hold integer token ids, got None"),
+        ([["ab"]], TypeError, "`prompts[0]` must hold integer token ids, got 'ab'"),
+        ([1, [2]], TypeError, "`prompts` must hold integer token ids, got [2]"),
+        ([True, 1], TypeError, f"`prompts[0]` {STRING_OR} bool"),
+        ([1.0, 2], TypeError, f"`prompts[0]` {STRING_OR} float"),
+        ([None], TypeError, f"`prompts[0]` {STRING_OR} NoneType"),
+        (["ab", b"ab"], TypeError, f"`prompts[1]` {STRING_OR} bytes"),
+        (None, TypeError, f"`prompts` {STRINGS_OR} NoneType"),
+        (3, TypeError, f"`prompts` {STRINGS_OR} int"),
+        ({1, 2}, TypeError, f"`prompts` {STRINGS_OR} set"),
+        ((p for p in ["ab"]), TypeError, f"`prompts` {STRINGS_OR} generator"),
+        ({}, ValueError, f"`prompts` {KEYS} []"),
+        ({"text": "ab"}, ValueError, f"`prompts` {KEYS} ['text']"),
+        ([{"prompt": "a", "n": 1}], ValueError, f"`prompts[0]` {KEYS} ['n', 'prompt']"),
+        ({"prompt": [1]}, TypeError, '`prompts["prompt"]` must be a string, got list'),
+        ({"prompt": None}, TypeError, f"`prompts` {STRING_OR} NoneType"),
+        (list(range(12)), ValueError, "leave room for one token within max_model_len 12, got 12"),
+        ("a" * 40, ValueError, "got 40 tokens: shorten it, or raise max_model_len if the model"),
+        (np.array(5), TypeError, "`prompts`"),
+        ({"prompt_token_ids": "ab"}, TypeError, "prompt_token_ids"),
+        ({"prompt": "a", 1: 2}, ValueError, f"`prompts` {KEYS}"),
+    ],
+)
+def test_bad_prompt_is_named(prompts, error, message, reader):
+    with pytest.raises(error, match=re.escape(message)):
+        reader.parse_all(prompts)
+
+
+def test_prompt_beyond_the_pool_is_refused_with_remedy():
+    reader = PromptReader(None, 20, max_model_len=100, pool_tokens=POOL_TOKENS)
+    assert len(reader.parse([1] * 15).token_ids) == 15
+    with pytest.raises(
+        ValueError, match=r"`prompt` must fit the KV cache of 16 tokens.*got 16.*num_kvcache_blocks"
+    ):
+        reader.parse([1] * 16)
+
+
+def test_text_without_tokenizer_is_refused_with_remedy():
+    reader = PromptReader(None, 20, MAX_MODEL_LEN, POOL_TOKENS)
+    for prompts in ("ab", {"prompt": "ab"}):
+        with pytest.raises(ValueError, match=r"`prompts` is text, .* no tokenizer: pass token ids"):
+            reader.parse_all(prompts)
+    # text beside token ids is only carried along
+    both = {"prompt": "shown", "prompt_token_ids": [1]}
+    assert reader.parse_all([both]) == [("shown", [1])]
+
+
+# -- sampling parameters --------------------------------------------------------------------------
+
+
+def test_sampling_params_are_spread():
+    one, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
+    assert spread_sampling_params(None, 2) == [SamplingParams(), SamplingParams()]
+    assert spread_sampling_params(one, 3) == [one, one, one]
+    assert spread_sampling_params([one, two], 2) == [one, two]
+    assert spread_sampling_params((two, one), 2) == [two, one]
+    assert spread_sampling_params(one, 0) == spread_sampling_params([], 0) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "match"),
+    [
+        ([SamplingParams()], ValueError, "one for all or one per prompt, got 1 for 2 prompts"),
+        ([SamplingParams()] * 3, ValueError, ".* one per prompt, got 3 for 2 prompts"),
+        ([], ValueError, ".* one per prompt, got 0 for 2 prompts"),
+        ({"temperature": 0}, TypeError, "a SamplingParams, a list of them or None, got dict"),
+        ("greedy", TypeError, "a SamplingParams, a list of them or None, got str"),
+    ],
+)
+def test_bad_sampling_params_are_named(params, error, match):
+    with pytest.raises(error, match=f"`sampling_params` must be {match}"):
+        spread_sampling_params(params, 2)
+
+
+def test_bad_item_of_sampling_params_is_named():
+    with pytest.raises(TypeError, match=r"`sampling_params\[1\]` must be a SamplingParams, got No"):
+        spread_sampling_params([SamplingParams(), None], 2)  # type: ignore[list-item]
+
+
+# -- end to end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "match"),
+    [
+        ([PROMPT, []], None, ValueError, r"`prompts\[1\]` must have at least one token"),
+        ([PROMPT, [VOCAB]], None, ValueError, r"`prompts\[1\]` .* 0\.\.127 .* got 128"),
+        ([PROMPT, [1] * 48], None, ValueError, r"`prompts\[1\]` must fit the KV cache of 48 tok"),
+        ([PROMPT, [1] * 128], None, ValueError, r"`prompts\[1\]` .* max_model_len 128, got 128"),
+        ([PROMPT, "text"], None, ValueError, r"`prompts\[1\]` is text, .* no tokenizer"),
+        ([PROMPT, PROMPT], [SamplingParams()], ValueError, "got 1 for 2 prompts"),
+        ([PROMPT, PROMPT], [SamplingParams(), 1], TypeError, r"`sampling_params\[1\]`"),
+        ([], [SamplingParams()], ValueError, "got 1 for 0 prompts"),
+    ],
+)
+def test_one_bad_prompt_queues_none(prompts, params, error, match, engine, checkpoint):
+    before = engine.metrics()
+    with pytest.raises(error, match=match):
+        engine.generate(prompts, params, use_tqdm=False)
+    assert engine.metrics() == before
+    if params is None:
+        with pytest.raises(error, match=match.replace(r"prompts\[1\]", "prompt")):
+            engine.add_request(prompts[1])
+    assert engine.metrics() == before
+    assert_usable(engine, checkpoint)
+
+
+def test_output_that_outgrows_the_pool_ends_with_length(engine, checkpoint):
+    """Defect 15: alone in the pool, and among others."""
+    prompts = [[i + 1] * (3 * i + 5) for i in range(5)]
+    outputs = engine.generate([*prompts, PROMPT], greedy(100), use_tqdm=False)
+    for prompt, output in zip([*prompts, PROMPT], outputs, strict=True):
+        assert output["token_ids"] == reference(checkpoint, prompt, 48 - len(prompt))
+        assert output.outputs[0].finish_reason == "length"
+    longest = [3] * 47
+    [output] = engine.generate(longest, greedy(100), use_tqdm=False)
+    assert output["token_ids"] == reference(checkpoint, longest, 1)
+    assert_usable(engine, checkpoint)
+
+
+def test_forms_mix_freely_and_agree(tiny):
+    text = "Hello, world"
+    ids = tiny.get_tokenizer().encode(text)
+    prompts = [
+        *(text, ids, tuple(ids), np.array(ids), {"prompt": text}, {"prompt_token_ids": ids}),
+        {"prompt": "label", "prompt_token_ids": ids},
+    ]
+    outputs = tiny.generate(prompts, greedy(8, ignore_eos=True), use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [ids] * 7
+    assert [o.prompt for o in outputs] == [text, None, None, None, text, None, "label"]
+    expected = reference(TINY, ids, 8)
+    assert [o["token_ids"] for o in outputs] == [expected] * 7
+    [alone] = tiny.generate(text, greedy(8, ignore_eos=True), use_tqdm=False)
+    assert (alone["token_ids"], alone.prompt) == (expected, text)
+
+
+def test_each_prompt_has_its_own_parameters(engine, checkpoint):
+    prompts = [PROMPT, PROMPT, [7, 8]]
+    params = (greedy(1), greedy(9), greedy(4))
+    expected = [reference(checkpoint, p, n) for p, n in zip(prompts, (1, 9, 4), strict=True)]
+    for form in (params, list(params)):
+        outputs = engine.generate(prompts, form, use_tqdm=False)
+        assert [o["token_ids"] for o in outputs] == expected
+    [default] = engine.generate([[5]], None, use_tqdm=False)
+    assert len(default["token_ids"]) == min(SamplingParams().max_tokens, 47)
+    assert engine.generate([], use_tqdm=False) == []
+    assert engine.generate([], greedy(3), use_tqdm=False) == []
+
+
+def test_callers_lists_are_neither_changed_nor_aliased(engine, checkpoint):
+    prompts = [list(PROMPT), {"prompt_token_ids": [1, 2]}, np.array([3, 4])]
+    params = [greedy(3), greedy(4), greedy(5)]
+    before = copy.deepcopy((prompts, params))
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    np.testing.assert_equal((prompts, params), before)
+    for output in outputs:
+        output.prompt_token_ids.append(-1)
+        output["token_ids"].clear()
+    np.testing.assert_equal((prompts, params), before)
+    prompts[0][:] = [9] * 50
+    assert outputs[0].prompt_token_ids == [*PROMPT, -1]
+    request_id = engine.add_request(queued := list(PROMPT), greedy(3))
+    queued.clear()
+    while not (finished := engine.step()):
+        pass
+    assert (finished[0].request_id, finished[0].prompt_token_ids) == (request_id, PROMPT)
+    assert_usable(engine, checkpoint)

@@ -1,0 +1,236 @@
+"""Checkpoint weights: every parameter filled, every tensor used, or an error that names them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import (
+    SMALL,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    edit_json,
+    edit_tensors,
+    greedy,
+    make_checkpoint,
+)
+from nanovllm import LLM
+from nanovllm.utils.loader import INDEX, checkpoint_targets
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+Q_KEY = Q_PROJ.replace(".", "__")
+
+
+@pytest.fixture
+def model_dir(checkpoint, tmp_path):
+    """A checkpoint of the test's own, in one file."""
+    return copy_checkpoint(checkpoint, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def sharded_source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sharded") / "qwen3"
+    return make_checkpoint(path, shard="100KB")
+
+
+@pytest.fixture
+def sharded_dir(sharded_source, tmp_path):
+    """A checkpoint of the test's own, in several files and an index."""
+    path = copy_checkpoint(sharded_source, tmp_path / "model")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    assert not (path / "model.safetensors").exists()
+    return path
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    return json.loads((path / INDEX).read_text())["weight_map"]
+
+
+# -- what loads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"num_key_value_heads": 4}],
+    ids=["untied", "tied", "bias", "mha"],
+)
+@pytest.mark.parametrize("shard", ["1GB", "100KB"], ids=["whole", "sharded"])
+def test_every_tensor_fills_its_rows(overrides, shard, tmp_path):
+    path = make_checkpoint(tmp_path / "model", seed=3, shard=shard, **overrides)
+    saved = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    with LLM(path, **SMALL) as llm:
+        targets = checkpoint_targets(llm.model_runner.model)
+        assert set(targets) == set(saved)
+        for name, tensor in saved.items():
+            assert torch.equal(targets[name], tensor), name
+        assert_usable(llm, path)
+
+
+def test_stray_file_beside_an_index_is_ignored(sharded_dir):
+    noise = {name: torch.zeros(3) for name in weight_map(sharded_dir)}
+    save_file({**noise, "left.over": torch.zeros(3)}, sharded_dir / "aaa.safetensors")
+    save_file(noise, sharded_dir / "zzz.safetensors")
+    with LLM(sharded_dir, **SMALL) as llm:
+        assert_usable(llm, sharded_dir)
+
+
+def test_saved_copies_of_tied_and_rotary_tensors_are_ignored(tmp_path):
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    inv_freq = "model__layers__0__self_attn__rotary_emb__inv_freq"
+    edit_tensors(path, lm_head__weight=embedding.clone(), **{inv_freq: torch.ones(16)})
+    with LLM(path, **SMALL) as llm:
+        assert_usable(llm, path)
+
+
+def test_weights_are_converted_to_the_chosen_dtype(model_dir):
+    tensors = load_file(model_dir / "model.safetensors")
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    edit_tensors(model_dir, **{name.replace(".", "__"): t for name, t in half.items()})
+    with LLM(model_dir, **SMALL) as llm:  # "auto" is float32 on a CPU
+        loaded = checkpoint_targets(llm.model_runner.model)[Q_PROJ]
+        assert loaded.dtype is torch.float32
+        assert torch.equal(loaded, half[Q_PROJ].float())
+        assert llm.metrics()["dtype"] == "float32"
+        assert_usable(llm, model_dir)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({Q_KEY: None}, f"missing from the checkpoint: {Q_PROJ}$"),
+        ({"model__norm__weight": None, "lm_head__weight": None}, "lm_head.weight, model.norm.wei"),
+        ({"extra__weight": torch.ones(2)}, "not used by this model: extra.weight$"),
+        (
+            {Q_KEY: None, "q__weight": torch.ones(2)},
+            f"missing from the checkpoint: {Q_PROJ}; not used by this model: q.weight$",
+        ),
+        ({f"x{i:02}": torch.ones(2) for i in range(11)}, "x00, x01, .*, x07 and 3 more$"),
+        (
+            {Q_KEY: torch.ones(64, 64)},
+            rf"tensor {Q_PROJ} has shape \[64, 64\], config.json implies \[128, 64\]",
+        ),
+        (
+            {Q_KEY: torch.ones(128, 64, dtype=torch.int8)},
+            f"tensor {Q_PROJ} is torch.int8: quantised weights are not supported",
+        ),
+        (
+            {Q_KEY: torch.ones(128, 64).to(torch.float8_e4m3fn)},
+            f"tensor {Q_PROJ} is torch.float8_e4m3fn: quantised weights are not supported",
+        ),
+    ],
+    ids=["missing", "two-missing", "unused", "renamed", "many", "shape", "int8", "float8"],
+)
+def test_tensors_that_do_not_fit_are_named(changes, match, model_dir):
+    """Defect 5: no parameter may stay uninitialised, no tensor be dropped in silence."""
+    edit_tensors(model_dir, **changes)
+    with pytest.raises(ValueError, match=match):
+        LLM(model_dir, **SMALL)
+
+
+def test_untied_model_without_head_is_refused(tmp_path):
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    edit_json(path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: lm_head\.weight$"):
+        LLM(path, **SMALL)
+
+
+def test_index_naming_a_missing_file(sharded_dir):
+    file = weight_map(sharded_dir)[Q_PROJ]
+    (sharded_dir / file).unlink()
+    with pytest.raises(ValueError, match=rf"files named in {INDEX} are missing: {file}"):
+        LLM(sharded_dir, **SMALL)
+
+
+def test_index_naming_a_tensor_that_its_file_lacks(sharded_dir):
+    names = weight_map(sharded_dir)
+    file = names[Q_PROJ]
+    tensors = load_file(sharded_dir / file)
+    del tensors[Q_PROJ]
+    save_file(tensors, sharded_dir / file)
+    with pytest.raises(ValueError, match=rf"{file} lacks the tensor {Q_PROJ} that {INDEX} puts"):
+        LLM(sharded_dir, **SMALL)
+
+
+def test_tensor_left_out_of_the_index_is_missing(sharded_dir):
+    names = weight_map(sharded_dir)
+    del names[Q_PROJ]
+    edit_json(sharded_dir / INDEX, weight_map=names)
+    with pytest.raises(ValueError, match=f"missing from the checkpoint: {Q_PROJ}$"):
+        LLM(sharded_dir, **SMALL)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("{", "is not valid JSON: .*line 1"), ("[1]", "must hold a JSON object, got list")],
+)
+def test_invalid_json_names_the_file(name, text, match, model_dir):
+    (model_dir / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} {match}"):
+        LLM(model_dir, **SMALL)
+
+
+def test_missing_directory_or_files_are_named(model_dir, tmp_path):
+    with pytest.raises(ValueError, match=r"`model` must be the directory.*nowhere.*download"):
+        LLM(tmp_path / "nowhere", **SMALL)
+    with pytest.raises(ValueError, match="`model` must be the directory of a checkpoint"):
+        LLM(model_dir / "config.json", **SMALL)
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors: .*save_pretrained"):
+        LLM(model_dir, **SMALL)
+    (model_dir / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"model has no config\.json: is it the directory of"):
+        LLM(model_dir, **SMALL)
+
+
+def test_broken_file_is_named(model_dir):
+    file = model_dir / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        LLM(model_dir, **SMALL)
+
+
+def test_two_files_with_one_tensor_are_not_mixed(model_dir):
+    """A backup left beside model.safetensors must not replace weights in silence."""
+    save_file({Q_PROJ: torch.zeros(128, 64)}, model_dir / "model_backup.safetensors")
+    try:
+        llm = LLM(model_dir, **SMALL)
+    except ValueError as error:
+        assert Q_PROJ in str(error)  # noqa: PT017
+    else:
+        assert_usable(llm, model_dir)
+
+
+# -- dummy weights --------------------------------------------------------------------------------
+
+
+def test_dummy_weights_need_only_config_json(checkpoint, tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    outputs, weights = [], []
+    for seed in (1, 1, 2):
+        with LLM(path, load_format="dummy", seed=seed, **SMALL) as llm:
+            prompts = [[1, 2, 3], [100]]
+            outputs.append([o["token_ids"] for o in llm.generate(prompts, greedy(8), False)])
+            sampled = llm.generate(prompts, use_tqdm=False)
+            outputs[-1] += [o["token_ids"] for o in sampled]
+            targets = checkpoint_targets(llm.model_runner.model)
+            weights.append({name: tensor.clone() for name, tensor in targets.items()})
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert not torch.equal(weights[0][Q_PROJ], weights[2][Q_PROJ])
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name]), name
+        if tensor.dim() == 1:
+            assert torch.equal(tensor, torch.ones_like(tensor)), name
+        else:
+            assert 0.018 < tensor.std() < 0.022, name
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        LLM(path, **SMALL)
