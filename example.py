@@ -31,7 +31,7 @@ def main() -> None:
                 )
                 for prompt in prompts
             ]
-        temperature, max_tokens = (0.6, 256) if args.model else (0.0, 128)
+        temperature, max_tokens = (0.6, 256) if args.model else (0.0, 200)
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         for prompt, output in zip(prompts, llm.generate(texts, params), strict=True):
             print(f"\nPrompt:     {prompt}\nCompletion: {output.outputs[0].text}")

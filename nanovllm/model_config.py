@@ -147,13 +147,14 @@ def _read_rope_theta(raw: dict[str, Any]) -> float:
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
             raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise ValueError(f"`{key}` for each kind of layer is not supported: {rope!r}")
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ValueError(
-                f"RoPE scaling {rope_type!r} is not supported, only the default (none)"
-            )
+        # One for all layers, or (in 5) one for each kind of layer.
+        for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            rope_type = part.get("rope_type", part.get("type", "default"))
+            if rope_type != "default":
+                raise ValueError(
+                    f"RoPE scaling {rope_type!r} is not supported, only the default (none)"
+                )
+        rope = rope.get("full_attention", rope)
         theta = rope.get("rope_theta", theta)
     return _read({"rope_theta": theta}, "rope_theta", float)
 

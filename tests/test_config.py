@@ -53,7 +53,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("dtype", "float64", ValueError, "one of auto, .*float32, got 'float64'"),
         ("attention_backend", "xformers", ValueError, "one of auto, flash_attn, .*'xformers'"),
         ("load_format", "gguf", ValueError, "one of auto, dummy, got 'gguf'"),
-        ("seed", -1, ValueError, "at least 0, got -1"),
+        ("seed", -1, ValueError, "between 0 and .*, got -1"),
         ("seed", 2**64, ValueError, "between 0 and"),
     ],
 )

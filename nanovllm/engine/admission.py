@@ -4,7 +4,7 @@ Starting every prompt that fits *now* thrashes a small pool: the running sequenc
 youngest are preempted, recomputed, and preempted again. So a prompt is admitted only while the
 blocks that all running sequences are expected to hold at once, at any later step, fit the pool.
 Lengths are known exactly for requests that end by length. For the others the mean length of those
-that have ended so far is taken; where that guesses too low, preemption is the backstop.
+that have ended lately is taken; where that guesses too low, preemption is the backstop.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,8 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
+WINDOW = 64
+
 
 class LengthEstimator:
     """Expects how many more tokens a sequence generates."""
@@ -21,13 +23,14 @@ class LengthEstimator:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self._num_ended = 0
-        self._num_tokens = 0
+        self._mean = 0.0  # tokens of the requests that ended, the last WINDOW weighing most
 
     def observe(self, seq: Sequence) -> None:
         """Take note of a finished sequence."""
         if not seq.sampling_params.ignore_eos:
             self._num_ended += 1
-            self._num_tokens += seq.num_completion_tokens
+            step = 1 / min(self._num_ended, WINDOW)
+            self._mean += step * (seq.num_completion_tokens - self._mean)
 
     def remaining(self, seq: Sequence) -> int:
         """Expected number of tokens still to come, at least 1."""
@@ -35,7 +38,7 @@ class LengthEstimator:
         most = min(params.max_tokens - done, self.max_model_len - seq.num_tokens)
         if params.ignore_eos or not self._num_ended:
             return most
-        mean = self._num_tokens // self._num_ended
+        mean = int(self._mean)
         # One that has outlived the mean is expected to go on for half as long again.
         return max(1, min(most, mean - done if done < mean else done // 2))
 
@@ -65,10 +68,8 @@ class AdmissionControl:
         """Whether `seq` fits now, and with everything that runs later on."""
         if not self._blocks.can_allocate(seq):
             return False
-        if not self._running:
-            return True  # alone: every accepted request fits the pool
         if self._growth + self._final_blocks(seq) <= self._blocks.num_free_blocks:
-            return True  # even if nobody finished before the others
+            return True  # even if nobody finished before the others (so always, if none runs)
         return self._peak_blocks(seq) <= len(self._blocks.blocks)
 
     def admitted(self, seq: Sequence) -> None:

@@ -13,14 +13,15 @@ def kv_block_bytes(
 
 
 def num_blocks_for_cuda(
-    block_bytes: int, total: int, free: int, own_peak: int, utilization: float
+    block_bytes: int, total: int, free: int, own_now: int, own_peak: int, utilization: float
 ) -> int:
     """Blocks for a GPU, counting only this engine's own use against its share.
 
     Args:
         block_bytes: bytes of a block.
         total: bytes of the GPU.
-        free: bytes nobody uses now, with this engine's weights loaded.
+        free: bytes nobody uses now.
+        own_now: bytes this engine holds now: its weights.
         own_peak: most bytes this engine had in use in the warm-up run: weights and activations.
         utilization: `gpu_memory_utilization`.
 
@@ -28,13 +29,13 @@ def num_blocks_for_cuda(
         ValueError: if not one block fits.
     """
     share = int(total * utilization) - own_peak
-    available = min(share, free - RESERVE)
+    available = min(share, free + own_now - own_peak - RESERVE)
     num_blocks = available // block_bytes
     if num_blocks < 1:
         if share <= available:
             remedy = f"raise gpu_memory_utilization ({utilization}) or use a smaller model"
         else:
-            remedy = "other processes hold the GPU's memory: free some or use another GPU"
+            remedy = "free memory that other processes hold, or lower gpu_memory_utilization"
         raise ValueError(
             f"no memory for a KV cache: the engine uses {own_peak / GIB:.2f} GiB of a share of "
             f"{total * utilization / GIB:.2f} GiB, {free / GIB:.2f} GiB are free, and a block "

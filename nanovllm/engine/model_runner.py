@@ -86,7 +86,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             self.load()
-            peak = 0 if on_cpu else self.warmup()
+            peak = 0 if on_cpu else self.warmup()  # bytes
             self.num_blocks = self._num_blocks(peak)
             self.allocate_kv_cache()
             if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
@@ -107,15 +107,17 @@ class ModelRunner:
             load_dummy(self.model, self.config.seed)
         else:
             load_model(self.model, Path(self.config.model))
-        weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
         logger.info(
             "weights: %s, %.2f GiB in %s on %s, loaded in %.1f s",
             self.model_config.architecture,
-            sum(weights.values()) / memory.GIB,
+            self._weight_bytes() / memory.GIB,
             str(self.dtype).removeprefix("torch."),
             self.device,
             time.perf_counter() - start,
         )
+
+    def _weight_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once
 
     def _block_bytes(self) -> int:
         model = self.model_config
@@ -141,7 +143,7 @@ class ModelRunner:
             )
         free, total = torch.cuda.mem_get_info(self.device)
         return memory.num_blocks_for_cuda(
-            block_bytes, total, free, peak, config.gpu_memory_utilization
+            block_bytes, total, free, self._weight_bytes(), peak, config.gpu_memory_utilization
         )
 
     def warmup(self) -> int:
@@ -153,7 +155,6 @@ class ModelRunner:
         config = self.config
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
-        weights = sum(p.nbytes for p in self.model.parameters())
         torch.cuda.reset_peak_memory_stats(self.device)
         self._bind_kv_cache(1)
         for num_seqs, num_tokens in (
@@ -165,7 +166,7 @@ class ModelRunner:
             )
             self.sample(self.run_model(batch), torch.ones(num_seqs, device=self.device))
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before + weights
+        peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
         self._unbind_kv_cache()
         torch.cuda.empty_cache()
         return peak

@@ -69,6 +69,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = 0
+        self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -114,7 +115,9 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
-        if not (self.waiting and budget and len(self.running) < self.max_num_seqs):
+        if not self.waiting or self.waiting[0] is self._refused:
+            return admitted
+        if not budget or len(self.running) == self.max_num_seqs:
             return admitted
         admission = AdmissionControl(self.block_manager, self.lengths.remaining, self.running)
         postponed: list[Sequence] = []
@@ -124,6 +127,7 @@ class Scheduler:
                 postponed.append(self.waiting.popleft())
                 continue
             if not admission.fits(seq):
+                self._refused = seq
                 break
             self.waiting.popleft()
             self._start(seq)
@@ -143,9 +147,11 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence; it resumes before all that have not started."""
         self.running.remove(seq)
-        self.block_manager.deallocate(seq)
+        self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
+        # In order of arrival among the preempted, which come before those never started.
+        ahead = (s for s in self.waiting if s.num_preemptions and s.seq_id < seq.seq_id)
+        self.waiting.insert(sum(1 for _ in ahead), seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         if self.num_preemptions == 1:
@@ -191,7 +197,11 @@ class Scheduler:
             return
         seq.status = SequenceStatus.FINISHED
         self.lengths.observe(seq)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
+        self._refused = None
 
     def abort(self, seq_id: int) -> bool:
         """Drop a request and give its blocks back. False if there is none with this id."""
@@ -199,7 +209,7 @@ class Scheduler:
             for seq in queue:
                 if seq.seq_id == seq_id:
                     queue.remove(seq)
-                    self.block_manager.deallocate(seq)
+                    self._release(seq)
                     seq.status = SequenceStatus.FINISHED
                     return True
         return False
