@@ -251,12 +251,12 @@ def chi_square_p(drawn: list[int], probs: np.ndarray) -> float:
 
 def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:
     """Chi-square over 20,000 draws for each temperature, with greedy requests in the batch."""
-    model = str(make_checkpoint(tmp_path, initializer_range=0.1))
+    model = str(make_checkpoint(tmp_path, initializer_range=0.2))
     reference = Qwen3ForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
     prompt = [3, 1, 4, 1, 5]
     with torch.no_grad():
         logits = reference(torch.tensor([prompt])).logits[0, -1].double()
-    temperatures = [0.7, 2.0, 0.0]
+    temperatures = [0.7, 1.5, 0.0]
     params = [SamplingParams(temperature=t, max_tokens=1) for t in temperatures] * 20_000
     with LLM(model, seed=SEED) as llm:
         drawn = tokens(llm.generate([prompt] * len(params), params, use_tqdm=False))
@@ -267,7 +267,7 @@ def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:
         p = chi_square_p(flat[i::3], probs)
         print("temperature", temperature, "p", p, "distinct", len(set(flat[i::3])))
         assert p > 1e-3
-        wrong = chi_square_p(flat[i::3], (logits / (temperature * 1.15)).softmax(-1).numpy())
+        wrong = chi_square_p(flat[i::3], (logits / (temperature * 1.2)).softmax(-1).numpy())
         assert wrong < 1e-6, "the test cannot tell distributions apart"
 
 
