@@ -97,12 +97,12 @@ def run_once(
 
 
 def choose_cpu_size(llm: LLM, seed: int) -> int:
-    """Sequences of the workload that take about `CPU_SECONDS`, from a timed probe of 4."""
-    prompts, params = workload(4, seed, llm.model_config.vocab_size)
+    """Sequences of the workload that take about `CPU_SECONDS`, from a timed probe of 16."""
+    prompts, params = workload(16, seed, llm.model_config.vocab_size)
     short = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=16) for _ in params]
     _, seconds = run_once(llm, prompts, short, progress=False)
     steps = 562 / 16  # mean output over the probe's
-    num_seqs = max(1, min(256, int(4 * CPU_SECONDS / (seconds * steps))))
+    num_seqs = max(1, min(256, int(16 * CPU_SECONDS / (seconds * steps))))
     print(f"CPU: {num_seqs} of the 256 sequences, to end within about a minute (--num-seqs N)")
     return num_seqs
 

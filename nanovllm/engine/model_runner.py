@@ -175,7 +175,7 @@ class ModelRunner:
         """Allocate the pool and give each layer its part."""
         try:
             self._bind_kv_cache(self.num_blocks)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             size = self.num_blocks * self._block_bytes() / memory.GIB
             raise ValueError(
                 f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
@@ -199,19 +199,17 @@ class ModelRunner:
             )
 
     def _bind_kv_cache(self, num_blocks: int) -> None:
-        model = self.model_config
-        self.kv_cache = torch.zeros(
-            (
-                2,
-                model.num_hidden_layers,
-                num_blocks,
-                self.config.kvcache_block_size,
-                model.num_key_value_heads,
-                model.head_dim,
-            ),
-            dtype=self.dtype,
-            device=self.device,
+        model, block_size = self.model_config, self.config.kvcache_block_size
+        shape = (
+            *(2, model.num_hidden_layers, num_blocks),
+            *(block_size, model.num_key_value_heads, model.head_dim),
         )
+        if self.device.type == "cpu":
+            # numpy's zeros take physical memory only where they are written; torch's everywhere.
+            pages = np.zeros(num_blocks * self._block_bytes(), np.uint8)
+            self.kv_cache = torch.from_numpy(pages).view(self.dtype).view(shape)
+        else:
+            self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer, attention in enumerate(attentions):
             attention.bind_kv_cache(self.kv_cache[0, layer], self.kv_cache[1, layer])
