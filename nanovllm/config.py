@@ -34,6 +34,8 @@ class Config:
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
             activation; False takes the plain PyTorch expressions.
+        overlap: launch each step before the tokens of the one before it are read; None does so on
+            CUDA. False is the plain synchronous loop.
         load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones for the
             shapes in config.json (for benchmarks).
         seed: seeds sampling (and dummy weights).
@@ -54,6 +56,7 @@ class Config:
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     fused_kernels: bool = True
+    overlap: bool | None = None
     load_format: str = "auto"
     seed: int = 0
 
@@ -67,6 +70,8 @@ class Config:
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("fused_kernels", self.fused_kernels)
+        if self.overlap is not None:
+            check_bool("overlap", self.overlap)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)

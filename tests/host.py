@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from nanovllm.engine.batch import build_batch
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
@@ -101,10 +101,15 @@ class FakeModel:
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size = scheduler.block_manager.block_size
         self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
+        self.last_tokens = [0] * scheduler.max_num_seqs
 
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
         batch = build_batch(scheduled, self.block_size)
         ids, slots = batch.input_ids.tolist(), batch.slot_mapping.tolist()
+        for row in range(batch.num_decodes):
+            if ids[row] == PENDING:
+                ids[row] = self.last_tokens[batch.slots[row]]
+        assert PENDING not in ids, "a token that nobody knows is to be computed"
         states, row = [0] * len(ids), 0
         counts = [1] * batch.num_decodes + (
             batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
@@ -120,7 +125,10 @@ class FakeModel:
                 state += self.kv[slots[row]]
                 states[row] = state & MASK
                 row += 1
-        return [_sample(states[row]) for row in batch.sample_rows.tolist()]
+        tokens = [_sample(states[row]) for row in batch.sample_rows.tolist()]
+        for slot, token in zip(batch.slots[batch.samples].tolist(), tokens, strict=True):
+            self.last_tokens[slot] = token
+        return tokens
 
 
 class ScriptedModel:
@@ -162,25 +170,42 @@ class Chunk(NamedTuple):
     was_prefill: bool
 
 
-def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
-    """One step, with every bound and invariant checked."""
-    running = {seq.seq_id for seq in scheduler.running}
-    num_preemptions = scheduler.num_preemptions
-    scheduled = scheduler.schedule()
-    chunks = [
-        Chunk(item.seq.seq_id, item.seq.num_computed_tokens, item.num_tokens, item.num_tokens > 1)
-        for item in scheduled
-    ]
-    assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
-    assert all(chunk.num_tokens > 0 for chunk in chunks)
-    assert len({chunk.seq_id for chunk in chunks}) == len(chunks)
-    if scheduler.num_preemptions > num_preemptions:
-        assert running >= {chunk.seq_id for chunk in chunks}, "admitted while others are preempted"
-    if scheduled:
+class Loop:
+    """The engine's loop: with `lookahead` 1 a step is chosen before the one before it is booked."""
+
+    def __init__(self, scheduler: Scheduler, model: Model, lookahead: int = 0) -> None:
+        self.scheduler, self.model, self.lookahead = scheduler, model, lookahead
+        self.under_way: list[tuple[list[ScheduledSequence], list[int]]] = []
+
+    def step(self) -> list[Chunk]:
+        """One step, with every bound and invariant checked."""
+        scheduler = self.scheduler
+        running = {seq.seq_id for seq in scheduler.running}
+        num_preemptions = scheduler.num_preemptions
+        scheduled = scheduler.schedule()
+        chunks = [
+            Chunk(item.seq.seq_id, item.start, item.num_tokens, item.num_tokens > 1)
+            for item in scheduled
+        ]
+        assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
+        assert all(chunk.num_tokens > 0 for chunk in chunks)
+        assert len({chunk.seq_id for chunk in chunks}) == len(chunks)
+        if scheduler.num_preemptions > num_preemptions:
+            assert running >= {chunk.seq_id for chunk in chunks}, "admitted as well"
+        if scheduled:
+            scheduler.check_invariants()
+            self.under_way.append((scheduled, self.model.run(scheduled)))
+            scheduler.advance(scheduled)
+            scheduler.check_invariants()
+        while len(self.under_way) > (self.lookahead if scheduled else 0):
+            scheduler.postprocess(*self.under_way.pop(0))
         scheduler.check_invariants()
-        scheduler.postprocess(scheduled, model.run(scheduled))
-    scheduler.check_invariants()
-    return chunks
+        return chunks
+
+
+def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
+    """One step of the synchronous loop."""
+    return Loop(scheduler, model).step()
 
 
 def run_to_end(
@@ -188,14 +213,16 @@ def run_to_end(
     seqs: SequenceABC[Sequence] = (),
     model: Model | None = None,
     on_step: Callable[[list[Chunk]], Any] = lambda chunks: None,
+    lookahead: int = 0,
 ) -> list[list[Chunk]]:
     """Add `seqs` and run until nothing is left, all blocks given back. Returns all steps."""
     model = model or FakeModel(scheduler)
     for seq in seqs:
         scheduler.add(seq)
     steps = []
+    loop = Loop(scheduler, model, lookahead)
     while not scheduler.is_finished():
-        steps.append(step(scheduler, model))
+        steps.append(loop.step())
         on_step(steps[-1])
         assert len(steps) < 100_000, "the requests never end"
     assert scheduler.block_manager.num_used_blocks == 0

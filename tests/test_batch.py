@@ -16,31 +16,39 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     num_decodes = 0
     while num_decodes < len(scheduled) and scheduled[num_decodes].num_tokens == 1:
         num_decodes += 1
-    for i, (seq, count) in enumerate(scheduled):
-        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + count):
+    for i, (seq, start, count, samples) in enumerate(scheduled):
+        for position in range(start, start + count):
             ids.append(seq.token_ids[position])
             positions.append(position)
             block = seq.block_table[position // block_size]
             slots.append(block * block_size + position % block_size)
             if position == seq.num_tokens - 1:
+                assert samples
                 sample_rows.append(len(ids) - 1)
         if i >= num_decodes:
             cu_q.append(cu_q[-1] + count)
-            cu_k.append(cu_k[-1] + seq.num_computed_tokens + count)
-    width = max(len(seq.block_table) for seq, _ in scheduled)
+            cu_k.append(cu_k[-1] + start + count)
+    width = max(len(seq.block_table) for seq, *_ in scheduled)
     assert batch.num_decodes == num_decodes
-    assert batch.is_decode == (num_decodes == len(scheduled))
+    assert batch.is_decode == (num_decodes == len(scheduled) == len(sample_rows))
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
-    assert batch.context_lens.tolist() == [s.num_computed_tokens + n for s, n in scheduled]
+    assert batch.context_lens.tolist() == [item.start + item.num_tokens for item in scheduled]
     assert batch.block_tables.tolist() == [
-        seq.block_table + [0] * (width - len(seq.block_table)) for seq, _ in scheduled
+        seq.block_table + [0] * (width - len(seq.block_table)) for seq, *_ in scheduled
     ]
     assert (batch.cu_seqlens_q.tolist(), batch.cu_seqlens_k.tolist()) == (cu_q, cu_k)
     assert batch.sample_rows.tolist() == sample_rows
     assert len(sample_rows) == sum(item.samples for item in scheduled)
-    assert all(array.dtype == np.int32 for array in batch[1:])
+    assert batch.samples.tolist() == [item.samples for item in scheduled]
+    assert batch.slots.tolist() == [seq.slot for seq, *_ in scheduled]
+    temperatures = [seq.sampling_params.temperature for seq, *_ in scheduled]
+    assert batch.temperatures.tolist() == temperatures
+    keys = [seq.random_key for seq, *_ in scheduled]
+    assert batch.random_keys.view(np.uint32).T.tolist() == [list(key) for key in keys]
+    floats = ("samples", "temperatures", "num_decodes")
+    assert all(x.dtype == np.int32 for k, x in batch._asdict().items() if k not in floats)
     assert len(set(slots)) == len(slots), "two tokens in one slot"
 
 
@@ -61,7 +69,9 @@ def test_batches_of_random_steps_agree_with_the_definitions(seed):
             batch = build_batch(scheduled, block_size)
             check(batch, scheduled, block_size)
             kinds.add((batch.num_decodes > 0, len(batch.cu_seqlens_q) > 1))
-            scheduler.postprocess(scheduled, model.run(scheduled))
+            tokens = model.run(scheduled)
+            scheduler.advance(scheduled)
+            scheduler.postprocess(scheduled, tokens)
     assert {(True, False), (True, True), (False, True)} <= kinds, "all kinds of steps"
 
 
@@ -109,4 +119,5 @@ def test_warmup_batch(num_seqs, num_tokens, max_model_len, lens):
     assert not batch.block_tables.any()
     assert np.diff(batch.cu_seqlens_q).tolist() == np.diff(batch.cu_seqlens_k).tolist() == lens
     assert batch.sample_rows.tolist() == (np.cumsum(lens) - 1).tolist()
-    assert all(array.dtype == np.int32 for array in batch[1:])
+    assert batch.samples.all()
+    assert len(batch.temperatures) == len(batch.slots) == batch.random_keys.shape[1] == num_seqs

@@ -21,7 +21,9 @@ def start(manager: BlockManager, tokens: list[int] | int) -> Sequence:
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> Sequence:
     """Compute the rest (then there is a next token), or so many tokens."""
-    manager.publish(seq, num_tokens or seq.num_uncomputed_tokens)
+    start = seq.num_computed_tokens
+    seq.num_computed_tokens += num_tokens or seq.num_uncomputed_tokens
+    manager.publish(seq, start, seq.num_computed_tokens)
     if not seq.num_uncomputed_tokens:
         seq.append_token(1)
     return seq

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 
 from checkpoints import (
     PARAMS,
@@ -55,7 +56,8 @@ def test_every_eos_id_stops_and_stays_in_token_ids(eos, tmp_path, monkeypatch):
         script = [ord("h"), ord("i"), eos, ord("!")]
 
         def scripted(scheduled):
-            return [script[i.seq.num_completion_tokens] for i in scheduled if i.samples]
+            tokens = [script[i.seq.num_completion_tokens] for i in scheduled if i.samples]
+            return PendingTokens(torch.tensor(tokens))
 
         monkeypatch.setattr(llm.model_runner, "run", scripted)
         [stopped] = llm.generate("a", greedy(9), use_tqdm=False)
@@ -115,7 +117,8 @@ def test_metrics_explain_a_run(llm):
         "num_steps": 5,  # 115 prompt tokens at 64 a step, then 3 decodes
         "num_prefill_tokens": 115,
         "num_decode_tokens": 3 * 3,
-        "num_finished": 3,
+        "overlap": False,
+            "num_finished": 3,
         "num_cached_tokens": 0,
         "num_preemptions": 0,
     }

@@ -12,7 +12,6 @@ import train_tiny
 from test_kernels import CASES, Case, close, run_case
 from test_reference import (
     MAX_TOKENS,
-    RecordingSampler,
     chi_square_p,
     make_prompts,
     reference_greedy,
@@ -21,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 SEED = 11
@@ -61,9 +61,13 @@ def test_triton_agrees_with_the_oracle_on_large_batches(batch: int, longest: int
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    ("eager", "overlap"),
+    [(False, True), (False, False), (True, True)],
+    ids=["graphs", "graphs-synchronous", "eager"],
+)
 def test_float32_tokens_are_those_of_the_reference(
-    tiny: str, reference: Any, backend: str, block_size: int, eager: bool
+    tiny: str, reference: Any, backend: str, block_size: int, eager: bool, overlap: bool
 ) -> None:
     """Graphs and eager, fused kernels, both backends, chunked prefill beside decodes."""
     prompts = make_prompts()
@@ -74,31 +78,63 @@ def test_float32_tokens_are_those_of_the_reference(
         attention_backend=backend,
         kvcache_block_size=block_size,
         enforce_eager=eager,
-        max_num_batched_tokens=500,
+        overlap=overlap,
+        max_num_batched_tokens=64,  # as many as sequences: chunks of one token occur
         **SMALL,
     ) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
+        assert metrics["overlap"] == overlap
     assert (metrics["num_graph_replays"] > 0) == (not eager and backend == "triton")
     assert [output["token_ids"] for output in outputs] == expected
 
 
+class LogitsTap:
+    """Copies the logits of each step aside, also out of CUDA graphs captured after its making."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int, vocab_size: int) -> None:
+        self.rows = rows
+        self.logits = torch.zeros(rows, vocab_size, device="cuda")
+        forward = Sampler.forward
+
+        def tapped(sampler: Sampler, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+            n = min(rows, len(logits))
+            self.logits[:n].copy_(logits[:n])
+            return forward(sampler, logits, metadata)
+
+        monkeypatch.setattr(Sampler, "forward", tapped)
+
+    def run(
+        self, llm: LLM, prompts: list[list[int]], params: SamplingParams
+    ) -> tuple[torch.Tensor, list[list[int]]]:
+        """Log-probabilities [steps, rows, V] and tokens; every prompt samples in every step."""
+        for prompt in prompts:
+            llm.add_request(prompt, params)
+        steps, outputs = [], []
+        while not llm.is_finished():
+            outputs += llm.step()
+            steps.append(self.logits.log_softmax(-1))
+        outputs.sort(key=lambda output: output.request_id)
+        return torch.stack(steps), [output["token_ids"] for output in outputs]
+
+
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-def test_bfloat16_graphs_agree_with_eager(tiny: str, backend: str, fused: bool) -> None:
+def test_bfloat16_graphs_agree_with_eager(
+    tiny: str, backend: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits of prefill and decode, graph against eager, within bf16's resolution."""
     prompts = make_prompts()[:48]
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    logits = []
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    tap = LogitsTap(monkeypatch, len(prompts), 272)
+    results = []
     for eager in (False, True):
-        with LLM(
-            tiny, attention_backend=backend, enforce_eager=eager, fused_kernels=fused, **SMALL
-        ) as llm:
-            sampler = llm.model_runner.sampler = RecordingSampler()  # type: ignore[assignment]
-            llm.generate(prompts, params, use_tqdm=False)
+        options = {"attention_backend": backend, "fused_kernels": fused, "enforce_eager": eager}
+        with LLM(tiny, overlap=False, **options, **SMALL) as llm:
+            results.append(tap.run(llm, prompts, params)[0])
             assert (llm.metrics()["num_graph_replays"] > 0) != eager
-        logits.append(torch.cat(sampler.logits).log_softmax(-1))
-    assert (logits[0] - logits[1]).abs().max() < 0.1
+    assert len(results[0]) == 3
+    assert (results[0] - results[1]).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
@@ -143,23 +179,24 @@ def qwen3_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
-def test_log_probabilities_of_greedy_output(qwen3_06b: str, backend: str) -> None:
+def test_log_probabilities_of_greedy_output(
+    qwen3_06b: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within 0.05 per token of transformers in bf16, prefill and graph decode."""
     rng = random.Random(SEED)
     reference = Qwen3ForCausalLM.from_pretrained(qwen3_06b, torch_dtype=torch.bfloat16).cuda()
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    tap = LogitsTap(monkeypatch, 1, 151936)
     worst = 0.0
-    with LLM(qwen3_06b, attention_backend=backend, **SMALL) as llm:
+    with LLM(qwen3_06b, attention_backend=backend, overlap=False, **SMALL) as llm:
         for length in (1, 20, 255, 256, 600):
             prompt = [rng.randrange(10000) for _ in range(length)]
-            sampler = llm.model_runner.sampler = RecordingSampler()  # type: ignore[assignment]
-            out = llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"]
+            got, (out,) = tap.run(llm, [prompt], params)
             with torch.no_grad():
                 ids = torch.tensor([prompt + out[:-1]], device="cuda")
                 wanted = reference(ids).logits[0, length - 1 :].float().log_softmax(-1)
-            got = torch.cat(sampler.logits).log_softmax(-1)
             rows = torch.arange(len(out), device="cuda")
-            worst = max(worst, float((got - wanted)[rows, out].abs().max()))
+            worst = max(worst, float((got[:, 0] - wanted)[rows, out].abs().max()))
         assert llm.metrics()["num_graph_replays"] > 0
     print(backend, "largest difference of a log-probability:", worst)
     assert worst < 0.05
@@ -217,3 +254,44 @@ def test_sampling_distribution_on_the_device(tmp_path: Path) -> None:
     drawn = [output["token_ids"][0] for output in outputs]
     assert len(set(drawn)) > 50
     assert chi_square_p(drawn, (logits / 2.0).softmax(-1).numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("V", [7, 1000, 151936])
+def test_sampling_kernel(V: int) -> None:
+    """Greedy rows take the first largest logit; the others a draw of their own key and position."""
+    from nanovllm.kernels.sampling import sample
+
+    n = 64
+    logits = torch.randn(n, V, device="cuda", generator=torch.Generator("cuda").manual_seed(SEED))
+    temperatures = torch.linspace(0, 3, n, device="cuda") * (torch.arange(n, device="cuda") % 2)
+    keys = torch.arange(2 * n, dtype=torch.int32, device="cuda").view(2, n)
+    positions = torch.arange(n, dtype=torch.int32, device="cuda")
+    tokens = sample(logits.bfloat16(), temperatures, keys, positions)
+    assert torch.equal(tokens[::2].long(), logits.bfloat16()[::2].argmax(-1))
+    order = torch.randperm(n, device="cuda")
+    again = sample(logits.bfloat16()[order], temperatures[order], keys[:, order], positions[order])
+    assert torch.equal(again, tokens[order]), "a draw depends on its neighbours"
+
+
+def test_sampling_kernel_distribution_of_a_large_vocabulary() -> None:
+    """20,000 draws over 151,936 tokens, rare ones included: chi-square over bins of tokens."""
+    from nanovllm.kernels.sampling import sample
+
+    V, n, rounds = 151936, 500, 40
+    generator = torch.Generator("cuda").manual_seed(SEED)
+    logits = 3 * torch.randn(V, device="cuda", generator=generator)
+    probs = (logits.double() / 0.8).softmax(-1)
+    bins = (torch.arange(V, device="cuda") * 2654435761 % 2**32) % 100
+    expected = torch.zeros(100, dtype=torch.double, device="cuda").index_add_(0, bins, probs)
+    drawn = []
+    for i in range(rounds):
+        keys = torch.stack([torch.arange(n), torch.full((n,), i)]).to("cuda", torch.int32)
+        args = torch.full((n,), 0.8, device="cuda"), keys, torch.zeros_like(keys[0])
+        drawn.append(sample(logits.expand(n, V).contiguous(), *args))
+    tokens = torch.cat(drawn).long()
+    assert chi_square_p(bins[tokens].tolist(), expected.cpu().numpy()) > 1e-3
+    rank = logits.argsort(descending=True).argsort()  # how likely tokens are drawn how often
+    edges = torch.tensor([0, 1, 10, 100, 1000, 10000, V], device="cuda")
+    band = torch.bucketize(rank, edges, right=True) - 1
+    expected = torch.zeros(6, dtype=torch.double, device="cuda").index_add_(0, band, probs)
+    assert chi_square_p(band[tokens].tolist(), expected.cpu().numpy()) > 1e-3

@@ -10,11 +10,11 @@ from host import (
     HASHES,
     NUM_BLOCKS,
     FakeModel,
+    Loop,
     make_scheduler,
     make_seq,
     manager_state,
     reference,
-    step,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,8 +52,11 @@ def random_request(rng: random.Random, room: int) -> Sequence:
 class Workload:
     """Requests that come and go at random; counts what happened."""
 
-    def __init__(self, rng: random.Random, scheduler: Scheduler, guess_low: bool = False) -> None:
-        self.rng, self.scheduler, self.model = rng, scheduler, FakeModel(scheduler)
+    def __init__(
+        self, rng: random.Random, scheduler: Scheduler, guess_low: bool, lookahead: int
+    ) -> None:
+        self.rng, self.scheduler = rng, scheduler
+        self.loop = Loop(scheduler, FakeModel(scheduler), lookahead)
         self.seqs: list[Sequence] = []
         self.aborted: set[int] = set()
         self.prefills: set[int] = set()  # of the last step
@@ -75,8 +78,10 @@ class Workload:
             self.scheduler.check_invariants()
 
     def step(self) -> None:
-        chunks = step(self.scheduler, self.model)
-        assert chunks or self.scheduler.is_finished()
+        drains = bool(self.loop.under_way)
+        chunks = self.loop.step()
+        assert chunks or drains or self.scheduler.is_finished()
+        self.counts["drain"] += drains and not chunks and not self.scheduler.is_finished()
         assert len(chunks) <= self.scheduler.max_num_seqs
         self.counts["step"] += bool(chunks)
         self.counts["mixed"] += len({chunk.was_prefill for chunk in chunks}) == 2
@@ -99,9 +104,10 @@ class Workload:
         self.counts["preempt"] += self.scheduler.num_preemptions
 
 
+@pytest.mark.parametrize("lookahead", [0, 1], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("guess_low", [False, True], ids=["admission", "no-admission"])
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
-def test_random_workload(caching, guess_low):
+def test_random_workload(caching, guess_low, lookahead):
     """10,000 steps in all, in eight engines; bounds and invariants are checked in every step."""
     total: Counter[str] = Counter()
     for seed, (num_blocks, block_size, budget, max_num_seqs) in enumerate(ENGINES):
@@ -115,7 +121,7 @@ def test_random_workload(caching, guess_low):
             max_model_len=40,
             enable_prefix_caching=caching,
         )
-        workload = Workload(rng, scheduler, guess_low)
+        workload = Workload(rng, scheduler, guess_low, lookahead)
         for _ in range(NUM_STEPS):
             if len(scheduler.waiting) < 12 and rng.random() < 0.4:
                 workload.arrive()
@@ -130,6 +136,7 @@ def test_random_workload(caching, guess_low):
     )
     assert all(total[name] > 0 for name in expected), total
     assert caching or not total["hit"]
+    assert bool(total["drain"]) == bool(lookahead), "preempting waits for the step under way"
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -139,15 +146,18 @@ def test_random_workload(caching, guess_low):
     max_num_seqs=st.integers(1, 6),
     spare_budget=st.integers(0, 12),
     caching=st.booleans(),
+    lookahead=st.integers(0, 1),
 )
-def test_any_engine_gives_the_reference_outputs(seed, pool, max_num_seqs, spare_budget, caching):
+def test_any_engine_gives_the_reference_outputs(
+    seed, pool, max_num_seqs, spare_budget, caching, lookahead
+):
     scheduler = make_scheduler(
         *pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + spare_budget,
         enable_prefix_caching=caching,
     )
-    workload = Workload(random.Random(seed), scheduler, guess_low=seed % 2 == 0)
+    workload = Workload(random.Random(seed), scheduler, seed % 2 == 0, lookahead)
     for _ in range(12):
         workload.arrive()
         workload.step()
@@ -207,7 +217,8 @@ class Books(RuleBasedStateMachine):
         for p in range(first, last):
             block_id = seq.block_table[p // BLOCK_SIZE]
             self.slots[block_id, p % BLOCK_SIZE] = tuple(seq.token_ids[: p + 1])
-        self.manager.publish(seq, last - first)
+        seq.num_computed_tokens = last
+        self.manager.publish(seq, first, last)
         for i in range(first // BLOCK_SIZE, last // BLOCK_SIZE):
             chain = tuple(seq.token_ids[: (i + 1) * BLOCK_SIZE])
             if chain in self.published.values():

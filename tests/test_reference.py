@@ -87,7 +87,7 @@ class RecordingSampler:
 
     def __call__(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
         self.logits.append(logits.float())
-        return logits.argmax(-1)
+        return logits.argmax(-1).to(torch.int32)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
@@ -120,10 +120,17 @@ def test_logits_are_those_of_the_reference(
         pytest.param({"kvcache_block_size": 16}, id="block-16"),
         pytest.param({"kvcache_block_size": 256}, id="block-256"),
         pytest.param({"max_num_seqs": 1}, id="one-sequence"),
+        pytest.param({"max_num_seqs": 1, "overlap": True}, id="one-sequence-overlap"),
+        pytest.param({"overlap": True}, id="overlap"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
         pytest.param(
             {"max_num_batched_tokens": 40, "max_num_seqs": 12, "kvcache_block_size": 32},
             id="chunked",
+        ),
+        pytest.param({"max_num_batched_tokens": 12, "max_num_seqs": 12}, id="chunks-of-one"),
+        pytest.param(
+            {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
+            id="chunked-overlap",
         ),
     ],
 )
@@ -145,12 +152,14 @@ def test_order_does_not_matter(
     assert tokens(outputs) == [expected[i] for i in order]
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
 def test_preemption_does_not_change_tokens(
     tiny: str,
     prompts: list[list[int]],
     expected: list[list[int]],
     caching: bool,
+    overlap: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Admission that expects one token of everybody overfills the pool."""
@@ -162,7 +171,9 @@ def test_preemption_does_not_change_tokens(
         kvcache_block_size=16,
         num_kvcache_blocks=14,
         enable_prefix_caching=caching,
+        overlap=overlap,
     )
+    assert metrics["overlap"] == overlap
     assert metrics["num_preemptions"] > 5
     assert tokens(outputs) == [expected[i] for i in short]
 

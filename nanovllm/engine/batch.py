@@ -22,34 +22,37 @@ class Batch(NamedTuple):
     """
 
     num_decodes: int
-    input_ids: Int32  # [T]
+    input_ids: Int32  # [T], -1 where a decode's token is known to the device only
     positions: Int32  # [T]
     slot_mapping: Int32  # [T]
     context_lens: Int32  # [B]
     block_tables: Int32  # [B, W], zeros past a sequence's blocks
     cu_seqlens_q: Int32  # [P + 1]
     cu_seqlens_k: Int32  # [P + 1]
-    sample_rows: Int32  # rows of [T] whose next token is sampled, in the order of the sequences
+    slots: Int32  # [B], the sequences' rows in the device's table of last tokens
+    samples: NDArray[np.bool_]  # [B], whether the sequence's next token is sampled
+    sample_rows: Int32  # [n], rows of [T] of those n sequences
+    temperatures: NDArray[np.float32]  # [B]
+    random_keys: Int32  # [2, B], two words for each sequence (uint32 in the bits of int32)
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has exactly one token."""
-        return self.num_decodes == len(self.context_lens)
+        """Whether every sequence has exactly one token, and samples the next."""
+        return self.num_decodes == len(self.context_lens) == len(self.sample_rows)
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> Batch:
     """Arrays for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns)."""
     seqs = [item.seq for item in scheduled]
     counts = np.array([item.num_tokens for item in scheduled])  # [B]
-    starts = np.array([seq.num_computed_tokens for seq in seqs])
-    totals = np.array([seq.num_tokens for seq in seqs])
+    starts = np.array([item.start for item in scheduled])
+    samples = np.array([item.samples for item in scheduled])
     is_prefill = counts > 1
     num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(seqs)
     ends = np.cumsum(counts)  # [B], row after each sequence's last
 
     tokens = chain.from_iterable(
-        item.seq.token_ids[start : start + item.num_tokens]
-        for item, start in zip(scheduled, starts.tolist(), strict=True)
+        seq.token_ids[start : start + num_tokens] for seq, start, num_tokens, _ in scheduled
     )
     input_ids = np.fromiter(tokens, dtype=np.int32, count=int(ends[-1]))
     rows = np.repeat(np.arange(len(seqs)), counts)  # [T], the sequence of each token
@@ -66,7 +69,11 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> Batch:
         block_tables=block_tables,
         cu_seqlens_q=_running_sum(counts[num_decodes:]),
         cu_seqlens_k=_running_sum(context_lens[num_decodes:]),
-        sample_rows=(ends[context_lens == totals] - 1).astype(np.int32),
+        slots=np.array([seq.slot for seq in seqs], np.int32),
+        samples=samples,
+        sample_rows=(ends[samples] - 1).astype(np.int32),
+        temperatures=np.array([seq.sampling_params.temperature for seq in seqs], np.float32),
+        random_keys=np.array([seq.random_key for seq in seqs], np.uint32).T.view(np.int32),
     )
 
 
@@ -88,7 +95,11 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
         block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
         cu_seqlens_q=_running_sum(lens),
         cu_seqlens_k=_running_sum(lens),
+        slots=np.arange(num_seqs, dtype=np.int32),
+        samples=np.ones(num_seqs, np.bool_),
         sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
+        temperatures=np.ones(num_seqs, np.float32),
+        random_keys=np.zeros((2, num_seqs), np.int32),
     )
 
 

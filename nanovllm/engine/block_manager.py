@@ -87,7 +87,7 @@ class BlockManager:
     def _hash_full_blocks(self, seq: Sequence) -> None:
         """Extend `seq.block_hashes` to all full blocks. Tokens only grow: each is hashed once."""
         hashes = seq.block_hashes
-        for i in range(len(hashes), seq.num_tokens // self.block_size):
+        for i in range(len(hashes), seq.num_known_tokens // self.block_size):
             hashes.append(self.compute_hash(seq.block(i), hashes[-1] if hashes else NO_HASH))
 
     def _max_shared_blocks(self, seq: Sequence) -> int:
@@ -122,11 +122,9 @@ class BlockManager:
             and seq.block_hashes[num_hits] in self._computing
         )
 
-    def publish(self, seq: Sequence, num_new_tokens: int) -> None:
-        """Count `num_new_tokens` of `seq` as computed, and publish the blocks they complete."""
-        first = seq.num_computed_tokens // self.block_size
-        seq.num_computed_tokens += num_new_tokens
-        last = seq.num_computed_tokens // self.block_size
+    def publish(self, seq: Sequence, start: int, end: int) -> None:
+        """The tokens of `seq` from `start` to `end` are computed: publish the blocks they fill."""
+        first, last = start // self.block_size, end // self.block_size
         if not self.enable_prefix_caching or first == last:
             return
         self._hash_full_blocks(seq)
@@ -202,7 +200,7 @@ class BlockManager:
 
     def deallocate(self, seq: Sequence) -> None:
         """Give the blocks of `seq` back. Published ones stay cached until the pool needs them."""
-        for chain_hash in seq.block_hashes[seq.num_computed_tokens // self.block_size :]:
+        for chain_hash in seq.block_hashes:
             if self._computing.get(chain_hash) == seq.seq_id:
                 del self._computing[chain_hash]
         # Tail first: the end of a chain is useless without its beginning, so it ages first.

@@ -1,16 +1,17 @@
-"""`DecodeGraphs`: the model's decode step as CUDA graphs, one for each bucket of batch sizes."""
+"""`DecodeGraphs`: the whole decode step as CUDA graphs, one for each bucket of batch sizes."""
 
 import bisect
-import logging
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.utils.context import Context, use_context
+from nanovllm.engine.step_inputs import StepInputs
+from nanovllm.layers.sampler import SamplingMetadata
+from nanovllm.utils.context import Context
 
-logger = logging.getLogger(__name__)
+NUM_ROWS = 8  # of the static buffer, before the block tables
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -19,97 +20,121 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
+class StaticInputs:
+    """The inputs of the graphs: one int32 buffer on the device, and pinned twins on the host.
+
+    Laid out as NUM_ROWS rows of B = `max_num_seqs`, then the block tables [B, W]:
+
+        input_ids | positions | slot_mapping | context_lens | slots | temperatures | 2 key words
+
+    A step fills a twin and copies it in one go. There are two twins, taken in turn, and before one
+    is filled again its last copy is waited for: the host may be a step ahead of the device.
+    """
+
+    def __init__(self, device: torch.device, max_num_seqs: int, table_width: int) -> None:
+        self._B, self._W = max_num_seqs, table_width
+        size = max_num_seqs * (NUM_ROWS + table_width)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._twins = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in self._twins]
+        self._turn = 0
+
+    def fill(self, batch: Batch | None, size: int) -> None:
+        """Copy a decode batch to the device, padded to `size` rows; None: padding only.
+
+        Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads
+        nothing, and the token goes to the row past the table's last sequence.
+        """
+        self._turn = 1 - self._turn
+        self._copied[self._turn].synchronize()
+        twin = self._twins[self._turn]
+        rows, tables = self._split(twin.numpy())
+        n = 0
+        if batch is not None:
+            n, width = batch.block_tables.shape
+            for row, values in zip(rows, self._values(batch), strict=True):
+                row[:n] = values
+            tables[:n, :width] = batch.block_tables
+            tables[:n, width:] = 0
+        for row, value in zip(rows, (0, 0, -1, 0, self._B, 0, 0, 0), strict=True):
+            row[n:size] = value
+        tables[n:size] = 0
+        used = NUM_ROWS * self._B + size * self._W
+        self._device[:used].copy_(twin[:used], non_blocking=True)
+        self._copied[self._turn].record()
+
+    @staticmethod
+    def _values(batch: Batch) -> list[np.ndarray]:
+        return [
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.context_lens,
+            batch.slots,
+            batch.temperatures.view(np.int32),
+            *batch.random_keys,
+        ]
+
+    def _split(self, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = buffer[: NUM_ROWS * self._B].reshape(NUM_ROWS, self._B)
+        return rows, buffer[NUM_ROWS * self._B :].reshape(self._B, self._W)
+
+    def views(self, size: int) -> StepInputs:
+        """The device's inputs of a batch of `size`."""
+        rows = self._device[: NUM_ROWS * self._B].view(NUM_ROWS, self._B)[:, :size]
+        input_ids, positions, slot_mapping, context_lens, slots, temperatures = rows[:6]
+        tables = self._device[NUM_ROWS * self._B :].view(self._B, self._W)[:size]
+        return StepInputs(
+            input_ids=input_ids,
+            positions=positions,
+            context=Context(size, slot_mapping, context_lens, tables),
+            decode_slots=slots,
+            sample_rows=None,
+            sampling=SamplingMetadata(
+                temperatures.view(torch.float32), rows[6:], context_lens, slots
+            ),
+        )
+
+
 class DecodeGraphs:
-    """Captures the decode step and replays it.
-
-    The graphs read one static int32 buffer on the device, laid out as
-
-        input_ids [B] | positions [B] | slot_mapping [B] | context_lens [B] | block_tables [B, W]
-
-    with B = `max_num_seqs`, and a pinned twin on the host is filled and copied for each step: one
-    copy, and a step that follows waits for this one (sampled tokens are read), so the twin is
-    never overwritten under a running copy. Rows from the batch up to the bucket are padding:
-    slot -1 is not stored, context length 0 reads nothing.
+    """Captures the decode step, from the tokens' embedding to the next tokens, and replays it.
 
     Args:
-        forward: the model's (input_ids [b], positions [b]) -> hidden states [b, M].
+        compute: the step: its inputs -> sampled tokens [b] int32.
+        device: a CUDA device.
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
     """
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        compute: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
     ) -> None:
         self.sizes = bucket_sizes(max_num_seqs)
         self.num_replays = 0
-        self._forward = forward
-        self._B, self._W = max_num_seqs, table_width
-        size = max_num_seqs * (4 + table_width)
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=True)
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host_views = self._views(self._host.numpy())
-        self._pad(0, max_num_seqs)
+        self._inputs = StaticInputs(device, max_num_seqs, table_width)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-
-    def _views(self, buffer: np.ndarray) -> list[np.ndarray]:
-        B, W = self._B, self._W
-        return [*buffer[: 4 * B].reshape(4, B), buffer[4 * B :].reshape(B, W)]
-
-    def _pad(self, begin: int, end: int) -> None:
-        input_ids, positions, slot_mapping, context_lens, block_tables = self._host_views
-        for view, value in ((input_ids, 0), (positions, 0), (slot_mapping, -1), (context_lens, 0)):
-            view[begin:end] = value
-        block_tables[begin:end] = 0
-
-    def capture(self) -> None:
-        """Capture all buckets, the largest first, so that the others fit into its memory."""
-        self._device.copy_(self._host)
+        self._tokens: dict[int, torch.Tensor] = {}
         pool = None
-        for size in reversed(self.sizes):
-            inputs = self._inputs(size)
-            self._run(*inputs)  # warm-up: kernels compile, libraries allocate
-            torch.cuda.synchronize()
+        self._inputs.fill(None, max_num_seqs)
+        for size in reversed(self.sizes):  # the others fit into the memory of the largest
+            inputs = self._inputs.views(size)
+            compute(inputs)  # kernels compile, libraries allocate
+            torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._outputs[size] = self._run(*inputs)
+                self._tokens[size] = compute(inputs)
             self._graphs[size] = graph
             pool = pool or graph.pool()
 
-    def _inputs(self, size: int) -> tuple[torch.Tensor, torch.Tensor, Context]:
-        B, W = self._B, self._W
-        rows = self._device[: 4 * B].view(4, B)[:, :size]
-        context = Context(
-            num_decodes=size,
-            slot_mapping=rows[2],
-            context_lens=rows[3],
-            block_tables=self._device[4 * B :].view(B, W)[:size],
-        )
-        return rows[0], rows[1], context
-
-    def _run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context
-    ) -> torch.Tensor:
-        with use_context(context):
-            return self._forward(input_ids, positions)
-
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Hidden states [n, M] of a decode batch of n sequences."""
+        """Sampled tokens [n] int32 of a decode batch of n sequences, until the next replay."""
         n = len(batch.input_ids)
         size = self.sizes[bisect.bisect_left(self.sizes, n)]
-        sources = (batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens)
-        for view, source in zip(self._host_views[:4], sources, strict=True):
-            view[:n] = source
-        tables = self._host_views[4]
-        tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
-        tables[:n, batch.block_tables.shape[1] :] = 0
-        self._pad(n, size)
-        used = self._B * 4 + size * self._W
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        self._inputs.fill(batch, size)
         self._graphs[size].replay()
         self.num_replays += 1
-        return self._outputs[size][:n]
+        return self._tokens[size][:n]

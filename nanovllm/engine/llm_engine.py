@@ -8,13 +8,14 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
@@ -23,14 +24,23 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
 from nanovllm.engine.metrics import Metrics, Progress
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class StepUnderWay(NamedTuple):
+    """A step that has been launched and not been booked yet."""
+
+    scheduled: list[ScheduledSequence]
+    tokens: PendingTokens
+    launched_at: float  # seconds of time.perf_counter
 
 
 class LLMEngine:
@@ -73,6 +83,10 @@ class LLMEngine:
         )
         self._ids = itertools.count()
         self._metrics = Metrics()
+        overlap = self.config.overlap
+        if overlap is None:
+            overlap = self.model_runner.device.type == "cuda"
+        self._lookahead = int(overlap)  # steps launched ahead of the one that is booked
         self._reset()
 
     def _reset(self) -> None:
@@ -88,6 +102,8 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
         )
+        self._under_way: deque[StepUnderWay] = deque()
+        self._booked_at = 0.0
 
     # -- the step API ---------------------------------------------------------------------------
 
@@ -110,12 +126,16 @@ class LLMEngine:
             params,
             block_size=self.config.kvcache_block_size,
             prompt=text,
+            seed=self.config.seed,
         )
         self.scheduler.add(seq)
         return seq.seq_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that it finished.
+        """Launch a step, and book the one before it. Returns the requests that have ended.
+
+        With `overlap` the device computes the new step while the host books the old one and
+        chooses the next; without, each step is booked before the next is chosen.
 
         If the model fails (out of memory, say), the requests stay queued: call `step` again, or
         `abort` them. If Ctrl-C hits the scheduler while it changes its books, they are dropped.
@@ -124,15 +144,26 @@ class LLMEngine:
             self._check_open()
             with self._reset_on_error():
                 scheduled = self.scheduler.schedule()
-            if not scheduled:
-                return []
-            start = time.perf_counter()
-            token_ids = self.model_runner.run(scheduled)
-            self._metrics.count_step(scheduled, time.perf_counter() - start)
-            with self._reset_on_error():
-                finished = self.scheduler.postprocess(scheduled, token_ids)
-            self._metrics.count_finished(finished)
+            if scheduled:
+                tokens = self.model_runner.run(scheduled)
+                with self._reset_on_error():
+                    self.scheduler.advance(scheduled)
+                    self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
+            finished: list[Sequence] = []
+            while len(self._under_way) > (self._lookahead if scheduled else 0):
+                finished += self._book(self._under_way[0])
             return [self._output(seq) for seq in finished]
+
+    def _book(self, step: StepUnderWay) -> list[Sequence]:
+        token_ids = step.tokens.wait()
+        with self._reset_on_error():
+            self._under_way.popleft()
+            finished = self.scheduler.postprocess(step.scheduled, token_ids)
+        now = time.perf_counter()
+        self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
+        self._metrics.count_finished(finished)
+        self._booked_at = now
+        return finished
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -237,6 +268,7 @@ class LLMEngine:
                 "attention_backend": runner.backend.name,
                 "device": str(runner.device),
                 "dtype": str(runner.dtype).removeprefix("torch."),
+                "overlap": bool(self._lookahead),
                 "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
                 "num_kvcache_blocks": runner.num_blocks,

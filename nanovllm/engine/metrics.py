@@ -35,7 +35,7 @@ class Metrics:
     num_preemptions: int = 0
 
     def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> None:
-        """Count a step that ran in `seconds`."""
+        """Count a step that took `seconds` more than those before it."""
         total = sum(item.num_tokens for item in scheduled)
         decode = sum(item.is_decode for item in scheduled)
         prefill = total - decode

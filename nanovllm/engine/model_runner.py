@@ -1,8 +1,9 @@
-"""`ModelRunner`: the model on its device. Turns a scheduled step into sampled tokens.
+"""`ModelRunner`: the model on its device. Launches scheduled steps.
 
 Knows nothing of queues or blocks beyond the arrays of a `Batch`.
 """
 
+import dataclasses
 import gc
 import logging
 import time
@@ -17,8 +18,9 @@ from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, build_batch, warmup_batch
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.step_inputs import PendingTokens, StepInputs
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
 from nanovllm.utils.context import Context, use_context
@@ -81,8 +83,12 @@ class ModelRunner:
                 block_size=config.kvcache_block_size,
             ),
         )
-        self.generator = torch.Generator(self.device).manual_seed(config.seed)
         self.sampler = Sampler()
+        # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
+        # past the last is for padding.
+        self.last_tokens = torch.zeros(
+            config.max_num_seqs + 1, dtype=torch.int32, device=self.device
+        )
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             self.load()
@@ -164,7 +170,7 @@ class ModelRunner:
             batch = warmup_batch(
                 num_seqs, num_tokens, self.max_model_len, config.kvcache_block_size
             )
-            self.sample(self.run_model(batch), torch.ones(num_seqs, device=self.device))
+            self.run_model(self.prepare(batch))
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
         self._unbind_kv_cache()
@@ -225,8 +231,9 @@ class ModelRunner:
         start = time.perf_counter()
         longest = min(self.max_model_len, self.num_blocks * self.config.kvcache_block_size)
         table_width = -(-longest // self.config.kvcache_block_size)
-        self.graphs = DecodeGraphs(self.model, self.device, self.config.max_num_seqs, table_width)
-        self.graphs.capture()
+        self.graphs = DecodeGraphs(
+            self.run_model, self.device, self.config.max_num_seqs, table_width
+        )
         logger.debug("captured CUDA graphs in %.1f s", time.perf_counter() - start)
 
     def _log_backend(self) -> None:
@@ -239,83 +246,79 @@ class ModelRunner:
     # -- a step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
-        """Compute the scheduled tokens; sample one for each sequence that `samples`."""
+    def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
+        """Launch a step. Samples one token for each of the sequences that `samples`."""
         batch = build_batch(scheduled, self.config.kvcache_block_size)
-        temperatures = self.prepare_sample(scheduled)
-        hidden = self.run_model(batch)
-        if hidden is None:
-            return []
-        return self.sample(hidden, temperatures).tolist()
-
-    def run_model(self, batch: Batch) -> torch.Tensor | None:
-        """Hidden states [n, M] of the rows that sample; None if there are none."""
         if batch.is_decode and self.graphs is not None:
-            return self.graphs.replay(batch)
-        if batch.is_decode:
-            input_ids, positions, context, rows = self.prepare_decode(batch)
-        else:
-            input_ids, positions, context, rows = self.prepare_prefill(batch)
-        with use_context(context):
-            hidden = self.model(input_ids, positions)
-        return hidden.index_select(0, rows) if len(rows) else None
+            return PendingTokens(self.graphs.replay(batch))
+        return PendingTokens(self.run_model(self.prepare(batch)))
 
-    def prepare_decode(
-        self, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor, Context, torch.Tensor]:
-        """Input ids, positions, metadata and sampled rows of a batch of decodes, on the device."""
-        input_ids, positions, slots, lens, tables, rows = self._upload(
+    def run_model(self, inputs: StepInputs) -> torch.Tensor:
+        """The whole step on the device, from token ids to sampled tokens [n] int32."""
+        n = inputs.context.num_decodes
+        input_ids = inputs.input_ids
+        if n:
+            last = self.last_tokens.index_select(0, inputs.decode_slots)
+            known = torch.where(input_ids[:n] < 0, last, input_ids[:n])
+            input_ids = known if n == len(input_ids) else torch.cat([known, input_ids[n:]])
+        with use_context(inputs.context):
+            hidden = self.model(input_ids, inputs.positions)
+        if inputs.sample_rows is not None:
+            hidden = hidden.index_select(0, inputs.sample_rows)
+        if not len(hidden):  # chunks of prompts only
+            return input_ids.new_empty(0)
+        tokens = self.sampler(self.model.compute_logits(hidden), inputs.sampling)
+        self.last_tokens.index_copy_(0, inputs.sampling.slots.long(), tokens)
+        return tokens
+
+    def prepare(self, batch: Batch) -> StepInputs:
+        """The batch on the device."""
+        inputs = self.prepare_decode(batch)
+        return self.prepare_prefill(batch, inputs) if len(batch.cu_seqlens_q) > 1 else inputs
+
+    def prepare_decode(self, batch: Batch) -> StepInputs:
+        """What a batch needs if its sequences have one token each."""
+        input_ids, positions, slot_mapping, context_lens, block_tables, slots = self._upload(
             batch.input_ids,
             batch.positions,
             batch.slot_mapping,
             batch.context_lens,
             batch.block_tables,
-            batch.sample_rows,
+            batch.slots[: batch.num_decodes],
         )
-        return input_ids, positions, Context(batch.num_decodes, slots, lens, tables), rows
+        context = Context(batch.num_decodes, slot_mapping, context_lens, block_tables)
+        sampling, rows = self.prepare_sample(batch)
+        return StepInputs(input_ids, positions, context, slots, rows, sampling)
 
-    def prepare_prefill(
-        self, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor, Context, torch.Tensor]:
-        """The same for a batch in which sequences prefill, beside decodes or not."""
-        input_ids, positions, decode, rows = self.prepare_decode(batch)
+    def prepare_prefill(self, batch: Batch, inputs: StepInputs) -> StepInputs:
+        """What is to be added where sequences prefill, beside decodes or not."""
         cu_seqlens_q, cu_seqlens_k = self._upload(batch.cu_seqlens_q, batch.cu_seqlens_k)
         q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
-        context = Context(
-            num_decodes=batch.num_decodes,
-            slot_mapping=decode.slot_mapping,
-            context_lens=decode.context_lens,
-            block_tables=decode.block_tables,
+        context = dataclasses.replace(
+            inputs.context,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=int(q_lens.max()),
             max_seqlen_k=int(k_lens.max()),
             has_cached_context=bool((k_lens > q_lens).any()),
         )
-        return input_ids, positions, context, rows
+        return inputs._replace(context=context)
 
-    def prepare_sample(self, scheduled: list[ScheduledSequence]) -> torch.Tensor | None:
-        """Temperatures [n] float32 of the sequences that sample; None if all are greedy."""
-        temperatures = [i.seq.sampling_params.temperature for i in scheduled if i.samples]
-        if not any(temperatures):
-            return None
-        host = torch.tensor(temperatures, dtype=torch.float32, pin_memory=self._pin)
-        return host.to(self.device, non_blocking=True)
-
-    def sample(
-        self, hidden: torch.Tensor | None, temperatures: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Tokens [n] int64 for hidden states [n, M]."""
-        assert hidden is not None, "nothing to sample from"
-        return self.sampler(self.model.compute_logits(hidden), temperatures, self.generator)
-
-    @property
-    def _pin(self) -> bool:
-        return self.device.type == "cuda"
+    def prepare_sample(self, batch: Batch) -> tuple[SamplingMetadata, torch.Tensor]:
+        """How to sample the n sequences that do, and their rows [n] int32."""
+        who = batch.samples
+        temperatures, keys, positions, slots, rows = self._upload(
+            batch.temperatures[who].view(np.int32),
+            np.ascontiguousarray(batch.random_keys[:, who]),
+            batch.context_lens[who],
+            batch.slots[who],
+            batch.sample_rows,
+        )
+        return SamplingMetadata(temperatures.view(torch.float32), keys, positions, slots), rows
 
     def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """int32 arrays to the device in one copy, each aligned to 16 bytes."""
-        if not self._pin:
+        if self.device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
         host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
@@ -330,7 +333,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back."""
-        del self.graphs, self.model, self.kv_cache, self.generator
+        del self.graphs, self.model, self.kv_cache, self.last_tokens
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -3,6 +3,11 @@
 A sequence is a list of tokens of which the first `num_computed_tokens` have their KV in the
 cache; scheduling it means computing some of the rest. One uncomputed token is a decode, more are
 a prefill, whole or in chunks, and a step may mix both.
+
+A step passes through three calls: `schedule` chooses it, `advance` counts it as under way once it
+has been launched, `postprocess` books its tokens once they are read. The next step may be chosen
+and launched between the last two: what it needs is known without the tokens, except whether one
+of them ends its sequence; that is noticed a step late, and the superfluous token is dropped.
 """
 
 import bisect
@@ -13,26 +18,37 @@ from typing import NamedTuple
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
 
 
 class ScheduledSequence(NamedTuple):
-    """`num_tokens` tokens of `seq` to compute, from `seq.num_computed_tokens` on."""
+    """Tokens of a sequence that a step computes.
+
+    Attributes:
+        seq: the sequence.
+        start: position of the first token.
+        num_tokens: how many.
+        samples: whether they reach the sequence's last token, so that a new one is sampled.
+    """
 
     seq: Sequence
+    start: int
     num_tokens: int
+    samples: bool
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the sequence's last token, so that a new one is sampled."""
-        return self.num_tokens == self.seq.num_uncomputed_tokens
+    @classmethod
+    def of(cls, seq: Sequence, budget: int) -> "ScheduledSequence":
+        """What is uncomputed of `seq`, at most `budget` tokens."""
+        rest = seq.num_uncomputed_tokens
+        num_tokens = min(rest, budget)
+        return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
 
     @property
     def is_decode(self) -> bool:
         """Whether the token is one that the sequence generated (the last of them, alone)."""
-        return self.num_tokens == 1 and self.seq.num_computed_tokens >= self.seq.num_prompt_tokens
+        return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
 
 
 def _arrival(seq: Sequence) -> int:
@@ -70,6 +86,8 @@ class Scheduler:
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = 0
         self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
+        self._num_under_way = 0  # steps between `advance` and `postprocess`
+        self._free_slots = list(range(max_num_seqs))
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -89,29 +107,51 @@ class Scheduler:
           chunks cannot run dry half-way.
         - Waiting sequences start in their order. One exception: while a running sequence computes
           a block that a waiting one shares, that one waits for it, and others may pass.
+
+        Returns:
+            The step, decodes first. Empty if no request is left, or if nothing can be chosen
+            before the step under way is booked.
         """
         num_preemptions = self.num_preemptions
         scheduled = self._schedule_decodes()
+        if scheduled is None:
+            return []
         budget = self.max_num_batched_tokens - len(scheduled)
         for seq in self.running:
             if budget and seq.num_uncomputed_tokens > 1:
-                scheduled.append(ScheduledSequence(seq, min(seq.num_uncomputed_tokens, budget)))
+                scheduled.append(ScheduledSequence.of(seq, budget))
                 budget -= scheduled[-1].num_tokens
         if num_preemptions == self.num_preemptions:
             scheduled += self._admit(budget)
-        assert scheduled or self.is_finished(), "requests are left, but none can run"
+        assert scheduled or self._num_under_way or self.is_finished(), "nothing can run"
         return scheduled
 
-    def _schedule_decodes(self) -> list[ScheduledSequence]:
+    def _schedule_decodes(self) -> list[ScheduledSequence] | None:
+        """None if sequences must be preempted, but a step that writes their blocks is under way."""
         scheduled = []
-        for seq in [seq for seq in self.running if seq.num_uncomputed_tokens == 1]:
+        decoding = [
+            seq
+            for seq in self.running
+            if seq.num_uncomputed_tokens == 1 and not self._reaches_its_end(seq)
+        ]
+        missing = sum(seq.num_blocks - len(seq.block_table) for seq in decoding)
+        if missing > self.block_manager.num_free_blocks and self._num_under_way:
+            return None
+        for seq in decoding:
             # Victims are the youngest, and we go from old to young: none is scheduled yet.
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
                 self.preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.may_append(seq)
-                scheduled.append(ScheduledSequence(seq, 1))
+                scheduled.append(ScheduledSequence.of(seq, 1))
         return scheduled
+
+    def _reaches_its_end(self, seq: Sequence) -> bool:
+        """Whether the pending token is the last, so that nothing is left to compute."""
+        return seq.num_pending > 0 and (
+            seq.num_completion_tokens == seq.sampling_params.max_tokens
+            or seq.num_tokens == self.max_model_len
+        )
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
@@ -132,7 +172,7 @@ class Scheduler:
             self.waiting.popleft()
             self._start(seq)
             admission.admitted(seq)
-            admitted.append(ScheduledSequence(seq, min(seq.num_uncomputed_tokens, budget)))
+            admitted.append(ScheduledSequence.of(seq, budget))
             budget -= admitted[-1].num_tokens
         self.waiting.extendleft(reversed(postponed))
         return admitted
@@ -142,10 +182,12 @@ class Scheduler:
         if not seq.num_preemptions:  # one that resumes finds its own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
+        seq.slot = self._free_slots.pop()
         bisect.insort(self.running, seq, key=_arrival)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence; it resumes before all that have not started."""
+        assert not self._num_under_way, "a step that writes these blocks is under way"
         self.running.remove(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
@@ -160,10 +202,18 @@ class Scheduler:
                 "metrics()); a larger cache or a smaller max_num_seqs avoids it"
             )
 
+    def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:
+        """Count the tokens of a step that has been launched; those it samples are pending."""
+        self._num_under_way += 1
+        for seq, _, num_tokens, samples in scheduled:
+            seq.num_computed_tokens += num_tokens
+            if samples:
+                seq.append_token(PENDING)
+
     def postprocess(
         self, scheduled: Iterable[ScheduledSequence], token_ids: Iterable[int]
     ) -> list[Sequence]:
-        """Book a step that ran: publish its blocks, append its tokens, finish sequences.
+        """Book a step that ran: publish its blocks, fill in its tokens, finish sequences.
 
         Args:
             scheduled: what `schedule` returned.
@@ -172,35 +222,47 @@ class Scheduler:
         Returns:
             The sequences that this step finished; they hold no blocks any more.
         """
+        self._num_under_way -= 1
         tokens = iter(token_ids)
-        finished = []
-        for item in scheduled:
-            samples = item.samples
-            self.block_manager.publish(item.seq, item.num_tokens)
-            if samples:
-                self._append(item.seq, next(tokens))
-                if item.seq.is_finished:
-                    finished.append(item.seq)
+        finished: list[Sequence] = []
+        for seq, start, num_tokens, samples in scheduled:
+            token_id = next(tokens) if samples else None
+            if seq.is_finished:  # it ended, or was aborted, while this step was under way
+                continue
+            self.block_manager.publish(seq, start, start + num_tokens)
+            if token_id is not None:
+                self._resolve(seq, token_id)
+                if seq.is_finished:
+                    finished.append(seq)
         assert next(tokens, None) is None, "more tokens than sequences that sample"
         if finished:
             self.running = [seq for seq in self.running if not seq.is_finished]
         return finished
 
-    def _append(self, seq: Sequence, token_id: int) -> None:
-        seq.append_token(token_id)
-        params = seq.sampling_params
+    def _resolve(self, seq: Sequence, token_id: int) -> None:
+        seq.resolve_pending(token_id)
+        params, num_tokens = seq.sampling_params, seq.num_known_tokens
         if token_id in self.eos_token_ids and not params.ignore_eos:
             seq.finish_reason = "stop"
-        elif seq.num_completion_tokens == params.max_tokens or seq.num_tokens == self.max_model_len:
+        elif (
+            num_tokens - seq.num_prompt_tokens == params.max_tokens
+            or num_tokens == self.max_model_len
+        ):
             seq.finish_reason = "length"
         else:
             return
+        seq.drop_pending()
         seq.status = SequenceStatus.FINISHED
         self.lengths.observe(seq)
         self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
+        # A step under way may still write the sequence's last block and its slot. Whoever gets
+        # them next writes them in a later step, and reads only what it has written.
         self.block_manager.deallocate(seq)
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot = -1
         self._refused = None
 
     def abort(self, seq_id: int) -> bool:
@@ -209,6 +271,7 @@ class Scheduler:
             for seq in queue:
                 if seq.seq_id == seq_id:
                     queue.remove(seq)
+                    seq.drop_pending()
                     self._release(seq)
                     seq.status = SequenceStatus.FINISHED
                     return True
@@ -221,7 +284,11 @@ class Scheduler:
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, repr(seq)
             assert len(seq.block_table) * seq.block_size >= seq.num_tokens - 1, repr(seq)
+            assert seq.num_pending <= self._num_under_way, repr(seq)
+        slots = [seq.slot for seq in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or shared"
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, repr(seq)
+            assert not seq.num_pending, repr(seq)
             assert not seq.block_table, f"{seq!r} waits and holds blocks"
         self.block_manager.check_invariants(self.running)

@@ -4,6 +4,8 @@ from enum import Enum, auto
 
 from nanovllm.sampling_params import SamplingParams
 
+PENDING = -1  # stands for a token that has been sampled but not read back yet
+
 
 class SequenceStatus(Enum):
     WAITING = auto()  # not started, or preempted
@@ -15,8 +17,9 @@ class Sequence:
     """Tokens of one request, and where their keys and values lie.
 
     `token_ids` only grows. The first `num_computed_tokens` of them have their keys and values in
-    the blocks of `block_table`; the KV of token `i` lies in block `block_table[i // block_size]`
-    at offset `i % block_size`.
+    the blocks of `block_table`, or a step that computes them is on its way; the KV of token `i`
+    lies in block `block_table[i // block_size]` at offset `i % block_size`. The last `num_pending`
+    tokens are `PENDING`: that step samples them, and the device alone knows them so far.
     """
 
     __slots__ = (
@@ -26,11 +29,14 @@ class Sequence:
         "finish_reason",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "prompt",
+        "random_key",
         "sampling_params",
         "seq_id",
+        "slot",
         "status",
         "token_ids",
     )
@@ -43,6 +49,7 @@ class Sequence:
         *,
         block_size: int,
         prompt: str | None = None,
+        seed: int = 0,
     ) -> None:
         assert token_ids, "a sequence has at least one prompt token"
         self.seq_id = seq_id  # grows with arrival
@@ -56,6 +63,10 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started
         self.num_preemptions = 0
+        self.num_pending = 0
+        self.slot = -1  # while running: its row in the device's table of last tokens
+        # Two 32-bit words; with a position they determine the noise of a sampled token.
+        self.random_key = (seed & 0xFFFFFFFF, (seed >> 32) ^ (seq_id & 0xFFFFFFFF))
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks, each computed once
 
@@ -75,6 +86,11 @@ class Sequence:
     @property
     def num_completion_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that are not pending."""
+        return len(self.token_ids) - self.num_pending
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -112,4 +128,16 @@ class Sequence:
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def append_token(self, token_id: int) -> None:
+        """Append a token, or `PENDING` for one that a step on its way samples."""
         self.token_ids.append(token_id)
+        self.num_pending += token_id == PENDING
+
+    def resolve_pending(self, token_id: int) -> None:
+        """The oldest pending token turned out to be `token_id`."""
+        self.token_ids[self.num_known_tokens] = token_id
+        self.num_pending -= 1
+
+    def drop_pending(self) -> None:
+        """The sequence has ended: forget what steps on their way sample for it."""
+        del self.token_ids[self.num_known_tokens :]
+        self.num_pending = 0

@@ -1,9 +1,28 @@
 """`Sampler`: logits to tokens."""
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import nn
 
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
+
+
+class SamplingMetadata(NamedTuple):
+    """How to sample each of n rows.
+
+    Attributes:
+        temperatures: [n] float32; 0 takes the largest logit.
+        random_keys: [2, n] int32, two words for each request, uint32 in their bits.
+        positions: [n] int32, the position that the sampled token will have.
+        slots: [n] int32, where the token goes in the table of last tokens.
+    """
+
+    temperatures: torch.Tensor
+    random_keys: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class Sampler(nn.Module):
@@ -12,29 +31,29 @@ class Sampler(nn.Module):
     Drawing is `argmax(probs / E)` with E ~ Exp(1), the exponential form of the Gumbel-max trick:
     exact, and without cumulative sums. In logarithms, and without the constant of the softmax,
     that is `argmax(logits / temperature - log E)`.
+
+    The noise of a row depends on its request's key and the token's position alone, so a request
+    draws the same tokens whatever it shares a batch with.
     """
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor | None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Sample one token per row.
+    def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """logits: [n, V]. Returns [n] int32."""
+        if logits.is_cuda:
+            from nanovllm.kernels.sampling import sample
 
-        Args:
-            logits: [B, V].
-            temperatures: [B] float32; None takes the largest logit of every row.
-            generator: source of the noise, on the device of the logits.
+            return sample(logits, metadata.temperatures, metadata.random_keys, metadata.positions)
+        return sample_on_cpu(logits, metadata)
 
-        Returns:
-            [B] int64.
-        """
-        if temperatures is None:
-            return logits.argmax(dim=-1)
-        greedy = (temperatures < MIN_TEMPERATURE).unsqueeze(1)  # [B, 1] bool
-        scores = logits.to(torch.float32, copy=True)
-        scores /= temperatures.unsqueeze(1).masked_fill(greedy, 1.0)
-        noise = torch.empty_like(scores).exponential_(generator=generator).log_()
-        scores -= noise.masked_fill_(greedy, 0.0)
-        return scores.argmax(dim=-1)
+
+def sample_on_cpu(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The same with numpy's Philox generator. logits: [n, V]. Returns [n] int32."""
+    scores = logits.to(torch.float32, copy=True)
+    keys = metadata.random_keys.numpy().view(np.uint32).T.astype(np.uint64)  # [n, 2]
+    for row, temperature in enumerate(metadata.temperatures.tolist()):
+        if temperature >= MIN_TEMPERATURE:
+            key = int(keys[row, 0]) << 32 | int(keys[row, 1])
+            bits = np.random.Philox(key=key, counter=int(metadata.positions[row]) << 64)
+            # In float64: float32 has draws of exactly 0, which would win over everything.
+            noise = np.random.Generator(bits).standard_exponential(logits.shape[1])
+            scores[row].div_(temperature).sub_(torch.from_numpy(noise).log_())
+    return scores.argmax(dim=-1).to(torch.int32)

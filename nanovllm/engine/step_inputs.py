@@ -1,0 +1,51 @@
+"""`StepInputs`: a step's arrays as tensors on the device, and the sampled tokens' way back."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.layers.sampler import SamplingMetadata
+from nanovllm.utils.context import Context
+
+
+class StepInputs(NamedTuple):
+    """What the model needs for one step.
+
+    Attributes:
+        input_ids: [T] int32; -1 where a decode's token is in the table of last tokens.
+        positions: [T] int32.
+        context: the attention metadata.
+        decode_slots: [num_decodes] int32, the decodes' rows in the table of last tokens.
+        sample_rows: [n] int32, rows of [T] that sample; None for all.
+        sampling: how they sample.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    context: Context
+    decode_slots: torch.Tensor
+    sample_rows: torch.Tensor | None
+    sampling: SamplingMetadata
+
+
+class PendingTokens:
+    """Sampled tokens on their way from the device to the host.
+
+    Args:
+        tokens: [n] int32.
+    """
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._copied = None
+        self._host = tokens
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[int]:
+        """The tokens, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
