@@ -146,15 +146,23 @@ def build(args: argparse.Namespace) -> tuple[LLM, float]:
     return llm, time.perf_counter() - start
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1, from the command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", default=str(TINY), help="directory of a checkpoint")
     source.add_argument("--dummy", choices=sorted(SHAPES), help="random weights in this shape")
-    parser.add_argument("--num-seqs", type=int, help="sequences (256)")
+    parser.add_argument("--num-seqs", type=positive, help="sequences (256)")
     parser.add_argument("--seed", type=int, default=0, help="of the workload")
-    parser.add_argument("--repeat", type=int, default=1, help="timed runs")
+    parser.add_argument("--repeat", type=positive, default=1, help="timed runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--block-size", type=int, default=256)
@@ -167,7 +175,6 @@ def main() -> None:
     """Build, warm up, time, report."""
     args = parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     llm, construction = build(args)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.6, max_tokens=4), use_tqdm=False)
     num_seqs = args.num_seqs or (

@@ -22,7 +22,7 @@ def main() -> None:
         prompts = args.prompts or (PROMPTS if args.model else TINY_PROMPTS + PROMPTS[1:])
         tokenizer = llm.get_tokenizer()
         texts = prompts
-        if args.model and tokenizer.chat_template:
+        if args.model and tokenizer is not None and tokenizer.chat_template:
             texts = [
                 tokenizer.apply_chat_template(
                     [{"role": "user", "content": prompt}],

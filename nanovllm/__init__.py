@@ -19,6 +19,10 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "LLM":
         from nanovllm.llm import LLM

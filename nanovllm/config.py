@@ -1,6 +1,7 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
 
@@ -61,6 +62,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("`model` must be the directory of a checkpoint, got an empty path")
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_model_len", self.max_model_len, 2)
@@ -78,6 +81,10 @@ class Config:
         check_int("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        for field in fields(self):  # numpy's integers would overflow in products
+            value = getattr(self, field.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, field.name, int(value))
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(
                 f"`kvcache_block_size` must be a power of two, got {self.kvcache_block_size}"

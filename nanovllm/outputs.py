@@ -1,7 +1,10 @@
 """What `generate` returns: one `RequestOutput` per prompt."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+KEYS = ("text", "token_ids")  # of a RequestOutput as a mapping
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(Mapping[str, Any]):
     """A finished request. Reads like vLLM's (`o.outputs[0].text`) and nano-vLLM's (`o["text"]`).
 
     Attributes:
@@ -44,10 +47,12 @@ class RequestOutput:
 
     def __getitem__(self, key: str) -> Any:
         """`output["text"]` and `output["token_ids"]`: the first completion, as in nano-vLLM."""
-        if key not in self.keys():
+        if key not in KEYS:
             raise KeyError(f"{key!r}; the keys are 'text' and 'token_ids'")
         return getattr(self.outputs[0], key)
 
-    def keys(self) -> tuple[str, str]:
-        """The keys of `output[key]`, so that `dict(output)` works."""
-        return ("text", "token_ids")
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        return len(KEYS)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU

@@ -25,6 +25,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, CompletionOutput, SamplingParams
+from nanovllm.engine.step_inputs import PendingTokens
 
 # -- outputs --------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ def test_metrics_explain_a_run(llm):
         "num_prefill_tokens": 115,
         "num_decode_tokens": 3 * 3,
         "overlap": False,
-            "num_finished": 3,
+        "num_finished": 3,
         "num_cached_tokens": 0,
         "num_preemptions": 0,
     }

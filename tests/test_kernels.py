@@ -5,11 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.kv_cache import store_kvcache
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_
@@ -120,10 +119,12 @@ def test_store_kvcache_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> 
     k, v = qkv[:, H : 2 * H], qkv[:, 2 * H : 3 * H]  # strided, as in the model
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
     slots[3] = slots[7] = -1
-    for store in (store_kvcache, TorchBackend().store_kvcache):
-        caches = torch.full((2, N, S, H, D), torch.nan, dtype=dtype, device=DEVICE)
-        store(k, v, caches[0], caches[1], slots)
-        flat = caches.view(2, N * S, H, D)
+    for store in (TritonBackend().store_kvcache, TorchBackend().store_kvcache):
+        caches = KVCache(
+            *torch.full((2, N, S, H, D), torch.nan, dtype=dtype, device=DEVICE).unbind()
+        )
+        store(k, v, caches, slots)
+        flat = torch.stack(caches).view(2, N * S, H, D)
         for t, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 assert torch.equal(flat[0, slot], k[t])
@@ -207,7 +208,7 @@ def run_case(backend: object, case: Case) -> torch.Tensor:
     from nanovllm.utils.context import use_context
 
     layer = Attention(backend, case.q.shape[-1])  # type: ignore[arg-type]
-    layer.bind_kv_cache(case.caches[0], case.caches[1])
+    layer.bind_kv_cache(KVCache(case.caches[0], case.caches[1]))
     with use_context(case.context):
         return layer(case.q, case.k, case.v)
 
@@ -259,7 +260,7 @@ def test_number_of_splits() -> None:
 
 
 def test_an_unusable_backend_reports_every_refusal() -> None:
-    needs = AttentionNeeds(torch.device("cpu"), torch.float32, 4, 2, 24, 16)
+    needs = AttentionNeeds(torch.device("cpu"), torch.float32, 24, 16)
     with pytest.raises(ValueError, match=r"flash_attn: needs a CUDA.*triton: head_dim 24 is not"):
         select_backend("flash_attn", needs)
-    assert select_backend("auto", needs).name == "torch"
+    assert select_backend("auto", needs)[0].name == "torch"

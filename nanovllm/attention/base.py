@@ -1,15 +1,12 @@
 """The interface of an attention backend, and the choice of one at construction."""
 
-import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from nanovllm.utils.context import Context
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -18,17 +15,22 @@ class AttentionNeeds:
 
     device: torch.device
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     block_size: int
+
+
+class KVCache(NamedTuple):
+    """Keys and values of one layer, each [N, S, Hkv, D]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens to the paged KV cache.
 
-    In all methods the caches are [N, S, Hkv, D], and `context` says where tokens belong. A
-    backend never reads a block, or a slot, beyond the context of a sequence.
+    `context` says where the tokens belong. A backend never reads a block, or a slot, beyond the
+    context of a sequence.
     """
 
     name: ClassVar[str]
@@ -41,12 +43,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def store_kvcache(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
         """Write k, v [T, Hkv, D] into their slots [T] int32; -1 is skipped."""
 
@@ -56,8 +53,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: KVCache,
         context: Context,
         scale: float,
     ) -> torch.Tensor:
@@ -65,18 +61,16 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
+        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
 
-def select_backend(choice: str, needs: AttentionNeeds) -> AttentionBackend:
+def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:
     """The backend that `attention_backend=choice` asks for; "auto" takes the first that can.
+
+    Returns:
+        The backend, and why it and not one before it.
 
     Raises:
         ValueError: if the choice cannot be had, with every candidate's reason.
@@ -86,17 +80,14 @@ def select_backend(choice: str, needs: AttentionNeeds) -> AttentionBackend:
     from nanovllm.attention.triton_backend import TritonBackend
 
     backends: list[type[AttentionBackend]] = [FlashAttentionBackend, TritonBackend, TorchBackend]
-    refusals = {backend.name: backend.refusal(needs) for backend in backends}
-    usable = [backend for backend in backends if refusals[backend.name] is None]
-    report = "; ".join(f"{name}: {why or 'usable'}" for name, why in refusals.items())
-    if choice == "auto":
-        if needs.device.type == "cpu":
-            usable = [TorchBackend]  # Triton's interpreter is for tests
-        logger.debug("attention backends: %s", report)
-        return usable[0]()
-    for backend in usable:
-        if backend.name == choice:
-            return backend()
+    if choice == "auto" and needs.device.type == "cpu":
+        return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
+    refusals = {backend: backend.refusal(needs) for backend in backends}
+    refused = "; ".join(f"{b.name}: {why}" for b, why in refusals.items() if why)
+    for backend, refusal in refusals.items():
+        if refusal is None and choice in ("auto", backend.name):
+            return backend(), "as chosen" if choice != "auto" else refused or "the first choice"
     raise ValueError(
-        f"attention_backend={choice!r} cannot be used here ({report}); use attention_backend='auto'"
+        f"attention_backend={choice!r} cannot be used here ({refused}); "
+        "use attention_backend='auto'"
     )

@@ -5,18 +5,17 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds
-from nanovllm.attention.triton_backend import triton_refusal
+from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.triton_backend import TritonStore, triton_refusal
 from nanovllm.utils.context import Context
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
 
 
-class FlashAttentionBackend(AttentionBackend):
+class FlashAttentionBackend(TritonStore):
     """`flash_attn_varlen_func` for prefill, `flash_attn_with_kvcache` for decode."""
 
     name: ClassVar[str] = "flash_attn"
-    supports_cuda_graph: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
@@ -31,6 +30,8 @@ class FlashAttentionBackend(AttentionBackend):
             return f"needs bfloat16 or float16, not {needs.dtype}"
         if needs.head_dim % 8 or needs.head_dim > 256:
             return f"needs a head_dim that is a multiple of 8 up to 256, got {needs.head_dim}"
+        if torch.cuda.get_device_capability(needs.device) < (8, 0):
+            return "needs an Ampere GPU or a later one"
         if importlib.util.find_spec("flash_attn") is None:
             return "the package flash-attn is not installed"
         try:
@@ -42,36 +43,21 @@ class FlashAttentionBackend(AttentionBackend):
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        from nanovllm.kernels.kv_cache import store_kvcache
-
-        self._varlen = flash_attn_varlen_func
-        self._with_kvcache = flash_attn_with_kvcache
-        self._store = store_kvcache
-
-    def store_kvcache(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        self._store(k, v, k_cache, v_cache, slot_mapping)
+        super().__init__()
+        self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
     def prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: KVCache,
         context: Context,
         scale: float,
     ) -> torch.Tensor:
         block_table = None
         if context.has_cached_context:
-            k, v = k_cache, v_cache
-            block_table = context.block_tables[context.num_decodes :]
+            (k, v), block_table = cache, context.block_tables[context.num_decodes :]
         return self._varlen(
             q,
             k,
@@ -86,18 +72,13 @@ class FlashAttentionBackend(AttentionBackend):
         )
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
+        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
         n = q.shape[0]
         out = self._with_kvcache(
             q.unsqueeze(1),
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             cache_seqlens=context.context_lens[:n],
             block_table=context.block_tables[:n],
             softmax_scale=scale,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
 from nanovllm.utils.context import Context
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -21,11 +21,26 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
-class TritonBackend(AttentionBackend):
+class TritonStore(AttentionBackend):
+    """Stores keys and values with our Triton kernel; the base of the backends for GPUs."""
+
+    supports_cuda_graph: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        from nanovllm.kernels.kv_cache import store_kvcache
+
+        self._store = store_kvcache
+
+    def store_kvcache(
+        self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
+    ) -> None:
+        self._store(k, v, cache.k, cache.v, slot_mapping)
+
+
+class TritonBackend(TritonStore):
     """Paged prefill and split-KV decode of `nanovllm.kernels`."""
 
     name: ClassVar[str] = "triton"
-    supports_cuda_graph: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
@@ -34,51 +49,29 @@ class TritonBackend(AttentionBackend):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels import paged_attention
+        from nanovllm.kernels.paged_attention import paged_decode, paged_prefill
 
-        self._kernels = paged_attention
-
-    def store_kvcache(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        self._kernels.store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+        super().__init__()
+        self._prefill, self._decode = paged_prefill, paged_decode
 
     def prefill(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: KVCache,
         context: Context,
         scale: float,
     ) -> torch.Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
-        return self._kernels.paged_prefill(
-            q,
-            k_cache,
-            v_cache,
-            context.block_tables[context.num_decodes :],
-            context.cu_seqlens_q,
-            context.cu_seqlens_k,
-            context.max_seqlen_q,
-            scale,
-        )
+        tables = context.block_tables[context.num_decodes :]
+        lens = (context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q)
+        return self._prefill(q, cache.k, cache.v, tables, *lens, scale)
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        context: Context,
-        scale: float,
+        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
         n = q.shape[0]
         tables, lens = context.block_tables[:n], context.context_lens[:n]
-        return self._kernels.paged_decode(q, k_cache, v_cache, tables, lens, scale)
+        return self._decode(q, cache.k, cache.v, tables, lens, scale)

@@ -68,27 +68,35 @@ class AdmissionControl:
         """Whether `seq` fits now, and with everything that runs later on."""
         if not self._blocks.can_allocate(seq):
             return False
-        if self._growth + self._final_blocks(seq) <= self._blocks.num_free_blocks:
+        # Blocks of the prefix that others hold anyway cost nothing.
+        shared = {block.block_id for block in self._blocks.find_prefix(seq) if block.ref_count}
+        need = self._final_blocks(seq) - len(shared)
+        if self._growth + need <= self._blocks.num_free_blocks:
             return True  # even if nobody finished before the others (so always, if none runs)
-        return self._peak_blocks(seq) <= len(self._blocks.blocks)
+        return self._peak_blocks(seq, shared) <= len(self._blocks.blocks)
 
     def admitted(self, seq: Sequence) -> None:
         """Count a sequence that has just been given its blocks (and is in `running`)."""
         self._growth += self._final_growth(seq)
 
-    def _peak_blocks(self, new: Sequence) -> int:
+    def _peak_blocks(self, new: Sequence, shared: set[int]) -> int:
         """The most blocks held at once if every sequence runs to its expected end.
 
         Usage peaks just before a sequence ends and gives its blocks back, so it is enough to look
         at those moments: row k of the matrices is the step in which the k-th sequence ends.
+        `shared` blocks of the new sequence are held already, and count as staying.
         """
-        seqs = [*self._running, new]
-        blocks = self._blocks.blocks
+        seqs, blocks = [*self._running, new], self._blocks.blocks
         # [K] int64 each
         tokens = np.array([seq.num_tokens for seq in seqs])
         ends = np.array([self._remaining(seq) for seq in seqs]) - 1
-        held = np.array([len(seq.block_table) for seq in seqs])
-        private = np.array([sum(blocks[b].ref_count == 1 for b in s.block_table) for s in seqs])
+        held = np.array([*(len(seq.block_table) for seq in self._running), len(shared)])
+        private = np.array(
+            [
+                sum(blocks[b].ref_count == 1 and b not in shared for b in seq.block_table)
+                for seq in seqs
+            ]
+        )
         alive = ends[None, :] >= ends[:, None]  # [K, K] bool
         at_end = -(-(tokens[None, :] + ends[:, None]) // self._blocks.block_size)  # [K, K]
         change = np.where(alive, at_end - held, -private)

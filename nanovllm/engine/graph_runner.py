@@ -20,6 +20,39 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
+def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int) -> None:
+    """Write a decode batch of n sequences, padded to `size`, over whatever is there.
+
+    Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads
+    nothing, and the token goes to the row past the last in the table of last tokens.
+
+    Args:
+        rows: [NUM_ROWS, B] int32.
+        tables: [B, W] int32.
+        batch: None for padding only.
+        size: at most B.
+    """
+    n = 0
+    if batch is not None:
+        n, width = batch.block_tables.shape
+        values = (
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.context_lens,
+            batch.slots,
+            batch.temperatures.view(np.int32),
+            *batch.random_keys,
+        )
+        for row, value in zip(rows, values, strict=True):
+            row[:n] = value
+        tables[:n, :width] = batch.block_tables
+        tables[:n, width:] = 0
+    for row, value in zip(rows, (0, 0, -1, 0, rows.shape[1], 0, 0, 0), strict=True):
+        row[n:size] = value
+    tables[n:size] = 0
+
+
 class StaticInputs:
     """The inputs of the graphs: one int32 buffer on the device, and pinned twins on the host.
 
@@ -40,40 +73,14 @@ class StaticInputs:
         self._turn = 0
 
     def fill(self, batch: Batch | None, size: int) -> None:
-        """Copy a decode batch to the device, padded to `size` rows; None: padding only.
-
-        Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads
-        nothing, and the token goes to the row past the table's last sequence.
-        """
+        """Copy a decode batch to the device, padded to `size` rows; None: padding only."""
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         twin = self._twins[self._turn]
-        rows, tables = self._split(twin.numpy())
-        n = 0
-        if batch is not None:
-            n, width = batch.block_tables.shape
-            for row, values in zip(rows, self._values(batch), strict=True):
-                row[:n] = values
-            tables[:n, :width] = batch.block_tables
-            tables[:n, width:] = 0
-        for row, value in zip(rows, (0, 0, -1, 0, self._B, 0, 0, 0), strict=True):
-            row[n:size] = value
-        tables[n:size] = 0
+        lay_out(*self._split(twin.numpy()), batch, size)
         used = NUM_ROWS * self._B + size * self._W
         self._device[:used].copy_(twin[:used], non_blocking=True)
         self._copied[self._turn].record()
-
-    @staticmethod
-    def _values(batch: Batch) -> list[np.ndarray]:
-        return [
-            batch.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.context_lens,
-            batch.slots,
-            batch.temperatures.view(np.int32),
-            *batch.random_keys,
-        ]
 
     def _split(self, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rows = buffer[: NUM_ROWS * self._B].reshape(NUM_ROWS, self._B)

@@ -94,12 +94,15 @@ class PromptReader:
             raise ValueError(
                 f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
             )
-        return self._tokenizer.encode(text)
+        try:
+            return self._tokenizer.encode(text)
+        except (TypeError, UnicodeError) as error:  # lone surrogates, say
+            raise ValueError(f"`{name}` cannot be tokenised: {error}") from error
 
     def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
         if len(token_ids) == 0:
             raise ValueError(f"`{name}` must have at least one token, got none")
-        if not all(_is_int(token) for token in token_ids):
+        if set(map(type, token_ids)) != {int} and not all(map(_is_int, token_ids)):
             wrong = next(token for token in token_ids if not _is_int(token))
             raise TypeError(f"`{name}` must hold integer token ids, got {wrong!r}")
         ids = [int(token) for token in token_ids]

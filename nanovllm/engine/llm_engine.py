@@ -5,7 +5,7 @@ The main loop is `step`: schedule, run, postprocess. Everything else here is aro
 
 import difflib
 import itertools
-import logging
+import os
 import threading
 import time
 from collections import deque
@@ -31,8 +31,6 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class StepUnderWay(NamedTuple):
@@ -65,11 +63,10 @@ class LLMEngine:
         _check_options(options)
         if not isinstance(model, (str, Path)):
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
-        self.config = Config(str(Path(model).expanduser()), **options)
+        self.config = Config(os.path.expanduser(model), **options)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.tokenizer = load_tokenizer(self.config.model)
         self.model_runner = ModelRunner(self.config, self.model_config)
-        self._closed = False
         pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
         self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
         self.eos_token_ids = set(self.model_config.eos_token_ids)
@@ -87,10 +84,6 @@ class LLMEngine:
         if overlap is None:
             overlap = self.model_runner.device.type == "cuda"
         self._lookahead = int(overlap)  # steps launched ahead of the one that is booked
-        self._reset()
-
-    def _reset(self) -> None:
-        """Drop every request, and with them the block pool's books (whatever state they are in)."""
         self.scheduler = Scheduler(
             BlockManager(
                 self.model_runner.num_blocks,
@@ -104,6 +97,12 @@ class LLMEngine:
         )
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
+        self._closed = False
+
+    def _reset(self) -> None:
+        """Drop every request, and with them the books of the KV blocks."""
+        self._under_way.clear()
+        self.scheduler.reset()
 
     # -- the step API ---------------------------------------------------------------------------
 
@@ -115,7 +114,11 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            params = spread_sampling_params(sampling_params, 1)[0]
+            params = SamplingParams() if sampling_params is None else sampling_params
+            if not isinstance(params, SamplingParams):
+                raise TypeError(
+                    f"`sampling_params` must be a SamplingParams, got {type(params).__name__}"
+                )
             parsed = self._reader.parse(prompt)
             return self._add(parsed.text, parsed.token_ids, params)
 
@@ -142,17 +145,20 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
+            return [self._output(seq) for seq in self._step()]
+
+    def _step(self) -> list[Sequence]:
+        with self._reset_on_error():
+            scheduled = self.scheduler.schedule()
+        if scheduled:
+            tokens = self.model_runner.run(scheduled)
             with self._reset_on_error():
-                scheduled = self.scheduler.schedule()
-            if scheduled:
-                tokens = self.model_runner.run(scheduled)
-                with self._reset_on_error():
-                    self.scheduler.advance(scheduled)
-                    self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
-            finished: list[Sequence] = []
-            while len(self._under_way) > (self._lookahead if scheduled else 0):
-                finished += self._book(self._under_way[0])
-            return [self._output(seq) for seq in finished]
+                self.scheduler.advance(scheduled)
+                self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
+        finished: list[Sequence] = []
+        while len(self._under_way) > (self._lookahead if scheduled else 0):
+            finished += self._book(self._under_way[0])
+        return finished
 
     def _book(self, step: StepUnderWay) -> list[Sequence]:
         token_ids = step.tokens.wait()
@@ -184,7 +190,8 @@ class LLMEngine:
         """Drop a request. False if it is not there (it may have finished)."""
         with self._lock:
             self._check_open()
-            return self.scheduler.abort(request_id)
+            with self._reset_on_error():
+                return self.scheduler.abort(request_id)
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -275,6 +282,7 @@ class LLMEngine:
                 "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
                 "num_waiting": len(scheduler.waiting),
                 "num_running": len(scheduler.running),
+                "num_preemptions": scheduler.num_preemptions,
                 **self._metrics.as_dict(),
             }
 
@@ -290,7 +298,7 @@ class LLMEngine:
             if self._closed:
                 return
             self._closed = True
-            self._reset()
+            self._under_way.clear()
             self.model_runner.exit()
 
     def __enter__(self) -> Self:

@@ -22,7 +22,6 @@ class Metrics:
         decode_seconds: time of the steps that only decoded.
         num_finished: requests that ended.
         num_cached_tokens: prompt tokens of those that the prefix cache served.
-        num_preemptions: times that one of those lost its blocks and started again.
     """
 
     num_steps: int = 0
@@ -32,7 +31,6 @@ class Metrics:
     decode_seconds: float = 0.0
     num_finished: int = 0
     num_cached_tokens: int = 0
-    num_preemptions: int = 0
 
     def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> None:
         """Count a step that took `seconds` more than those before it."""
@@ -51,7 +49,6 @@ class Metrics:
         """Count sequences that ended."""
         self.num_finished += len(finished)
         self.num_cached_tokens += sum(seq.num_cached_tokens for seq in finished)
-        self.num_preemptions += sum(seq.num_preemptions for seq in finished)
 
     def as_dict(self) -> dict[str, int | float]:
         """The counters by name."""

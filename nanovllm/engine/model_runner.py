@@ -7,12 +7,15 @@ import dataclasses
 import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
+from nanovllm.attention.triton_backend import HEAD_DIMS, triton_refusal
 from nanovllm.config import Config
 from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, build_batch, warmup_batch
@@ -72,13 +75,11 @@ class ModelRunner:
             dtype = "float32" if on_cpu else model_config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
-        self.backend = select_backend(
+        self.backend, self._backend_reason = select_backend(
             config.attention_backend,
             AttentionNeeds(
                 device=self.device,
                 dtype=self.dtype,
-                num_heads=model_config.num_attention_heads,
-                num_kv_heads=model_config.num_key_value_heads,
                 head_dim=model_config.head_dim,
                 block_size=config.kvcache_block_size,
             ),
@@ -90,7 +91,7 @@ class ModelRunner:
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
         self.graphs: DecodeGraphs | None = None
-        with torch.inference_mode():
+        with self._scope():
             self.load()
             peak = 0 if on_cpu else self.warmup()  # bytes
             self.num_blocks = self._num_blocks(peak)
@@ -104,7 +105,12 @@ class ModelRunner:
     def load(self) -> None:
         """Build the model on its device and fill its weights."""
         start = time.perf_counter()
-        fused = self.config.fused_kernels and self.device.type == "cuda"
+        fused = (
+            self.config.fused_kernels
+            and self.device.type == "cuda"
+            and triton_refusal(self.device) is None
+            and self.model_config.head_dim in HEAD_DIMS
+        )
         with torch.device(self.device):
             model_class = MODELS[self.model_config.architecture]
             self.model = model_class(self.model_config, self.backend, self.dtype, fused)
@@ -181,7 +187,7 @@ class ModelRunner:
         """Allocate the pool and give each layer its part."""
         try:
             self._bind_kv_cache(self.num_blocks)
-        except (MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
             size = self.num_blocks * self._block_bytes() / memory.GIB
             raise ValueError(
                 f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
@@ -218,13 +224,13 @@ class ModelRunner:
             self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
         for layer, attention in enumerate(attentions):
-            attention.bind_kv_cache(self.kv_cache[0, layer], self.kv_cache[1, layer])
+            attention.bind_kv_cache(KVCache(self.kv_cache[0, layer], self.kv_cache[1, layer]))
 
     def _unbind_kv_cache(self) -> None:
         self.kv_cache = torch.empty(0)
         for module in self.model.modules():
             if isinstance(module, Attention):
-                module.bind_kv_cache(self.kv_cache, self.kv_cache)
+                module.bind_kv_cache(KVCache(self.kv_cache, self.kv_cache))
 
     def capture_cudagraph(self) -> None:
         """Capture the decode step for all buckets of batch sizes."""
@@ -241,17 +247,24 @@ class ModelRunner:
             graphs = f"{len(self.graphs.sizes)} CUDA graphs up to batch {self.graphs.sizes[-1]}"
         else:
             graphs = "no CUDA graphs"
-        logger.info("attention: %s; %s", self.backend.name, graphs)
+        logger.info("attention: %s (%s); %s", self.backend.name, self._backend_reason, graphs)
 
     # -- a step ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """No gradients, and our device as the current one (kernels run on the current one)."""
+        on_cuda = self.device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self.device) if on_cuda else nullcontext():
+            yield
+
     def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
         """Launch a step. Samples one token for each of the sequences that `samples`."""
         batch = build_batch(scheduled, self.config.kvcache_block_size)
-        if batch.is_decode and self.graphs is not None:
-            return PendingTokens(self.graphs.replay(batch))
-        return PendingTokens(self.run_model(self.prepare(batch)))
+        with self._scope():
+            if batch.is_decode and self.graphs is not None:
+                return PendingTokens(self.graphs.replay(batch))
+            return PendingTokens(self.run_model(self.prepare(batch)))
 
     def run_model(self, inputs: StepInputs) -> torch.Tensor:
         """The whole step on the device, from token ids to sampled tokens [n] int32."""

@@ -76,18 +76,26 @@ class Scheduler:
         eos_token_ids: Collection[int],
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "a step must have room for every decode"
-        self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()  # the preempted first, then in order of arrival
-        self.running: list[Sequence] = []  # in order of arrival
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = 0
+        self._begin(block_manager)
+
+    def _begin(self, block_manager: BlockManager) -> None:
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()  # the preempted first, then in order of arrival
+        self.running: list[Sequence] = []  # in order of arrival
         self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
         self._num_under_way = 0  # steps between `advance` and `postprocess`
-        self._free_slots = list(range(max_num_seqs))
+        self._free_slots = list(range(self.max_num_seqs))
+
+    def reset(self) -> None:
+        """Drop every request and every cached block, whatever state the books are in."""
+        old = self.block_manager
+        self._begin(BlockManager(len(old.blocks), old.block_size, old.enable_prefix_caching))
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)

@@ -11,10 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.kv_cache import store_kvcache
-
-__all__ = ["paged_decode", "paged_prefill", "store_kvcache"]
-
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16  # of an operand of tl.dot
 

@@ -45,16 +45,17 @@ def _sample_kernel(
     top = tl.full([QUARTER], float("-inf"), tl.float32)
     token = tl.zeros([QUARTER], tl.int32)
     for start in range(split * COLS, tl.minimum((split + 1) * COLS, V), BLOCK):
-        bits = (lanes, lanes, lanes, lanes)
+        counter = (start // 4 + lanes).to(tl.uint32)
+        zero = counter * 0
+        b0, b1, b2, b3 = zero, zero, zero, zero
         if draws:
-            counter = (start // 4 + lanes).to(tl.uint32)
-            zero = counter * 0
-            bits = tl.philox_impl(counter, zero + position, zero, zero, key0, key1, 7)
+            b0, b1, b2, b3 = tl.philox_impl(counter, zero + position, zero, zero, key0, key1, 7)
         for i in tl.static_range(4):
             cols = start + i * QUARTER + lanes
             score = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
             if draws:
-                score = score * inverse + _noise(bits[i])
+                bits = b0 if i == 0 else b1 if i == 1 else b2 if i == 2 else b3
+                score = score * inverse + _noise(bits)
             better = score > top
             top = tl.where(better, score, top)
             token = tl.where(better, cols, token)

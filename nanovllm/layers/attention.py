@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.base import AttentionBackend, KVCache
 from nanovllm.utils.context import get_context
 
 
@@ -18,22 +18,21 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.scale = head_dim**-0.5
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.cache = KVCache(torch.empty(0), torch.empty(0))
 
-    def bind_kv_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-        """Use these caches, each [N, S, Hkv, D], from now on."""
-        self.k_cache, self.v_cache = k_cache, v_cache
+    def bind_kv_cache(self, cache: KVCache) -> None:
+        """Use this cache from now on."""
+        self.cache = cache
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [T, Hq, D]; k, v: [T, Hkv, D]. Returns [T, Hq, D]."""
-        context, backend, caches = get_context(), self.backend, (self.k_cache, self.v_cache)
-        backend.store_kvcache(k, v, *caches, context.slot_mapping)
+        context, backend, cache = get_context(), self.backend, self.cache
+        backend.store_kvcache(k, v, cache, context.slot_mapping)
         n = context.num_decodes
         if n == q.shape[0]:
-            return backend.decode(q, *caches, context, self.scale)
+            return backend.decode(q, cache, context, self.scale)
         if n == 0:
-            return backend.prefill(q, k, v, *caches, context, self.scale)
-        decoded = backend.decode(q[:n], *caches, context, self.scale)
-        return torch.cat(
-            [decoded, backend.prefill(q[n:], k[n:], v[n:], *caches, context, self.scale)]
-        )
+            return backend.prefill(q, k, v, cache, context, self.scale)
+        decoded = backend.decode(q[:n], cache, context, self.scale)
+        rest = backend.prefill(q[n:], k[n:], v[n:], cache, context, self.scale)
+        return torch.cat([decoded, rest])

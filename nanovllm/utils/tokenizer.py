@@ -23,4 +23,10 @@ def load_tokenizer(model: str) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # whatever the files provoke in transformers or tokenizers
+        raise ValueError(
+            f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
+            "are its files complete?"
+        ) from error
