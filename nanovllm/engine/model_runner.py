@@ -159,7 +159,7 @@ class ModelRunner:
         )
 
     def warmup(self) -> int:
-        """Run the largest prefill and a small one, so that every kernel is compiled.
+        """Run the largest steps and a small one, so that every prefill kernel is compiled.
 
         Returns:
             The most bytes that this engine had allocated: weights and activations.
@@ -169,10 +169,8 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._bind_kv_cache(1)
-        for num_seqs, num_tokens in (
-            (config.max_num_seqs, config.max_num_batched_tokens),
-            (1, min(2, config.max_num_batched_tokens)),
-        ):
+        budget = config.max_num_batched_tokens
+        for num_seqs, num_tokens in ((config.max_num_seqs, budget), (1, budget), (1, 1)):
             batch = warmup_batch(
                 num_seqs, num_tokens, self.max_model_len, config.kvcache_block_size
             )

@@ -152,6 +152,8 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.may_append(seq)
                 scheduled.append(ScheduledSequence.of(seq, 1))
+        # Longest context first: a kernel that starts long rows late waits for them at its end.
+        scheduled.sort(key=lambda item: item.start, reverse=True)
         return scheduled
 
     def _reaches_its_end(self, seq: Sequence) -> bool:

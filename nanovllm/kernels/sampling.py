@@ -25,7 +25,7 @@ def _noise(bits):
     return -tl.log(e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_keys"])
 def _sample_kernel(
     logits_ptr, temperatures_ptr, keys_ptr, positions_ptr, score_ptr, token_ptr,
     V, stride, stride_keys,

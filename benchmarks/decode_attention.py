@@ -1,0 +1,88 @@
+"""Decode attention alone: bandwidth of our Triton kernel, and of flash-attn where it is installed.
+
+B sequences with contexts of 200 to 1800 tokens (512 for B = 1), 16 query and 8 KV heads of 128,
+bf16, blocks of 256 scattered over the pool; CUDA-graph replays, median. Counts the bytes of the
+keys and values read.
+
+    python benchmarks/decode_attention.py
+
+The last line is JSON.
+"""
+
+import json
+import random
+from collections.abc import Callable
+
+import torch
+import triton
+
+from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
+
+HQ, HKV, D, S, WIDTH, NUM_BLOCKS = 16, 8, 128, 256, 16, 2400
+CALLS = 10  # in a graph
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median time of one call."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return 1e3 * triton.testing.do_bench(graph.replay, 25, 100, return_mode="median") / CALLS
+
+
+def measure(B: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float]:
+    """Microseconds by kernel (and number of splits) for one batch size."""
+    rng = random.Random(B)
+    lens = [512] if B == 1 else [rng.randint(200, 1800) for _ in range(B)]
+    if longest_first:
+        lens.sort(reverse=True)
+    blocks = list(range(NUM_BLOCKS))
+    rng.shuffle(blocks)
+    tables = torch.zeros(B, WIDTH, dtype=torch.int32)
+    for row, length in enumerate(lens):
+        for i in range(-(-length // S)):
+            tables[row, i] = blocks.pop()
+    tables = tables.cuda()
+    context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    q = torch.randn(B, HQ, D, device="cuda", dtype=torch.bfloat16)
+    k, v = cache
+    times = {"bytes": float(2 * 2 * HKV * D * sum(lens))}
+    for splits in (1, 2, 4, 8, 16, 32):
+        times[f"splits {splits}"] = microseconds(
+            lambda n=splits: paged_decode(q, k, v, tables, context_lens, D**-0.5, n)
+        )
+    chosen = choose_num_splits(B, HKV, WIDTH * S)
+    times["chosen"] = times[f"splits {chosen}"]
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return times
+    times["flash_attn"] = microseconds(
+        lambda: flash_attn_with_kvcache(
+            q.unsqueeze(1), k, v, cache_seqlens=context_lens, block_table=tables, causal=True
+        )
+    )
+    return times
+
+
+def main() -> None:
+    """Measure all batch sizes and print them."""
+    torch.manual_seed(0)
+    cache = torch.randn(2, NUM_BLOCKS, S, HKV, D, device="cuda", dtype=torch.bfloat16)
+    results = {}
+    for longest_first in (False, True):
+        order = "longest first" if longest_first else "arrival"
+        for B in (1, 8, 32, 64, 128, 256):
+            times = measure(B, cache, longest_first)
+            size = times.pop("bytes")
+            rates = {name: f"{t:.1f} us ({size / t / 1e6:.2f} TB/s)" for name, t in times.items()}
+            results[f"{order}, B={B}"] = {name: round(t, 1) for name, t in times.items()}
+            print(order, f"B={B}", *(f"{name}: {rate}" for name, rate in rates.items()), sep=" | ")
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "microseconds": results}))
+
+
+if __name__ == "__main__":
+    main()
