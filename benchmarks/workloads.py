@@ -19,14 +19,12 @@ import logging
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench
-
 from nanovllm import LLM, SamplingParams
 
 

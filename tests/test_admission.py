@@ -138,3 +138,19 @@ def test_length_estimator():
     assert [remaining(done) for done in (20, 30, 58)] == [10, 15, 2]
     assert remaining(0, max_tokens=7) == 7
     assert remaining(5, ignore_eos=True) == 55
+
+
+@pytest.mark.parametrize(("num_blocks", "max_tokens"), [(100, 30), (300, 100)])
+def test_a_shared_prefix_in_use_costs_nothing(num_blocks, max_tokens):
+    """Blocks that all share were charged to each: one ran at a time, 24 x 30 steps for all."""
+    scheduler = make_scheduler(num_blocks, max_num_seqs=24, max_num_batched_tokens=512)
+    prefix, running = list(range(1, 201)), []
+    seqs = [make_seq([*prefix, 300 + i, 400 + i], max_tokens=max_tokens) for i in range(24)]
+    steps = run_to_end(scheduler, seqs, ScriptedModel(), lambda c: running.append(len(c)))
+    own_blocks = -(-(202 + max_tokens - 1) // 4) - 50
+    at_once = (num_blocks - 50) // own_blocks  # so many in lockstep
+    print(len(steps), "steps, running", sum(running) / len(running), at_once)
+    assert scheduler.num_preemptions == 0
+    assert sum(seq.num_cached_tokens for seq in seqs) == 23 * 200
+    assert sum(running) / len(running) >= 0.8 * at_once > 4
+    assert len(steps) <= 24 / at_once * max_tokens * 1.25

@@ -1,7 +1,7 @@
 """Wrong results that users of other engines met, one test each, end to end on the CPU.
 
-The other defects have their tests beside what they concern; `grep -ri "defect [0-9]" tests` finds
-them all. The same paths run under CUDA graphs in test_gpu.py.
+The other defects have their tests beside what they concern; list all with
+`grep -riE "defect[ _][0-9]+" tests`. The same paths run under CUDA graphs in test_gpu.py.
 """
 
 import random

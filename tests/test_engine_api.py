@@ -1,5 +1,6 @@
 """The engine as callers see it: outputs, end-of-sequence tokens, metrics, step API."""
 
+import functools
 import logging
 
 import pytest
@@ -22,7 +23,6 @@ from checkpoints import (
     reference,
     references,
     run_steps,
-    tokens,
 )
 from nanovllm import LLM, CompletionOutput, SamplingParams
 from nanovllm.engine.step_inputs import PendingTokens
@@ -41,7 +41,10 @@ def test_output_reads_both_ways(llm, checkpoint):
     assert (output.prompt, output.prompt_token_ids, output.finished) == (None, prompt, True)
     assert (first.num_cached_tokens, output.num_cached_tokens) == (0, 32)
     assert output.request_id > first.request_id
-    assert dict(output) == {"text": "", "token_ids": expected}
+    assert dict(output) == {**output} == {"text": "", "token_ids": expected}
+    assert list(output) == list(output.keys()) == ["text", "token_ids"] and len(output) == 2
+    assert "text" in output and "logprobs" not in output
+    assert (output.get("token_ids"), output.get("logprobs", 7)) == (expected, 7)
     for key in ("logprobs", "prompt", 0, None):
         with pytest.raises(KeyError, match="the keys are 'text' and 'token_ids'"):
             output[key]
@@ -101,6 +104,7 @@ def test_directory_without_tokenizer_takes_ids_and_refuses_text(llm, checkpoint)
 
 
 def test_metrics_explain_a_run(llm):
+    """Defect 19: what took effect, and what it did."""
     llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
     metrics = llm.metrics()
     times = (metrics.pop("prefill_seconds"), metrics.pop("decode_seconds"))
@@ -126,25 +130,47 @@ def test_metrics_explain_a_run(llm):
 
 
 def test_start_is_logged(checkpoint, caplog):
+    """Defect 19: a slow run could not be explained, for the engine said nothing."""
     with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(checkpoint, **SMALL):
         lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     weights, blocks, backend = lines
     assert weights.startswith("weights: Qwen3ForCausalLM, 0.00 GiB in float32 on cpu, loaded in ")
     assert blocks.startswith("KV cache: 32 blocks of 16 tokens (0.00 GiB), 4.0 sequences of 128 ")
-    assert backend == "attention: torch; no CUDA graphs"
+    assert backend == "attention: torch (the one for CPUs); no CUDA graphs"
 
 
-def test_preemption_warns_once_and_changes_nothing(checkpoint, caplog, monkeypatch):
-    prompts = [[i + 1] * 17 for i in range(4)]
-    with LLM(checkpoint, **{**SMALL, "num_kvcache_blocks": 8}) as llm:
-        # as if every request ended soon, so that too many are admitted
-        monkeypatch.setattr(llm.scheduler.lengths, "remaining", lambda seq: 1)
-        outputs = llm.generate(prompts, greedy(40), use_tqdm=False)
-        assert llm.metrics()["num_preemptions"] > 1
-        assert_idle(llm)
-    assert tokens(outputs) == [reference(checkpoint, p, 40) for p in prompts]
-    warnings = [r for r in caplog.records if "preempted" in r.getMessage()]
-    assert [r.levelno for r in warnings] == [logging.WARNING]
+def count_calls(calls, function, *args):
+    calls.append(args)
+    return function(*args)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_preemption_warns_once_and_changes_nothing(overlap, checkpoint, caplog, monkeypatch):
+    """Defect 19: nothing told of it. Counted while it happens; one warning for each engine."""
+    prompts, victims = [[i + 1] * 17 for i in range(4)], []
+    expected = [reference(checkpoint, p, 40) for p in prompts]
+    for engine in (1, 2):
+        with LLM(checkpoint, overlap=overlap, **{**SMALL, "num_kvcache_blocks": 8}) as llm:
+            # as if every request ended soon, so that too many are admitted
+            monkeypatch.setattr(llm.scheduler.lengths, "remaining", lambda seq: 1)
+            first = len(victims)
+            wrapped = functools.partial(count_calls, victims, llm.scheduler.preempt)
+            monkeypatch.setattr(llm.scheduler, "preempt", wrapped)
+            for _ in range(2):
+                before = len(victims)
+                for prompt in prompts:
+                    llm.add_request(prompt, greedy(40))
+                done = {}
+                while not llm.is_finished():
+                    done.update((o.request_id, o["token_ids"]) for o in llm.step())
+                    assert llm.metrics()["num_preemptions"] == len(victims) - first
+                assert [done[i] for i in sorted(done)] == expected
+                assert len(victims) > before + 1
+                assert_idle(llm)
+                llm.reset_prefix_cache()
+            assert llm.metrics()["num_preemptions"] == len(victims) - first
+        warnings = [r for r in caplog.records if "preempted" in r.getMessage()]
+        assert [r.levelno for r in warnings] == [logging.WARNING] * engine
 
 
 # -- step API -------------------------------------------------------------------------------------

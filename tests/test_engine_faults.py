@@ -16,7 +16,6 @@ from checkpoints import (
     assert_usable,
     checkpoint_fixture,  # noqa: F401
     greedy,
-    llm_fixture,  # noqa: F401
     make_checkpoint,
     reference,
     references,
@@ -24,6 +23,14 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
+def llm(checkpoint, request):
+    """A fresh engine; with overlap most faults find a step under way."""
+    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
+        yield llm
+
 
 # -- faults ---------------------------------------------------------------------------------------
 

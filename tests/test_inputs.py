@@ -131,12 +131,12 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         ({"prompt": "a", 1: 2}, ValueError, f"`prompts` {KEYS}"),
     ],
 )
-def test_bad_prompt_is_named(prompts, error, message, reader):
+def test_defect_17_bad_prompt_is_named(prompts, error, message, reader):
     with pytest.raises(error, match=re.escape(message)):
         reader.parse_all(prompts)
 
 
-def test_prompt_beyond_the_pool_is_refused_with_remedy():
+def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
     reader = PromptReader(None, 20, max_model_len=100, pool_tokens=POOL_TOKENS)
     assert len(reader.parse([1] * 15).token_ids) == 15
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_sampling_params_are_spread():
         ("greedy", TypeError, "a SamplingParams, a list of them or None, got str"),
     ],
 )
-def test_bad_sampling_params_are_named(params, error, match):
+def test_defect_17_bad_sampling_params_are_named(params, error, match):
     with pytest.raises(error, match=f"`sampling_params` must be {match}"):
         spread_sampling_params(params, 2)
 
@@ -203,7 +203,7 @@ def test_bad_item_of_sampling_params_is_named():
         ([], [SamplingParams()], ValueError, "got 1 for 0 prompts"),
     ],
 )
-def test_one_bad_prompt_queues_none(prompts, params, error, match, engine, checkpoint):
+def test_defect_17_one_bad_prompt_queues_none(prompts, params, error, match, engine, checkpoint):
     before = engine.metrics()
     with pytest.raises(error, match=match):
         engine.generate(prompts, params, use_tqdm=False)

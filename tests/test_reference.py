@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
 def make_prompts() -> list[list[int]]:
-    """72 prompts: tasks the model knows, and random bytes of 1 to 768 tokens (3 blocks of 256)."""
+    """80 prompts: tasks the model knows, and random bytes of 1 to 768 tokens (3 blocks of 256)."""
     print("seed", SEED)
     rng = random.Random(SEED)
     texts = [
@@ -37,7 +37,7 @@ def make_prompts() -> list[list[int]]:
     texts += [train_tiny.reverse_prompt(word) for word in ("engine", "paged", "cache", "token")]
     texts += [train_tiny.PRIMES_PROMPT, train_tiny.INTRO_PROMPT]
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 255, 256, 257, 511, 512, 513, 768]
-    lengths += [rng.randint(1, 300) for _ in range(14)]
+    lengths += [rng.randint(1, 300) for _ in range(14)] + [rng.randint(1, 120) for _ in range(8)]
     return [list(text.encode()) for text in texts] + [
         [rng.randrange(256) for _ in range(n)] for n in lengths
     ]
@@ -165,6 +165,7 @@ def test_preemption_does_not_change_tokens(
     """Admission that expects one token of everybody overfills the pool."""
     monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     short = [i for i, prompt in enumerate(prompts) if len(prompt) < 200]
+    assert len(short) >= 64
     outputs, metrics = run(
         tiny,
         [prompts[i] for i in short],

@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
 
 
 def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:
-    """The backend that `attention_backend=choice` asks for; "auto" takes the first that can.
+    """The backend that `attention_backend=choice` asks for; "auto" takes the fastest that can.
 
     Returns:
         The backend, and why it and not one before it.
@@ -75,7 +75,7 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
     Raises:
         ValueError: if the choice cannot be had, with every candidate's reason.
     """
-    from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
+    from nanovllm.attention.flash_attn_backend import FlashAttentionBackend, FlashPrefillBackend
     from nanovllm.attention.torch_backend import TorchBackend
     from nanovllm.attention.triton_backend import TritonBackend
 
@@ -84,6 +84,8 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
     refusals = {backend: backend.refusal(needs) for backend in backends}
     refused = "; ".join(f"{b.name}: {why}" for b, why in refusals.items() if why)
+    if choice == "auto" and FlashPrefillBackend.refusal(needs) is None:
+        return FlashPrefillBackend(), "the fastest for each phase"
     for backend, refusal in refusals.items():
         if refusal is None and choice in ("auto", backend.name):
             return backend(), "as chosen" if choice != "auto" else refused or "the first choice"

@@ -1,0 +1,165 @@
+"""Sampling: the right distribution, and draws that depend on request, position and seed alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_reference import chi_square_p
+
+from checkpoints import SMALL, make_checkpoint, tokens
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.admission import LengthEstimator
+from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
+
+SEED = 3
+
+
+def metadata(temperatures: Any, keys: Any, positions: Any) -> SamplingMetadata:
+    n = len(positions)
+    return SamplingMetadata(
+        torch.as_tensor(temperatures, dtype=torch.float32).expand(n),
+        torch.as_tensor(np.asarray(keys, np.uint32).reshape(2, -1).view(np.int32)).expand(2, n),
+        torch.as_tensor(positions, dtype=torch.int32),
+        torch.zeros(n, dtype=torch.int32),
+    )
+
+
+def make_logits(n: int, vocab_size: int) -> torch.Tensor:
+    return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(SEED))
+
+
+def take(data: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
+    return SamplingMetadata(*(x[..., rows] for x in data))
+
+
+def test_below_1e_5_the_first_largest_logit_is_taken() -> None:
+    """Defect 17: temperature 0 was refused; a tiny one must not divide into infinities."""
+    logits = make_logits(5, 50)
+    logits[:, [7, 20, 49]] = 9.0
+    before = logits.clone()
+    data = metadata([0.0, 1e-9, 9.9e-6, 1e-30, 1.0], [[1] * 5, range(5)], range(5))
+    drawn = Sampler()(logits, data)
+    assert drawn.dtype == torch.int32
+    assert drawn[:4].tolist() == [7, 7, 7, 7]
+    assert torch.equal(logits, before), "the logits are the caller's"
+    assert Sampler()(logits.bfloat16(), data)[:4].tolist() == [7, 7, 7, 7]
+
+
+def test_a_row_is_drawn_without_regard_to_the_others() -> None:
+    n, generator = 200, torch.Generator().manual_seed(SEED)
+    logits = make_logits(n, 100)
+    keys = np.random.default_rng(SEED).integers(0, 2**32, (2, n), np.uint32)
+    data = metadata(torch.linspace(0, 2, n), keys, torch.arange(n) % 7)
+    drawn = sample_on_cpu(logits, data)
+    for rows in (torch.randperm(n, generator=generator), torch.arange(0, n, 3), torch.tensor([5])):
+        assert torch.equal(sample_on_cpu(logits[rows], take(data, rows)), drawn[rows])
+
+
+@pytest.mark.parametrize("vary", ["position", "first word", "second word", "swapped words"])
+def test_other_positions_and_keys_draw_otherwise(vary: str) -> None:
+    """All rows have the same flat logits: what is drawn is the noise, and 2 in 1,000 are alike."""
+    n, V = 200, 1 << 17
+    fixed, counted = np.full(n, 2**31 + 5), np.arange(n)
+    keys = {"first word": (counted, fixed), "second word": (fixed, counted)}.get(vary)
+    data = metadata(1.0, keys or (fixed, fixed + 1), counted if vary == "position" else fixed % 9)
+    if vary == "swapped words":
+        n, data = 2, metadata(1.0, [[1, 2], [2, 1]], [4, 4])
+    drawn = [int(sample_on_cpu(torch.zeros(1, V), take(data, torch.tensor([i])))) for i in range(n)]
+    assert len(set(drawn)) >= 0.99 * n
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+@pytest.mark.parametrize("by", ["position", "request"])
+def test_draws_follow_the_softmax(by: str, temperature: float) -> None:
+    """Chi-square over 20,000 draws, by the positions of one request and by first tokens of many."""
+    n, V = 20_000, 40
+    logits = 2 * make_logits(1, V)
+    logits[0, 10:15] = logits[0].max() - 0.5  # ties
+    logits[0, 20:30] = -torch.inf
+    counted, fixed = np.arange(n), np.full(n, 6)
+    positions, ids = (counted, fixed) if by == "position" else (fixed, counted)
+    drawn = sample_on_cpu(logits.expand(n, V), metadata(temperature, [fixed, ids], positions))
+    probs = (logits[0].double() / temperature).softmax(-1).numpy()
+    p = chi_square_p(drawn.tolist(), probs)
+    print("p", p)
+    assert p > 1e-3
+    assert not set(drawn.tolist()) & set(range(20, 30)), "an impossible token was drawn"
+    wrong = (logits[0].double() / temperature / 1.1).softmax(-1).numpy()
+    assert chi_square_p(drawn.tolist(), wrong) < 1e-6, "the test cannot tell distributions apart"
+
+
+# -- in the engine --------------------------------------------------------------------------------
+
+PROMPTS = [[5, 77, 33], [9] * 20, [1, 2, 3, 4], [100], list(range(60)), [8] * 20]
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=n)
+    for t, n in ((1.0, 40), (0.7, 30), (0.0, 25), (1.5, 40), (1.0, 20), (1.0, 40))
+]
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose distributions leave much to chance."""
+    return make_checkpoint(tmp_path_factory.mktemp("flat") / "qwen3", initializer_range=0.15)
+
+
+def run(model: Path, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    with LLM(model, **{**SMALL, **options}) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return tokens(outputs), llm.metrics()
+
+
+@pytest.fixture(scope="module")
+def alone(flat: Path) -> list[list[int]]:
+    """Each request by itself, under the id that it has in a batch."""
+    with LLM(flat, **SMALL) as llm:
+        requests = zip(PROMPTS, PARAMS, strict=True)
+        return [llm.generate(*request, use_tqdm=False)[0]["token_ids"] for request in requests]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+        {"enable_prefix_caching": False},
+        {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
+    ],
+    ids=["together", "one-by-one", "chunked", "no-prefix-cache", "small-pool"],
+)
+def test_a_request_draws_the_same_whatever_runs_beside_it(
+    flat: Path, alone: list[list[int]], options: dict[str, Any], overlap: bool
+) -> None:
+    assert all(len(set(drawn)) > 8 for drawn in alone), "nothing was left to chance"
+    assert run(flat, overlap=overlap, **options)[0] == alone
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_a_preempted_request_draws_the_same(
+    flat: Path, alone: list[list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    drawn, metrics = run(flat, num_kvcache_blocks=9, overlap=overlap)
+    assert metrics["num_preemptions"] > 0
+    assert drawn == alone
+
+
+def test_another_seed_draws_otherwise(flat: Path, alone: list[list[int]]) -> None:
+    assert run(flat, seed=0)[0] == alone
+    for seed in (1, 2**32 - 1, 2**40, 2**64 - 1):
+        drawn, _ = run(flat, seed=seed)
+        assert [a == b for a, b in zip(drawn, alone, strict=True)] == [
+            params.temperature == 0 for params in PARAMS
+        ]
+
+
+def test_equal_requests_draw_differently(flat: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=10)
+    with LLM(flat, **SMALL) as llm:
+        outputs = llm.generate([PROMPTS[0]] * 8, params, use_tqdm=False)
+        outputs += llm.generate([PROMPTS[0]] * 8, params, use_tqdm=False)
+    assert len({tuple(drawn) for drawn in tokens(outputs)}) == 16
