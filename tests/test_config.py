@@ -157,8 +157,8 @@ print(json.dumps(report))
 
 
 def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoint):
-    """Defect 17. One process for both, since importing torch takes seconds. The engine is left to Python's
-    exit, which must pass in silence."""
+    """Defect 17. One process for both, since importing torch takes seconds. The engine is left to
+    Python's exit, which must pass in silence."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-O", "-c", PROBE, json.dumps(SMALL), str(checkpoint)]
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
