@@ -1,9 +1,14 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
-from dataclasses import dataclass, fields
-from numbers import Integral
+from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int
+from nanovllm.utils.checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    plain_integers,
+)
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -81,10 +86,7 @@ class Config:
         check_int("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        for field in fields(self):  # numpy's integers would overflow in products
-            value = getattr(self, field.name)
-            if isinstance(value, Integral) and not isinstance(value, bool):
-                object.__setattr__(self, field.name, int(value))
+        plain_integers(self)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(
                 f"`kvcache_block_size` must be a power of two, got {self.kvcache_block_size}"

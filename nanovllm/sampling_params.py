@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.utils.checks import check_bool, check_float, check_int, plain_integers
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,4 @@ class SamplingParams:
         check_float("temperature", self.temperature, 0.0)
         check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
+        plain_integers(self)

@@ -105,7 +105,7 @@ def test_greedy_rows_take_the_first_largest_logit(monkeypatch):
         logits[row, list(ties)] = 9
     logits[7] = 0
     keys, positions = np.arange(16).reshape(2, 8), np.arange(8)
-    temperatures = np.array([0, 1e-9, 9.9e-6, 0, 0, 0, 0, 0])
+    temperatures = np.array([0, 1e-9, *[9.9e-6] * 5, 0])
     drawn = draw(logits, temperatures, keys, positions)
     assert drawn.tolist() == logits.argmax(1).tolist() == [3, 2, 15, 31, 1, 0, 33, 0]
 

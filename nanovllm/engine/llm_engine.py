@@ -97,11 +97,13 @@ class LLMEngine:
         )
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
+        self._finished: list[Sequence] = []  # ended, and not returned by `step` yet
         self._closed = False
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
         self._under_way.clear()
+        self._finished.clear()
         self.scheduler.reset()
 
     # -- the step API ---------------------------------------------------------------------------
@@ -145,31 +147,37 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            return [self._output(seq) for seq in self._step()]
+            self._step()
+            finished, self._finished = self._finished, []
+            return [self._output(seq) for seq in finished]
 
-    def _step(self) -> list[Sequence]:
+    def _step(self) -> None:
         with self._reset_on_error():
             scheduled = self.scheduler.schedule()
         if scheduled:
-            tokens = self.model_runner.run(scheduled)
+            try:
+                tokens = self.model_runner.run(scheduled)
+            except BaseException:
+                self._book(leave=0)  # the step can be repeated once the host knows these tokens
+                raise
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
-        finished: list[Sequence] = []
-        while len(self._under_way) > (self._lookahead if scheduled else 0):
-            finished += self._book(self._under_way[0])
-        return finished
+        self._book(leave=self._lookahead if scheduled else 0)
 
-    def _book(self, step: StepUnderWay) -> list[Sequence]:
-        token_ids = step.tokens.wait()
-        with self._reset_on_error():
-            self._under_way.popleft()
-            finished = self.scheduler.postprocess(step.scheduled, token_ids)
-        now = time.perf_counter()
-        self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
-        self._metrics.count_finished(finished)
-        self._booked_at = now
-        return finished
+    def _book(self, leave: int) -> None:
+        """Book the steps under way, the oldest first, all but `leave`."""
+        while len(self._under_way) > leave:
+            step = self._under_way[0]
+            token_ids = step.tokens.wait()
+            with self._reset_on_error():
+                self._under_way.popleft()
+                finished = self.scheduler.postprocess(step.scheduled, token_ids)
+                self._finished += finished
+            now = time.perf_counter()
+            self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
+            self._metrics.count_finished(finished)
+            self._booked_at = now
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -184,7 +192,10 @@ class LLMEngine:
         """Whether no request is left."""
         with self._lock:
             self._check_open()
-            return self.scheduler.is_finished()
+            return self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return self.scheduler.is_finished() and not self._finished
 
     def abort(self, request_id: int) -> bool:
         """Drop a request. False if it is not there (it may have finished)."""
@@ -220,7 +231,7 @@ class LLMEngine:
             self._check_open()
             parsed = self._reader.parse_all(prompts)
             params = spread_sampling_params(sampling_params, len(parsed))
-            if not self.scheduler.is_finished():
+            if not self._is_idle():
                 raise RuntimeError(
                     "generate() needs an engine without requests of its own, but some of "
                     "add_request() are left: finish them with step(), or abort() them"
@@ -228,7 +239,7 @@ class LLMEngine:
             outputs: dict[int, RequestOutput] = {}
             with self._reset_on_error(), Progress(len(parsed), self._metrics, use_tqdm) as bar:
                 ids = [self._add(*prompt, p) for prompt, p in zip(parsed, params, strict=True)]
-                while not self.scheduler.is_finished():
+                while not self._is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
@@ -257,7 +268,7 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            if not self.scheduler.is_finished():
+            if not self._is_idle():
                 raise RuntimeError("reset_prefix_cache() needs an engine without requests")
             self._reset()
 

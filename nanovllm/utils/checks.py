@@ -1,5 +1,6 @@
 """Checks of what users pass in: one sentence that names the argument, the rule and the value."""
 
+import dataclasses
 import math
 import numbers
 from typing import Any
@@ -38,3 +39,11 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+
+
+def plain_integers(instance: Any) -> None:
+    """Make the integers of a frozen dataclass Python's own: numpy's overflow in products."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            object.__setattr__(instance, field.name, int(value))
