@@ -166,6 +166,33 @@ def test_defect_15_ctrl_c_inside_abort(num_steps, after, llm, checkpoint, monkey
     assert_usable(llm, checkpoint)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_defect_15_ctrl_c_between_launch_and_books(k, llm, checkpoint, monkeypatch):
+    """The step had run and nobody noted it: repeated, it read the tokens that it had written."""
+    ids, run, scope = add_all(llm), llm.model_runner.run, llm._reset_on_error
+    calls, armed = itertools.count(1), []
+
+    def launch(scheduled):
+        armed.extend([True] * (next(calls) == k))
+        return run(scheduled)
+
+    def enter():
+        if armed:
+            raise KeyboardInterrupt
+        return scope()
+
+    done = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "run", launch)
+        patch.setattr(llm, "_reset_on_error", enter)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                done.update(run_steps(llm, 1))
+    done.update(run_steps(llm))
+    assert done == dict(zip(ids, references(checkpoint), strict=True))
+    assert_usable(llm, checkpoint)
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at the k-th line that runs in the engine's own files."""
 

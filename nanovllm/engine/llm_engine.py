@@ -97,6 +97,7 @@ class LLMEngine:
         )
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
+        self._launching = False  # still True when a launch has failed
         self._finished: list[Sequence] = []  # ended, and not returned by `step` yet
         self._closed = False
 
@@ -104,6 +105,7 @@ class LLMEngine:
         """Drop every request, and with them the books of the KV blocks."""
         self._under_way.clear()
         self._finished.clear()
+        self._launching = False
         self.scheduler.reset()
 
     # -- the step API ---------------------------------------------------------------------------
@@ -152,17 +154,18 @@ class LLMEngine:
             return [self._output(seq) for seq in finished]
 
     def _step(self) -> None:
+        # After a launch that failed, the device may have newer tokens than the step it repeats
+        # needs: first book the steps under way, so that the host knows the right ones.
+        books_only = self._launching and self._under_way
         with self._reset_on_error():
-            scheduled = self.scheduler.schedule()
+            scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
-            try:
-                tokens = self.model_runner.run(scheduled)
-            except BaseException:
-                self._book(leave=0)  # the step can be repeated once the host knows these tokens
-                raise
+            self._launching = True
+            tokens = self.model_runner.run(scheduled)
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
+            self._launching = False
         self._book(leave=self._lookahead if scheduled else 0)
 
     def _book(self, leave: int) -> None:
@@ -306,8 +309,6 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and give the memory back. May be called again."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             self._under_way.clear()
             self.model_runner.exit()

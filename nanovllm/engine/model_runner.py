@@ -343,8 +343,9 @@ class ModelRunner:
         ]
 
     def exit(self) -> None:
-        """Give the device's memory back."""
-        del self.graphs, self.model, self.kv_cache, self.last_tokens
+        """Give the device's memory back. May be called again."""
+        for name in ("graphs", "model", "kv_cache", "last_tokens"):
+            self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

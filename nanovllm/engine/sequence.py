@@ -2,6 +2,8 @@
 
 from enum import Enum, auto
 
+import xxhash
+
 from nanovllm.sampling_params import SamplingParams
 
 PENDING = -1  # stands for a token that has been sampled but not read back yet
@@ -66,7 +68,8 @@ class Sequence:
         self.num_pending = 0
         self.slot = -1  # while running: its row in the device's table of last tokens
         # Two 32-bit words; with a position they determine the noise of a sampled token.
-        self.random_key = (seed & 0xFFFFFFFF, (seed >> 32) ^ (seq_id & 0xFFFFFFFF))
+        key = xxhash.xxh64_intdigest(f"{seed} {seq_id}".encode())
+        self.random_key = (key >> 32, key & 0xFFFFFFFF)
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks, each computed once
 
