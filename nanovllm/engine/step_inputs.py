@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.layers.sampler import SamplingMetadata
@@ -50,19 +49,3 @@ class PendingTokens:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.tolist()
-
-
-def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """int32 arrays to the device in one copy, each aligned to 16 bytes."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
-    host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
-    view = host.numpy()
-    for array, offset in zip(arrays, offsets, strict=False):
-        view[offset : offset + array.size] = array.ravel()
-    on_device = host.to(device, non_blocking=True)
-    return [
-        on_device[offset : offset + array.size].view(array.shape)
-        for array, offset in zip(arrays, offsets, strict=False)
-    ]
