@@ -4,6 +4,7 @@ import gc
 import itertools
 import signal
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -249,3 +250,25 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
         finish(done)  # steps may go on with what is left
         assert done == {prompt: wanted[prompt] for prompt in done}
         assert_usable(llm, checkpoint)
+
+
+def test_step_times_include_the_work(llm, monkeypatch):
+    """Rates were a hundred times too high where launching a step is computing it, as on a CPU."""
+    run, launching = llm.model_runner.run, []
+
+    def timed(scheduled):
+        start = time.perf_counter()
+        tokens = run(scheduled)
+        launching.append(time.perf_counter() - start)
+        return tokens
+
+    monkeypatch.setattr(llm.model_runner, "run", timed)
+    llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert llm.step() == []  # books what overlap has left under way
+    metrics = llm.metrics()
+    assert metrics["num_steps"] == len(launching) > 5
+    slack = 1 - 1e-9  # of adding up in another order
+    assert metrics["prefill_seconds"] + metrics["decode_seconds"] >= max(launching) * slack
+    if not metrics["overlap"]:
+        seconds = metrics["prefill_seconds"] + metrics["decode_seconds"]
+        assert seconds >= sum(launching) * slack

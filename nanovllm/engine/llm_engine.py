@@ -160,11 +160,11 @@ class LLMEngine:
         with self._reset_on_error():
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
-            self._launching = True
+            self._launching, launched_at = True, time.perf_counter()
             tokens = self.model_runner.run(scheduled)
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
-                self._under_way.append(StepUnderWay(scheduled, tokens, time.perf_counter()))
+                self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
             self._launching = False
         self._book(leave=self._lookahead if scheduled else 0)
 
