@@ -66,10 +66,11 @@ class AdmissionControl:
 
     def fits(self, seq: Sequence) -> bool:
         """Whether `seq` fits now, and with everything that runs later on."""
-        if not self._blocks.can_allocate(seq):
+        hits = self._blocks.find_prefix(seq)
+        if not self._blocks.can_allocate(seq, hits):
             return False
         # Blocks of the prefix that others hold anyway cost nothing.
-        shared = {block.block_id for block in self._blocks.find_prefix(seq) if block.ref_count}
+        shared = {block.block_id for block in hits if block.ref_count}
         need = self._final_blocks(seq) - len(shared)
         if self._growth + need <= self._blocks.num_free_blocks:
             return True  # even if nobody finished before the others (so always, if none runs)

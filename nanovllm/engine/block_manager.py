@@ -171,9 +171,12 @@ class BlockManager:
         block.ref_count = 1
         return block.block_id
 
-    def can_allocate(self, seq: Sequence) -> bool:
-        """Whether blocks for all tokens of `seq` are there, cached prefixes counted once."""
-        hits = self.find_prefix(seq)
+    def can_allocate(self, seq: Sequence, hits: list[Block] | None = None) -> bool:
+        """Whether blocks for all tokens of `seq` are there, cached prefixes counted once.
+
+        `hits` is what `find_prefix` returned, if the caller has asked already.
+        """
+        hits = self.find_prefix(seq) if hits is None else hits
         num_revived = sum(block.ref_count == 0 for block in hits)
         return seq.num_blocks - len(hits) <= self.num_free_blocks - num_revived
 
@@ -184,9 +187,9 @@ class BlockManager:
             RuntimeError: when the pool is too small; nothing has changed then.
         """
         assert not seq.block_table, f"{seq!r} already holds blocks"
-        if not self.can_allocate(seq):
-            raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
         hits = self.find_prefix(seq)
+        if not self.can_allocate(seq, hits):
+            raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
         for block in hits:
             if block.ref_count == 0:
                 del self.cached_block_ids[block.block_id]  # revived: the same block, its content
