@@ -97,10 +97,10 @@ class LogitsTap:
         self.logits = torch.zeros(rows, vocab_size, device="cuda")
         forward = Sampler.forward
 
-        def tapped(sampler: Sampler, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+        def tapped(sampler: Sampler, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
             n = min(rows, len(logits))
             self.logits[:n].copy_(logits[:n])
-            return forward(sampler, logits, metadata)
+            return forward(sampler, logits, *rest)
 
         monkeypatch.setattr(Sampler, "forward", tapped)
 

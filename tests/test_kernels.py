@@ -9,9 +9,11 @@ from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
-from nanovllm.kernels.rope import qk_norm_rope_
+from nanovllm.kernels.rope import qk_norm_rope_store_
+from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
@@ -19,6 +21,7 @@ from nanovllm.utils.context import Context
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
+HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -75,14 +78,88 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_of_partial_results(parts: int, dtype: torch.dtype) -> None:
+    x, residual = randn(parts, 5, 96), randn(5, 96, dtype=dtype, seed=1)
+    weight = randn(96, dtype=dtype, seed=2)
+    out, total = add_rms_norm(x, residual, weight, 1e-6)
+    close(total, x.double().sum(0) + residual)
+    close(out, torch.nn.functional.rms_norm(total.double(), (96,), weight.double(), 1e-6))
+    assert out.dtype == total.dtype == dtype
+
+
+PRODUCTS = {  # T, N, K; through which of the paths
+    "row": (1, 128, 512),
+    "row-odd": (1, 50, 1000),
+    "row-rounds": (1, 6, 5000),
+    "tiles": (2, 64, 512),
+    "tiles-17": (17, 128, 1024),
+    "tiles-70": (70, 64, 512),
+    "tiles-200": (200, 64, 512),
+    "library": (3, 50, 96),
+}
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_linear(name: str, partial: bool) -> None:
+    """Against float64; rows of x may be a slice of something wider."""
+    T, N, K = PRODUCTS[name]
+    x = randn(T, K + 8, dtype=HALF)[:, :K]
+    weight = randn(N, K, dtype=HALF, seed=1) * K**-0.5
+    out = linear(x, weight, partial)
+    tiles = choose_tiles(T, N, K, partial)
+    if name.startswith("tiles"):
+        assert (tiles is not None) == (partial or T <= 64)
+    if partial and T > 1 and tiles is not None:
+        assert out.shape == (tiles.splits, T, N) and out.dtype == torch.float32
+        assert tiles.splits > 1
+        out = out.sum(0)
+    assert out.shape == (T, N)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 64, 512), (1, 37, 1000), (1, 3, 5000), (5, 24, 96)])
+def test_gated_linear(T: int, N: int, K: int) -> None:
+    x = randn(T, K, dtype=HALF)
+    weight = randn(2 * N, K, dtype=HALF, seed=1) * K**-0.5
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(gated_linear(x, weight).double(), wanted, atol=3e-2, rtol=2e-2)
+
+
+def test_float32_products_are_left_to_the_library() -> None:
+    x, weight = randn(1, 512), randn(64, 512, seed=1)
+    assert torch.equal(linear(x, weight, partial=True), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("T", [1, 5, 2000])
+def test_fill_in(T: int) -> None:
+    B = min(T, 3)
+    ids = torch.arange(T, dtype=torch.int32, device=DEVICE)
+    ids[:B:2] = -1
+    slots = torch.tensor([4, 9, 2], dtype=torch.int32, device=DEVICE)[:B]
+    table = torch.arange(100, 110, dtype=torch.int32, device=DEVICE)
+    wanted = list(range(T))
+    wanted[:B:2] = [104, 102][: len(wanted[:B:2])]
+    assert fill_in(ids, slots, table).tolist() == wanted
+    from nanovllm.engine import step_inputs
+
+    assert step_inputs.fill_in(ids.cpu(), slots.cpu(), table.cpu()).tolist() == wanted
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hq", "hkv", "d"), [(4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128)])
-def test_qk_norm_rope(hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
-    T, max_position = 9, 50
-    qkv = randn(T, hq + 2 * hkv, d, dtype=dtype)
-    q, k, v = qkv.split([hq, hkv, hkv], dim=1)
-    values = v.clone()
+@pytest.mark.parametrize("T", [1, 9, 300])
+def test_qk_norm_rope_store(T: int, hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+    """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""
+    max_position, N, S = 50, 40, 16
+    qkv = randn(T, hq + 2 * hkv + 1, d, dtype=dtype)[:, :-1]  # rows may lie apart
+    q, k, v = (x.clone() for x in qkv.split([hq, hkv, hkv], dim=1))
     positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
+    slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
+    slots[T // 2 :: 4] = -1
     rope = RotaryEmbedding(d, max_position, 10000.0).to(DEVICE)
     norms = []
     for seed in (1, 2):
@@ -90,10 +167,17 @@ def test_qk_norm_rope(hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
         norms[-1].weight.data.copy_(randn(d, seed=seed))
     wanted = [rope(positions, norm(x)) for norm, x in zip(norms, (q, k), strict=True)]
     weights = norms[0].weight, norms[1].weight
-    qk_norm_rope_(q, k, *weights, 1e-6, rope.cos_sin, positions)
-    close(q, wanted[0])
-    close(k, wanted[1])
-    assert torch.equal(v, values)
+    caches = torch.full((2, N, S, hkv, d), torch.nan, dtype=dtype, device=DEVICE)
+    qk_norm_rope_store_(qkv, *weights, 1e-6, rope.cos_sin, positions, *caches, slots)
+    close(qkv[:, :hq], wanted[0])
+    close(qkv[:, hq : hq + hkv], wanted[1])
+    assert torch.equal(qkv[:, hq + hkv :], v)
+    stored = slots >= 0
+    flat = caches.view(2, N * S, hkv, d)
+    where = slots[stored].long()
+    assert torch.equal(flat[0, where], qkv[stored, hq : hq + hkv])
+    assert torch.equal(flat[1, where], v[stored])
+    assert (~flat.isnan()).all(-1).all(-1).sum(1).tolist() == [int(stored.sum())] * 2
 
 
 def test_rotary_embedding_is_that_of_transformers() -> None:

@@ -22,7 +22,7 @@ def metadata(temperatures: Any, keys: Any, positions: Any) -> SamplingMetadata:
         torch.as_tensor(temperatures, dtype=torch.float32).expand(n),
         torch.as_tensor(np.asarray(keys, np.uint32).reshape(2, -1).view(np.int32)).expand(2, n),
         torch.as_tensor(positions, dtype=torch.int32),
-        torch.zeros(n, dtype=torch.int32),
+        torch.arange(n, dtype=torch.int32),
     )
 
 
@@ -42,11 +42,13 @@ def test_below_1e_5_the_first_largest_logit_is_taken() -> None:
     logits[:, [7, 20, 49]] = 9.0
     before = logits.clone()
     data = metadata(temperatures, [[1] * n, range(n)], range(n))
-    drawn = Sampler()(logits, data)
+    table = torch.full((n,), -1, dtype=torch.int32)
+    drawn = Sampler()(logits, data, table)
     assert drawn.dtype == torch.int32
     assert drawn.tolist() == [7] * n
     assert torch.equal(logits, before), "the logits are the caller's"
-    assert Sampler()(logits.bfloat16(), data).tolist() == [7] * n
+    assert Sampler()(logits.bfloat16(), data, table).tolist() == [7] * n
+    assert table.tolist() == [7] * n
 
 
 def test_a_row_is_drawn_without_regard_to_the_others() -> None:

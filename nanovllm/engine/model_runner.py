@@ -21,7 +21,7 @@ from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, build_batch, warmup_batch
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.step_inputs import PendingTokens, StepInputs
+from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -264,21 +264,17 @@ class ModelRunner:
 
     def run_model(self, inputs: StepInputs) -> torch.Tensor:
         """The whole step on the device, from token ids to sampled tokens [n] int32."""
-        n = inputs.context.num_decodes
         input_ids = inputs.input_ids
-        if n:
-            last = self.last_tokens.index_select(0, inputs.decode_slots)
-            known = torch.where(input_ids[:n] < 0, last, input_ids[:n])
-            input_ids = known if n == len(input_ids) else torch.cat([known, input_ids[n:]])
+        if inputs.context.num_decodes:
+            input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
         with use_context(inputs.context):
             hidden = self.model(input_ids, inputs.positions)
         if inputs.sample_rows is not None:
             hidden = hidden.index_select(0, inputs.sample_rows)
         if not len(hidden):  # chunks of prompts only
             return input_ids.new_empty(0)
-        tokens = self.sampler(self.model.compute_logits(hidden), inputs.sampling)
-        self.last_tokens.index_copy_(0, inputs.sampling.slots.long(), tokens)
-        return tokens
+        logits = self.model.compute_logits(hidden)
+        return self.sampler(logits, inputs.sampling, self.last_tokens)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """The batch on the device."""

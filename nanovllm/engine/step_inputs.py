@@ -28,6 +28,26 @@ class StepInputs(NamedTuple):
     sampling: SamplingMetadata
 
 
+def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Replace each -1 of input_ids by the token in `table`, at its row's slot.
+
+    Args:
+        input_ids: [T] int32; only the first B rows may be -1.
+        slots: [B] int32.
+        table: [N] int32.
+
+    Returns:
+        [T] int32.
+    """
+    if input_ids.is_cuda:
+        from nanovllm.kernels import tokens
+
+        return tokens.fill_in(input_ids, slots, table)
+    filled, n = input_ids.clone(), len(slots)
+    filled[:n] = torch.where(input_ids[:n] < 0, table[slots], input_ids[:n])
+    return filled
+
+
 class PendingTokens:
     """Sampled tokens on their way from the device to the host.
 

@@ -4,12 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, I, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < I
+    wait(PDL)
     gate = tl.load(x_ptr + row * 2 * I + cols, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * I + I + cols, mask=mask, other=0.0)
     dtype = gate.dtype
@@ -23,5 +27,5 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(T, I, dtype=x.dtype, device=x.device)
     BLOCK = min(1024, triton.next_power_of_2(I))
     grid = (T, triton.cdiv(I, BLOCK))
-    _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4)
+    _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4, **pdl_options())
     return out

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16  # of an operand of tl.dot
 
@@ -120,9 +122,10 @@ def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, part_acc_ptr, part_lse_ptr, tables_ptr, lens_ptr,
     scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys.
+    launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     length = tl.load(lens_ptr + seq)
@@ -132,6 +135,7 @@ def _decode_kernel(
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D)
     row = seq.to(tl.int64) * num_kv_heads * G + kv_head * G + g  # of [B * Hq]
+    wait(PDL)
     if begin >= end:  # nothing to see: padding, or more splits than tiles
         if SPLITS > 1:
             lse_ptrs = part_lse_ptr + row * SPLITS + split
@@ -169,11 +173,16 @@ def _decode_kernel(
 
 
 @triton.jit
-def _combine_kernel(out_ptr, part_acc_ptr, part_lse_ptr, D: tl.constexpr, SPLITS: tl.constexpr):
+def _combine_kernel(
+    out_ptr, part_acc_ptr, part_lse_ptr,
+    D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program: one query head. Splits weigh by the sum of their exponentials, 2^lse.
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, D)
+    wait(PDL)
     lse = tl.load(part_lse_ptr + row * SPLITS + s)
     top = tl.max(lse, 0)
     if top == float("-inf"):  # padding
@@ -273,8 +282,10 @@ def paged_decode(
         scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
         BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
-        num_warps=2 if D <= 128 else 4, num_stages=3,
+        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(),
     )  # fmt: skip
     if num_splits > 1:
-        _combine_kernel[(B * Hq,)](out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1)
+        _combine_kernel[(B * Hq,)](
+            out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1, **pdl_options()
+        )
     return out

@@ -1,82 +1,125 @@
-"""Exact sampling in one pass over the logits: argmax(logit / T - log E), E ~ Exp(1).
+"""Exact sampling in one pass over the logits.
 
-The noise of a logit is a function of the request's key, the token's position and the column alone,
-through the counter-based generator Philox4x32 (Salmon et al., 2011): a request draws the same
-tokens whatever it shares a batch with.
+A row is split into spans of columns. A token is drawn in two steps: first its span, with
+probability proportional to the sum of the exponentials in it, then the token within the span.
+Both take the argmax of `log weight + Gumbel noise` (the Gumbel-max trick), which draws exactly in
+proportion to the weights; only the columns of the chosen span need noise of their own.
+
+The noise is a function of the request's key, the token's position and the index of the span or
+column alone, through the counter-based generator Philox4x32 (Salmon et al., 2011): a request draws
+the same tokens whatever it shares a batch with.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # columns of one iteration
-SPLITS = 16  # programs for a row
+from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+
+SPAN = 4096  # columns
+LOG2E = 1.4426950408889634
+MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it the largest logit is taken
 
 
 @triton.jit
-def _noise(bits):
-    """-log E, with E = -log(1 - x) ~ Exp(1) from the uniform x = (bits + 1/2) / 2^32.
+def _gumbel(bits):
+    """-log2 E, with E = -log(1 - x) ~ Exp(1) from the uniform x = (bits + 1/2) / 2^32.
 
     Winners have E near zero, so there a series is taken: 1 - x would round.
     """
     x = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = x * (1.0 + x * (0.5 + x * 0.33333333))
     e = tl.where(x < 0.01, series, -tl.log(tl.maximum(1.0 - x, 1e-9)))
-    return -tl.log(e)
-
-
-@triton.jit(do_not_specialize=["stride_keys"])
-def _sample_kernel(
-    logits_ptr, temperatures_ptr, keys_ptr, positions_ptr, score_ptr, token_ptr,
-    V, stride, stride_keys,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    # One program: COLS columns of a row. One Philox call gives the noise of four columns.
-    row, split = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures_ptr + row)
-    key0 = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
-    key1 = tl.load(keys_ptr + stride_keys + row).to(tl.uint32, bitcast=True)
-    position = tl.load(positions_ptr + row).to(tl.uint32, bitcast=True)
-    logits_ptr += row.to(tl.int64) * stride
-    QUARTER: tl.constexpr = BLOCK // 4
-    lanes = tl.arange(0, QUARTER)
-    draws = temperature >= 1e-5
-    inverse = 1.0 / tl.where(draws, temperature, 1.0)
-    top = tl.full([QUARTER], float("-inf"), tl.float32)
-    token = tl.zeros([QUARTER], tl.int32)
-    for start in range(split * COLS, tl.minimum((split + 1) * COLS, V), BLOCK):
-        counter = (start // 4 + lanes).to(tl.uint32)
-        zero = counter * 0
-        b0, b1, b2, b3 = zero, zero, zero, zero
-        if draws:
-            b0, b1, b2, b3 = tl.philox_impl(counter, zero + position, zero, zero, key0, key1, 7)
-        for i in tl.static_range(4):
-            cols = start + i * QUARTER + lanes
-            score = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-            if draws:
-                bits = b0 if i == 0 else b1 if i == 1 else b2 if i == 2 else b3
-                score = score * inverse + _noise(bits)
-            better = score > top
-            top = tl.where(better, score, top)
-            token = tl.where(better, cols, token)
-    best = tl.max(top, 0)
-    first = tl.min(tl.where(top == best, token, 2147483647), 0)  # ties: the lowest token
-    tl.store(score_ptr + row * SPLITS + split, best)
-    tl.store(token_ptr + row * SPLITS + split, first)
+    return -tl.log2(e)
 
 
 @triton.jit
-def _reduce_kernel(score_ptr, token_ptr, out_ptr, SPLITS: tl.constexpr):
+def _first_argmax(x, index):
+    """The lowest of `index` at which x is largest."""
+    return tl.min(tl.where(x == tl.max(x, 0), index, 2147483647), 0)
+
+
+@triton.jit
+def _weigh_spans_kernel(
+    logits_ptr, temperatures_ptr, weight_ptr, V, stride, LOG2E,
+    SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit.
+    launch_dependents(PDL)
+    row, span = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures_ptr + row)
+    cols = span * SPAN + tl.arange(0, SPAN)
+    wait(PDL)
+    ptrs = logits_ptr + row.to(tl.int64) * stride + cols
+    x = tl.load(ptrs, mask=cols < V, other=float("-inf")).to(tl.float32)
+    if temperature >= MIN_TEMPERATURE:
+        x = x * (LOG2E / temperature)
+        top = tl.max(x, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        weight = top + tl.log2(tl.sum(tl.exp2(x - top), 0))
+    else:
+        weight = tl.max(x, 0)
+    tl.store(weight_ptr + row * tl.num_programs(1) + span, weight)
+
+
+@triton.jit(do_not_specialize=["stride_keys"])
+def _draw_kernel(
+    logits_ptr, temperatures_ptr, keys_ptr, positions_ptr, slots_ptr, weight_ptr, out_ptr,
+    table_ptr, V, stride, stride_keys, LOG2E,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: a row. One Philox call gives the noise of four columns.
+    launch_dependents(PDL)
     row = tl.program_id(0)
-    splits = tl.arange(0, SPLITS)
-    score = tl.load(score_ptr + row * SPLITS + splits)
-    token = tl.load(token_ptr + row * SPLITS + splits)
-    best = tl.max(score, 0)
-    tl.store(out_ptr + row, tl.min(tl.where(score == best, token, 2147483647), 0))
+    temperature = tl.load(temperatures_ptr + row)
+    draws = temperature >= MIN_TEMPERATURE
+    scale = tl.where(draws, LOG2E / tl.where(draws, temperature, 1.0), 1.0)
+    key0 = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
+    key1 = tl.load(keys_ptr + stride_keys + row).to(tl.uint32, bitcast=True)
+    position = tl.load(positions_ptr + row).to(tl.uint32, bitcast=True)
+    slot = tl.load(slots_ptr + row)
+    wait(PDL)
+
+    spans = tl.arange(0, SPANS_PAD)
+    score = tl.load(weight_ptr + row * SPANS + spans, mask=spans < SPANS, other=float("-inf"))
+    if draws:
+        counter = spans.to(tl.uint32)
+        zero = counter * 0
+        bits, _, _, _ = tl.philox_impl(counter, zero + position, zero + 1, zero, key0, key1, 7)
+        score += _gumbel(bits)
+    span = _first_argmax(score, spans)
+
+    QUARTER: tl.constexpr = SPAN // 4
+    lanes = tl.arange(0, QUARTER)
+    counter = (span * QUARTER + lanes).to(tl.uint32)
+    zero = counter * 0
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    if draws:
+        b0, b1, b2, b3 = tl.philox_impl(counter, zero + position, zero, zero, key0, key1, 7)
+    logits_ptr += row.to(tl.int64) * stride
+    top = tl.full([QUARTER], float("-inf"), tl.float32)
+    token = tl.zeros([QUARTER], tl.int32) + span * SPAN + lanes
+    for i in tl.static_range(4):
+        cols = span * SPAN + i * QUARTER + lanes
+        score = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        score = score * scale
+        if draws:
+            score += _gumbel(b0 if i == 0 else b1 if i == 1 else b2 if i == 2 else b3)
+        better = score > top
+        top = tl.where(better, score, top)
+        token = tl.where(better, cols, token)
+    drawn = _first_argmax(top, token)
+    tl.store(out_ptr + row, drawn)
+    tl.store(table_ptr + slot, drawn)
 
 
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
 ) -> torch.Tensor:
     """Draw one token per row from softmax(logits / temperature).
 
@@ -85,18 +128,24 @@ def sample(
         temperatures: [B] float32; below 1e-5 the largest logit is taken.
         keys: [2, B] int32, the random key of each request, two words.
         positions: [B] int32, the position that the token will have.
+        slots: [B] int32.
+        table: [N] int32, where each token is written too, at its slot.
 
     Returns:
         [B] int32.
     """
     B, V = logits.shape
-    COLS = triton.cdiv(triton.cdiv(V, SPLITS), BLOCK) * BLOCK
-    scores = torch.empty(B, SPLITS, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(B, SPLITS, dtype=torch.int32, device=logits.device)
+    SPANS = triton.cdiv(V, SPAN)
+    weights = torch.empty(B, SPANS, dtype=torch.float32, device=logits.device)
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
-    _sample_kernel[(B, SPLITS)](
-        logits, temperatures, keys, positions, scores, tokens, V, logits.stride(0),
-        keys.stride(0),         COLS=COLS, BLOCK=BLOCK, SPLITS=SPLITS, num_warps=4,
+    stride = logits.stride(0)
+    _weigh_spans_kernel[(B, SPANS)](
+        logits, temperatures, weights, V, stride, LOG2E, SPAN=SPAN, num_warps=4, **pdl_options()
+    )
+    _draw_kernel[(B,)](
+        logits, temperatures, keys, positions, slots, weights, out, table, V, stride,
+        keys.stride(0), LOG2E,
+        SPAN=SPAN, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS), num_warps=8,
+        **pdl_options(),
     )  # fmt: skip
-    _reduce_kernel[(B,)](scores, tokens, out, SPLITS=SPLITS, num_warps=1)
     return out

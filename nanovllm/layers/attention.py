@@ -26,8 +26,12 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q: [T, Hq, D]; k, v: [T, Hkv, D]. Returns [T, Hq, D]."""
+        self.backend.store_kvcache(k, v, self.cache, get_context().slot_mapping)
+        return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The same with k and v in the cache already."""
         context, backend, cache = get_context(), self.backend, self.cache
-        backend.store_kvcache(k, v, cache, context.slot_mapping)
         n = context.num_decodes
         if n == q.shape[0]:
             return backend.decode(q, cache, context, self.scale)

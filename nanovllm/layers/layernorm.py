@@ -32,7 +32,8 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise `x + residual`; returns that and the sum. Neither input is changed.
 
-        The first layer of a model has no residual yet: None stands for zero.
+        The first layer of a model has no residual yet: None stands for zero. With `fused`, x may
+        be partial results [S, T, M] of a `RowParallelLinear`.
         """
         if residual is None:
             return self(x), x

@@ -1,7 +1,8 @@
 """Linear layers, by the part they play when a model is split over GPUs (Megatron's names).
 
 On one device they all compute `x @ weight.T + bias`; what the packed ones know is which rows of
-their weight belong to which projection of the checkpoint.
+their weight belong to which projection of the checkpoint. `fused` layers take our kernels where
+these are faster.
 """
 
 import torch
@@ -12,13 +13,20 @@ from torch import nn
 class ReplicatedLinear(nn.Module):
     """`x @ weight.T + bias`, the same on every device. weight: [out, in]."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, fused: bool
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype), False)
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), False) if bias else None
+        self.fused = fused and not bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
+        if self.fused:
+            from nanovllm.kernels.linear import linear
+
+            return linear(x, self.weight)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -29,6 +37,14 @@ class ColumnParallelLinear(ReplicatedLinear):
 class RowParallelLinear(ReplicatedLinear):
     """Split along its inputs; the partial results are summed."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]; `fused` also [S, T, out], for `RMSNorm.add_forward` to sum."""
+        if self.fused:
+            from nanovllm.kernels.linear import linear
+
+            return linear(x, self.weight, partial=True)
+        return super().forward(x)
+
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input as one product.
@@ -38,9 +54,14 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """
 
     def __init__(
-        self, input_size: int, output_sizes: list[int], bias: bool, dtype: torch.dtype
+        self,
+        input_size: int,
+        output_sizes: list[int],
+        bias: bool,
+        dtype: torch.dtype,
+        fused: bool,
     ) -> None:
-        super().__init__(input_size, sum(output_sizes), bias, dtype)
+        super().__init__(input_size, sum(output_sizes), bias, dtype, fused)
         self.output_sizes = output_sizes
 
 
@@ -55,6 +76,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         dtype: torch.dtype,
+        fused: bool,
     ) -> None:
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        super().__init__(hidden_size, [q_size, kv_size, kv_size], bias, dtype)
+        super().__init__(hidden_size, [q_size, kv_size, kv_size], bias, dtype, fused)

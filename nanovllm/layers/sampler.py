@@ -36,13 +36,17 @@ class Sampler(nn.Module):
     draws the same tokens whatever it shares a batch with.
     """
 
-    def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """logits: [n, V]. Returns [n] int32."""
+    def forward(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, last_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """logits: [n, V]. Returns [n] int32, also written to last_tokens: [N] int32, by slot."""
         if logits.is_cuda:
             from nanovllm.kernels.sampling import sample
 
-            return sample(logits, metadata.temperatures, metadata.random_keys, metadata.positions)
-        return sample_on_cpu(logits, metadata)
+            return sample(logits, *metadata, last_tokens)
+        tokens = sample_on_cpu(logits, metadata)
+        last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        return tokens
 
 
 def sample_on_cpu(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:

@@ -17,6 +17,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.context import get_context
 
 
 class Qwen3Attention(nn.Module):
@@ -37,9 +38,11 @@ class Qwen3Attention(nn.Module):
         self.head_dim = head_dim
         self.fused = fused
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, bias, dtype
+            config.hidden_size, head_dim, num_heads, num_kv_heads, bias, dtype, fused
         )
-        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, dtype)
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, config.hidden_size, bias, dtype, fused
+        )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
         self.rotary_emb = rotary_emb
@@ -50,14 +53,19 @@ class Qwen3Attention(nn.Module):
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         q, k, v = qkv.split(self.head_counts, dim=1)
         if self.fused:
-            from nanovllm.kernels.rope import qk_norm_rope_
+            from nanovllm.kernels.rope import qk_norm_rope_store_
 
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            qk_norm_rope_(q, k, *norms, self.rotary_emb.cos_sin, positions)
+            slots = get_context().slot_mapping
+            qk_norm_rope_store_(
+                qkv, *norms, self.rotary_emb.cos_sin, positions, *self.attn.cache, slots
+            )
+            out = self.attn.attend(q, k, v)
         else:
             q = self.rotary_emb(positions, self.q_norm(q))
             k = self.rotary_emb(positions, self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+            out = self.attn(q, k, v)
+        return self.o_proj(out.flatten(1))
 
 
 class Qwen3MLP(nn.Module):
@@ -67,13 +75,18 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size, intermediate_size], False, dtype
+            hidden_size, [intermediate_size, intermediate_size], False, dtype, fused
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, dtype)
-        self.act_fn = SiluAndMul(fused)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, dtype, fused)
+        self.act_fn = SiluAndMul()
+        self.fused = fused
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, M]"""
+        if self.fused:
+            from nanovllm.kernels.linear import gated_linear
+
+            return self.down_proj(gated_linear(hidden, self.gate_up_proj.weight))
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
 
 

@@ -1,0 +1,30 @@
+"""The tokens a step begins with."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+
+
+@triton.jit(do_not_specialize=["T"])
+def _fill_in_kernel(
+    ids_ptr, slots_ptr, table_ptr, out_ptr, T, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_dependents(PDL)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(ids_ptr + t, mask=t < T, other=0)
+    unknown = token < 0
+    slot = tl.load(slots_ptr + t, mask=unknown, other=0)
+    wait(PDL)
+    token = tl.where(unknown, tl.load(table_ptr + slot, mask=unknown), token)
+    tl.store(out_ptr + t, token, mask=t < T)
+
+
+def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See `nanovllm.engine.step_inputs.fill_in`."""
+    out = torch.empty_like(input_ids)
+    T, BLOCK = len(input_ids), 1024
+    grid = (triton.cdiv(T, BLOCK),)
+    _fill_in_kernel[grid](input_ids, slots, table, out, T, BLOCK=BLOCK, **pdl_options())
+    return out
