@@ -94,6 +94,7 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
+            mixed_steps=self.config.mixed_steps,
         )
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
