@@ -38,6 +38,8 @@ class Config:
         attention_backend: "flash_attn", "triton", "torch", or "auto".
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
+            alone, and the running sequences wait meanwhile, as in nano-vLLM.
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
             activation; False takes the plain PyTorch expressions.
         overlap: launch each step before the tokens of the one before it are read; None does so on
@@ -61,6 +63,7 @@ class Config:
     attention_backend: str = "auto"
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    mixed_steps: bool = True
     fused_kernels: bool = True
     overlap: bool | None = None
     load_format: str = "auto"
@@ -77,6 +80,7 @@ class Config:
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("mixed_steps", self.mixed_steps)
         check_bool("fused_kernels", self.fused_kernels)
         if self.overlap is not None:
             check_bool("overlap", self.overlap)

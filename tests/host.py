@@ -55,6 +55,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
+    mixed_steps: bool = True,
 ) -> Scheduler:
     """A scheduler over a fresh pool."""
     pool_tokens = num_blocks * block_size
@@ -64,6 +65,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=min(max_model_len or pool_tokens, pool_tokens),
         eos_token_ids=[EOS],
+        mixed_steps=mixed_steps,
     )
 
 
@@ -170,6 +172,11 @@ class Chunk(NamedTuple):
     was_prefill: bool
 
 
+def is_prefilling(seq: Sequence) -> bool:
+    """Whether more than the newest of its own tokens is left to compute."""
+    return seq.num_computed_tokens < max(seq.num_prompt_tokens, seq.num_tokens - 1)
+
+
 class Loop:
     """The engine's loop: with `lookahead` 1 a step is chosen before the one before it is booked."""
 
@@ -181,6 +188,7 @@ class Loop:
         """One step, with every bound and invariant checked."""
         scheduler = self.scheduler
         running = {seq.seq_id for seq in scheduler.running}
+        prefilling = {seq.seq_id for seq in scheduler.running if is_prefilling(seq)}
         num_preemptions = scheduler.num_preemptions
         scheduled = scheduler.schedule()
         chunks = [
@@ -192,6 +200,8 @@ class Loop:
         assert len({chunk.seq_id for chunk in chunks}) == len(chunks)
         if scheduler.num_preemptions > num_preemptions:
             assert running >= {chunk.seq_id for chunk in chunks}, "admitted as well"
+        if scheduled and not scheduler.mixed_steps:
+            self.check_unmixed(scheduled, running, prefilling)
         if scheduled:
             scheduler.check_invariants()
             self.under_way.append((scheduled, self.model.run(scheduled)))
@@ -201,6 +211,17 @@ class Loop:
             scheduler.postprocess(*self.under_way.pop(0))
         scheduler.check_invariants()
         return chunks
+
+    def check_unmixed(
+        self, scheduled: list[ScheduledSequence], running: set[int], prefilling: set[int]
+    ) -> None:
+        """Prompts alone, or decodes alone if there are no prompts, for the kernels too."""
+        ids = {item.seq.seq_id for item in scheduled}
+        decodes = ids & (running - prefilling)
+        assert decodes in (set(), ids), "mixed"
+        assert not (decodes and prefilling), "decodes before a prompt"
+        batch = build_batch(scheduled, self.scheduler.block_manager.block_size)
+        assert batch.num_decodes in (0, len(ids)), "mixed for the kernels"
 
 
 def step(scheduler: Scheduler, model: Model) -> list[Chunk]:

@@ -41,6 +41,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("tensor_parallel_size", 0, ValueError, "between 1 and 8, got 0"),
         ("enforce_eager", 1, TypeError, "True or False, got 1"),
         ("enable_prefix_caching", "no", TypeError, "True or False, got 'no'"),
+        ("mixed_steps", 1, TypeError, "True or False, got 1"),
         ("fused_kernels", None, TypeError, "True or False, got None"),
         ("kvcache_block_size", 8, ValueError, "at least 16, got 8"),
         ("kvcache_block_size", 48, ValueError, "a power of two, got 48"),

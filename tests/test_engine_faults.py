@@ -1,6 +1,7 @@
 """The engine under faults, in threads, beside others, and at its end."""
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM
+from nanovllm.engine.model_runner import ModelRunner
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
@@ -262,3 +264,51 @@ def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
     gc.collect()
     assert [runner() for runner in runners] == [None]
     assert not ignored
+
+
+ENDS = {
+    "at once": "",
+    "in a cycle": "llm.me = llm",
+    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm._under_way",
+    "sys.exit": "sys.exit(0)",
+    "in a daemon thread": """
+def work():
+    while True:
+        llm.generate([[1], [2]], SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
+        started.set()
+started = threading.Event()
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
+    """Engines close before Python tears modules down; a thread in a step aborted the process."""
+    code = f"""
+import atexit, sys, threading
+atexit.register(lambda: print(len(vars(runner).keys() & {{"graphs", "model", "kv_cache"}}), "left"))
+from nanovllm import LLM, SamplingParams
+llm = LLM({str(checkpoint)!r}, overlap=True, **{SMALL})
+runner = llm.model_runner
+print(len(llm.generate([1, 2, 3], use_tqdm=False)))
+{ENDS[end]}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0", "left"]
+    assert "thread" in end or done.stderr == ""
+
+
+def test_failure_after_the_model_is_built_gives_its_memory_back(checkpoint, monkeypatch):
+    runners = []
+    exit_runner = ModelRunner.exit
+    monkeypatch.setattr(ModelRunner, "exit", lambda self: runners.append(1) or exit_runner(self))
+    monkeypatch.setattr("nanovllm.engine.llm_engine.Scheduler", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LLM(checkpoint, **SMALL)
+    gc.collect()
+    assert runners == [1]

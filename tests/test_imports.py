@@ -1,18 +1,41 @@
-"""The host logic imports nothing heavy, and neither does the package itself."""
+"""The host logic imports nothing heavy, the package little, and the engine only what it uses."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from checkpoints import SMALL, TINY
+
 HOST_MODULES = ("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs")
+NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
+
+
+def imported(code: str, modules: list[str]) -> list[str]:
+    """Which of the modules a fresh interpreter has imported after `code`."""
+    code += f"\nimport sys; print([name for name in {modules} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return eval(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
     "modules", ["nanovllm", ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)]
 )
 def test_import_is_light(modules):
-    heavy = ("torch", "triton", "transformers", "flash_attn")
-    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert imported(f"import {modules}", ["torch", *NEVER]) == []
+
+
+def test_the_engine_imports_torch_alone():
+    assert imported("from nanovllm import LLM", ["torch", *NEVER]) == ["torch"]
+
+
+def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
+    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either."""
+    shutil.copy(TINY / "config.json", tmp_path)
+    code = f"""if True:
+        from nanovllm import LLM
+        with LLM({str(tmp_path)!r}, load_format="dummy", **{SMALL}) as llm:
+            llm.generate([1, 2, 3], use_tqdm=False)
+    """
+    assert imported(code, NEVER) == []

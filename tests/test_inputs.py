@@ -1,6 +1,7 @@
 """Prompts and sampling parameters in every accepted form, and what is refused before queueing."""
 
 import copy
+import logging
 import re
 from types import MappingProxyType
 
@@ -26,7 +27,7 @@ MAX_MODEL_LEN, POOL_TOKENS = 12, 16
 class Letters:
     """A tokenizer: a is 0, b is 1, ..."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, verbose: bool) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
 
@@ -143,6 +144,18 @@ def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
         ValueError, match=r"`prompt` must fit the KV cache of 16 tokens.*got 16.*num_kvcache_blocks"
     ):
         reader.parse([1] * 16)
+
+
+def test_text_beyond_the_limit_is_refused_once(tiny, caplog, monkeypatch):
+    """transformers' warning, of "indexing errors", came first."""
+    text, tokenizer = "a" * 200, tiny.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "model_max_length", 128)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(ValueError, match="within max_model_len 128, got 200 tokens: shorten it"):
+        tiny.generate(text, use_tqdm=False)
+    assert not caplog.records
+    tokenizer.encode(text)  # ... and it would have been seen
+    assert "longer than the specified maximum" in caplog.text
 
 
 def test_text_without_tokenizer_is_refused_with_remedy():

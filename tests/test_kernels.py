@@ -1,5 +1,7 @@
 """Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
 
+import random
+
 import pytest
 import torch
 
@@ -322,18 +324,27 @@ def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
     close(out, case.wanted())
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
-def test_split_decode(num_splits: int) -> None:
-    """More splits than tiles, and padding rows of length 0, included."""
-    case = Case([1] * 4, [1, 33, 64, 300], num_decodes=4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
+    """Random shapes; one context for which 16 splits are many, and padding rows of length 0."""
+    rng = random.Random(seed)
+    lens = [rng.randint(1, 60), rng.randint(100, 300), rng.randint(530, 700), rng.randint(1, 300)]
+    rng.shuffle(lens)
+    hkv, d = rng.choice([1, 2, 3]), rng.choice([32, 64, 128])
+    shape = {"hkv": hkv, "hq": hkv * rng.choice([1, 2, 5]), "d": d}
+    shape["block_size"] = rng.choice([16, 32, 64, 256])
+    print(f"seed {seed}: {lens}, {shape}")
+    case = Case([1] * len(lens), lens, num_decodes=len(lens), dtype=dtype, **shape)
     run_case(TritonBackend(), case)  # stores this step's keys
-    lens = case.context.context_lens.clone()
-    tables = case.context.block_tables
-    out = paged_decode(case.q, *case.caches, tables, lens, case.scale, num_splits)
-    close(out, case.wanted())
-    lens[1] = 0
-    out = paged_decode(case.q, *case.caches, tables, lens, case.scale, num_splits)
-    close(out[[0, 2, 3]], case.wanted()[[0, 2, 3]])
+    context = case.context.context_lens.clone()
+    args = (case.q, *case.caches, case.context.block_tables, context, case.scale, num_splits)
+    close(paged_decode(*args), case.wanted())
+    padding = rng.randrange(len(lens))
+    context[padding] = 0
+    others = [i for i in range(len(lens)) if i != padding]
+    close(paged_decode(*args)[others], case.wanted()[others])
 
 
 def test_number_of_splits() -> None:

@@ -11,6 +11,7 @@ from nanovllm.engine.memory import (
     num_blocks_for_cuda,
     num_blocks_for_limit,
 )
+from nanovllm.utils import cgroup
 
 MIB = GIB // 1024
 
@@ -89,4 +90,57 @@ def test_available_cpu_memory_without_proc(monkeypatch):
 
     assert memory.available_cpu_memory() > 0
     monkeypatch.setattr("builtins.open", missing)
+    monkeypatch.setattr("pathlib.Path.read_text", missing)
     assert num_blocks_for_cpu(GIB, memory.available_cpu_memory(), 100) == 4
+
+
+V1_UNLIMITED = 2**43 - 1
+LAYOUTS = {
+    "container": ("0::/", {"": ("max", 3, 1)}, None),
+    "limited container": ("0::/", {"": (8, 3, 1)}, 6),
+    "service": ("0::/a/b", {"a": ("max", 5, 0), "a/b": (7, 5, 2)}, 4),
+    "limit around the group": ("0::/a/b", {"a": (9, 7, 0), "a/b": (8, 1, 0)}, 2),
+    "limit of a neighbour": ("0::/a/b", {"a": ("max", 7, 0), "b": (8, 7, 0)}, None),
+    "path of the host": ("0::/../../system/pod", {"": (8, 3, 0)}, 5),
+    "above the limit": ("0::/", {"": (8, 9, 0)}, 0),
+    "v1 container": ("5:cpu:/c\n4:hugetlb,memory:/docker/1", {"memory": (8, 3, 1)}, 6),
+    "v1 service": ("4:memory:/a", {"memory": (V1_UNLIMITED, 9, 0), "memory/a": (8, 3, 0)}, 5),
+    "v1 without limit": ("4:memory:/\n0::/", {"memory": (V1_UNLIMITED, 3, 1)}, None),
+    "none": (None, {}, None),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_containers_limit_bounds_the_cpu_pool(name, tmp_path, monkeypatch):
+    """/proc/meminfo tells of the whole machine.
+
+    Of each control group, in MiB: the limit, what is used, and how much of that is cached files.
+    """
+    own, groups, left = LAYOUTS[name]
+    if own:
+        (tmp_path / "own").write_text(own)
+    for group, (limit, used, cached) in groups.items():
+        v1 = group.startswith("memory")
+        limit_in_bytes = limit if limit == "max" else limit * MIB
+        prefix, inactive = "total_" if v1 else "", cached * MIB // 4
+        stat = {"active_file": 0, "inactive_file": 0, "anon": 5}  # v1: without groups inside
+        stat[f"{prefix}active_file"] = cached * MIB - inactive
+        stat[f"{prefix}inactive_file"] = inactive
+        files = {
+            "memory.limit_in_bytes" if v1 else "memory.max": limit_in_bytes,
+            "memory.usage_in_bytes" if v1 else "memory.current": used * MIB,
+            "memory.stat": "\n".join(f"{key} {value}" for key, value in stat.items()),
+        }
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            (tmp_path / group / file).write_text(f"{content}\n")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
+    if left is None:
+        assert cgroup.memory_left() > 2**60
+        assert memory.available_cpu_memory() > 0
+    else:
+        assert cgroup.memory_left() == memory.available_cpu_memory() == left * MIB
+    if left == 0:
+        with pytest.raises(ValueError, match=r"half of the free memory is 0\.00 GiB"):
+            num_blocks_for_cpu(MIB, memory.available_cpu_memory(), 100)

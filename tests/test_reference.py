@@ -132,6 +132,16 @@ def test_logits_are_those_of_the_reference(
             {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
             id="chunked-overlap",
         ),
+        pytest.param({"mixed_steps": False}, id="prefill-first"),
+        pytest.param(
+            {
+                "mixed_steps": False,
+                "max_num_batched_tokens": 40,
+                "max_num_seqs": 12,
+                "overlap": True,
+            },
+            id="prefill-first-chunked-overlap",
+        ),
     ],
 )
 def test_greedy_tokens_are_those_of_the_reference(
@@ -152,6 +162,7 @@ def test_order_does_not_matter(
     assert tokens(outputs) == [expected[i] for i in order]
 
 
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
 def test_preemption_does_not_change_tokens(
@@ -160,6 +171,7 @@ def test_preemption_does_not_change_tokens(
     expected: list[list[int]],
     caching: bool,
     overlap: bool,
+    mixed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Admission that expects one token of everybody overfills the pool."""
@@ -173,6 +185,7 @@ def test_preemption_does_not_change_tokens(
         num_kvcache_blocks=14,
         enable_prefix_caching=caching,
         overlap=overlap,
+        mixed_steps=mixed,
     )
     assert metrics["overlap"] == overlap
     assert metrics["num_preemptions"] > 5

@@ -10,6 +10,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.step_inputs import StepInputs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
+from nanovllm.utils.progress import startup_bar
 
 NUM_ROWS = 8  # of the static buffer, before the block tables
 
@@ -127,15 +128,17 @@ class DecodeGraphs:
         self._tokens: dict[int, torch.Tensor] = {}
         pool = None
         self._inputs.fill(None, max_num_seqs)
-        for size in reversed(self.sizes):  # the others fit into the memory of the largest
-            inputs = self._inputs.views(size)
-            compute(inputs)  # kernels compile, libraries allocate
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._tokens[size] = compute(inputs)
-            self._graphs[size] = graph
-            pool = pool or graph.pool()
+        # Largest first: the others fit into its memory.
+        with startup_bar(self.sizes[::-1], "Capturing CUDA graphs", "graph") as bar:
+            for size in bar:
+                inputs = self._inputs.views(size)
+                compute(inputs)  # kernels compile, libraries allocate
+                torch.cuda.synchronize(device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._tokens[size] = compute(inputs)
+                self._graphs[size] = graph
+                pool = pool or graph.pool()
 
     def replay(self, batch: Batch) -> torch.Tensor:
         """Sampled tokens [n] int32 of a decode batch of n sequences, until the next replay."""

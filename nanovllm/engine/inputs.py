@@ -19,7 +19,7 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 class Tokenizer(Protocol):
     """What is needed of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, verbose: bool) -> list[int]: ...
 
 
 class ParsedPrompt(NamedTuple):
@@ -95,7 +95,8 @@ class PromptReader:
                 f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
             )
         try:
-            return self._tokenizer.encode(text)
+            # Its warning of long texts would come before our error, which says more.
+            return self._tokenizer.encode(text, verbose=False)
         except (TypeError, UnicodeError) as error:  # lone surrogates, say
             raise ValueError(f"`{name}` cannot be tokenised: {error}") from error
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
@@ -59,7 +60,6 @@ class LLMEngine:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._lock = threading.RLock()
-        self._closed = True  # until construction has succeeded
         _check_options(options)
         if not isinstance(model, (str, Path)):
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
@@ -67,6 +67,9 @@ class LLMEngine:
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.tokenizer = load_tokenizer(self.config.model)
         self.model_runner = ModelRunner(self.config, self.model_config)
+        # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
+        # then before modules and CUDA are torn down in an order that nobody knows.
+        self._close = weakref.finalize(self, _close, self.model_runner, self._lock)
         pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
         self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
         self.eos_token_ids = set(self.model_config.eos_token_ids)
@@ -94,12 +97,12 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
+            mixed_steps=self.config.mixed_steps,
         )
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
         self._finished: list[Sequence] = []  # ended, and not returned by `step` yet
-        self._closed = False
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
@@ -303,15 +306,14 @@ class LLMEngine:
     # -- the end --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._close.alive:
             raise RuntimeError("this engine is closed: build a new LLM")
 
     def exit(self) -> None:
         """Drop all requests and give the memory back. May be called again."""
         with self._lock:
-            self._closed = True
             self._under_way.clear()
-            self.model_runner.exit()
+            self._close()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -325,9 +327,11 @@ class LLMEngine:
     ) -> None:
         self.exit()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            self.exit()
+
+def _close(runner: ModelRunner, lock: threading.RLock) -> None:
+    runner.exit()
+    with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
+        pass
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """How many KV blocks fit: plain arithmetic on bytes, no device."""
 
+from nanovllm.utils.cgroup import memory_left
+
 GIB = 1 << 30
 CPU_LIMIT = 4 * GIB  # of the default KV cache on a CPU
 RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
@@ -75,12 +77,13 @@ def num_blocks_for_limit(block_bytes: int, limit: int) -> int:
 
 
 def available_cpu_memory() -> int:
-    """Bytes of memory that are free or can be freed."""
+    """Bytes of memory that are free or can be freed, within the limit of a container."""
+    free = 2 * CPU_LIMIT
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    free = int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux
-    return 2 * CPU_LIMIT
+    return int(min(free, memory_left()))

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
+from typing import Any
 
 from tqdm.auto import tqdm
 from typing_extensions import Self
@@ -66,7 +67,9 @@ class Progress:
     def __init__(self, total: int, metrics: Metrics, enabled: bool) -> None:
         self._metrics = metrics
         self._start = replace(metrics)
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=not enabled)
+        # `disable=False` would overrule TQDM_DISABLE.
+        options: dict[str, Any] = {} if enabled else {"disable": True}
+        self._bar = tqdm(total=total, desc="Generating", unit="req", **options)
 
     def update(self, num_finished: int) -> None:
         """Show the state after a step in which `num_finished` requests ended."""

@@ -21,7 +21,7 @@ from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, build_batch, warmup_batch
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in
+from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in, upload
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -283,7 +283,8 @@ class ModelRunner:
 
     def prepare_decode(self, batch: Batch) -> StepInputs:
         """What a batch needs if its sequences have one token each."""
-        input_ids, positions, slot_mapping, context_lens, block_tables, slots = self._upload(
+        input_ids, positions, slot_mapping, context_lens, block_tables, slots = upload(
+            self.device,
             batch.input_ids,
             batch.positions,
             batch.slot_mapping,
@@ -297,7 +298,7 @@ class ModelRunner:
 
     def prepare_prefill(self, batch: Batch, inputs: StepInputs) -> StepInputs:
         """What is to be added where sequences prefill, beside decodes or not."""
-        cu_seqlens_q, cu_seqlens_k = self._upload(batch.cu_seqlens_q, batch.cu_seqlens_k)
+        cu_seqlens_q, cu_seqlens_k = upload(self.device, batch.cu_seqlens_q, batch.cu_seqlens_k)
         q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
         context = dataclasses.replace(
             inputs.context,
@@ -312,7 +313,8 @@ class ModelRunner:
     def prepare_sample(self, batch: Batch) -> tuple[SamplingMetadata, torch.Tensor]:
         """How to sample the n sequences that do, and their rows [n] int32."""
         who = batch.samples
-        temperatures, keys, positions, slots, rows = self._upload(
+        temperatures, keys, positions, slots, rows = upload(
+            self.device,
             batch.temperatures[who].view(np.int32),
             np.ascontiguousarray(batch.random_keys[:, who]),
             batch.context_lens[who],
@@ -320,21 +322,6 @@ class ModelRunner:
             batch.sample_rows,
         )
         return SamplingMetadata(temperatures.view(torch.float32), keys, positions, slots), rows
-
-    def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """int32 arrays to the device in one copy, each aligned to 16 bytes."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
-        host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
-        view = host.numpy()
-        for array, offset in zip(arrays, offsets, strict=False):
-            view[offset : offset + array.size] = array.ravel()
-        device = host.to(self.device, non_blocking=True)
-        return [
-            device[offset : offset + array.size].view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=False)
-        ]
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""

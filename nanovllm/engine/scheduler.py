@@ -2,7 +2,7 @@
 
 A sequence is a list of tokens of which the first `num_computed_tokens` have their KV in the
 cache; scheduling it means computing some of the rest. One uncomputed token is a decode, more are
-a prefill, whole or in chunks, and a step may mix both.
+a prefill, whole or in chunks, and a step may mix both (unless `mixed_steps` is off).
 
 A step passes through three calls: `schedule` chooses it, `advance` counts it as under way once it
 has been launched, `postprocess` books its tokens once they are read. The next step may be chosen
@@ -64,6 +64,7 @@ class Scheduler:
         max_num_batched_tokens: bound on the tokens of a step, at least `max_num_seqs`.
         max_model_len: a sequence of this many tokens ends with "length".
         eos_token_ids: tokens that end a sequence with "stop", unless it ignores them.
+        mixed_steps: prefills run beside decodes; without, they run alone and before them.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        mixed_steps: bool = True,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "a step must have room for every decode"
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.mixed_steps = mixed_steps
         self.lengths = LengthEstimator(max_model_len)
         self.num_preemptions = 0
         self._begin(block_manager)
@@ -115,22 +118,24 @@ class Scheduler:
           chunks cannot run dry half-way.
         - Waiting sequences start in their order. One exception: while a running sequence computes
           a block that a waiting one shares, that one waits for it, and others may pass.
+        - Without `mixed_steps`, prefills and new sequences make a step of their own while there
+          are any, and the decodes wait. Preempting is left to the steps that decode.
 
         Returns:
             The step, decodes first. Empty if no request is left, or if nothing can be chosen
             before the step under way is booked.
         """
+        budget = self.max_num_batched_tokens
+        if not self.mixed_steps and (prefills := self._schedule_prefills(budget, admits=True)):
+            # Single tokens last, so that none is taken for a decode.
+            return sorted(prefills, key=lambda item: item.num_tokens, reverse=True)
         num_preemptions = self.num_preemptions
         scheduled = self._schedule_decodes()
         if scheduled is None:
             return []
-        budget = self.max_num_batched_tokens - len(scheduled)
-        for seq in self.running:
-            if budget and seq.num_uncomputed_tokens > 1:
-                scheduled.append(ScheduledSequence.of(seq, budget))
-                budget -= scheduled[-1].num_tokens
-        if num_preemptions == self.num_preemptions:
-            scheduled += self._admit(budget)
+        if self.mixed_steps:
+            admits = num_preemptions == self.num_preemptions
+            scheduled += self._schedule_prefills(budget - len(scheduled), admits)
         assert scheduled or self._num_under_way or self.is_finished(), "nothing can run"
         return scheduled
 
@@ -155,6 +160,20 @@ class Scheduler:
         # Longest context first: a kernel that starts long rows late waits for them at its end.
         scheduled.sort(key=lambda item: item.start, reverse=True)
         return scheduled
+
+    def _schedule_prefills(self, budget: int, admits: bool) -> list[ScheduledSequence]:
+        scheduled = []
+        for seq in self.running:
+            if budget and self._is_prefilling(seq):
+                scheduled.append(ScheduledSequence.of(seq, budget))
+                budget -= scheduled[-1].num_tokens
+        return scheduled + self._admit(budget) if admits else scheduled
+
+    def _is_prefilling(self, seq: Sequence) -> bool:
+        # A single token left of a prompt is computed as a decode, but belongs with the prompts
+        # where those come first.
+        in_prompt = seq.num_computed_tokens < seq.num_prompt_tokens
+        return seq.num_uncomputed_tokens > 1 or (in_prompt and not self.mixed_steps)
 
     def _reaches_its_end(self, seq: Sequence) -> bool:
         """Whether the pending token is the last, so that nothing is left to compute."""

@@ -5,6 +5,7 @@ Knows safetensors files and the model's packed-module mapping; knows nothing of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.model_config import read_json
+from nanovllm.utils.progress import startup_bar
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -103,13 +105,15 @@ def load_model(model: nn.Module, directory: Path) -> None:
         problems.append(f"not used by this model: {_names(unused)}")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
-    for file in sorted(set(files.values())):
-        with _open(file) as tensors:
-            present = set(tensors.keys())
-            for name in [n for n in targets if files[n] == file]:
-                if name not in present:
-                    raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
-                _copy(name, tensors.get_tensor(name), targets[name])
+    by_file = sorted(targets, key=files.__getitem__)
+    with startup_bar(by_file, "Loading weights", "tensor") as bar:
+        for file, names in groupby(bar, key=files.__getitem__):
+            with _open(file) as tensors:
+                present = set(tensors.keys())
+                for name in names:
+                    if name not in present:
+                        raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
+                    _copy(name, tensors.get_tensor(name), targets[name])
 
 
 def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -127,13 +131,14 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     """Random weights, the same for the same seed and device: N(0, 0.02^2), norms 1, biases 0."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for name, param in model.named_parameters():
-        if name.endswith("bias"):
-            param.data.zero_()
-        elif param.dim() == 1:
-            param.data.fill_(1.0)
-        else:
-            param.data.normal_(0.0, 0.02, generator=generator)
+    with startup_bar(list(model.named_parameters()), "Loading weights", "tensor") as bar:
+        for name, param in bar:
+            if name.endswith("bias"):
+                param.data.zero_()
+            elif param.dim() == 1:
+                param.data.fill_(1.0)
+            else:
+                param.data.normal_(0.0, 0.02, generator=generator)
 
 
 def _names(names: list[str]) -> str:

@@ -1,0 +1,109 @@
+"""`mixed_steps`: prompts beside decodes, or before them. The tokens are the same."""
+
+import pytest
+from host import FakeModel, ScriptedModel, make_scheduler, make_seq, reference, run_to_end, step
+
+from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
+from checkpoints import reference as continuation
+from nanovllm import LLM
+from nanovllm.engine import model_runner
+from nanovllm.engine.admission import LengthEstimator
+from nanovllm.engine.batch import build_batch
+
+both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
+
+
+def test_arriving_prompts_stall_decodes_only_if_steps_are_not_mixed():
+    """29 prompt tokens: beside two decodes four a step, alone six."""
+    stalls = {}
+    for mixed in (True, False):
+        options = {"max_num_seqs": 4, "max_num_batched_tokens": 6, "mixed_steps": mixed}
+        scheduler = make_scheduler(20, **options)
+        model, decoding = FakeModel(scheduler), [make_seq(2, max_tokens=16) for _ in range(2)]
+        for seq in decoding:
+            scheduler.add(seq)
+        step(scheduler, model)
+        scheduler.add(make_seq(20, max_tokens=2))
+        scheduler.add(make_seq(9, max_tokens=2))
+        steps = []
+        while not scheduler.is_finished():
+            steps.append(step(scheduler, model))
+        ids = {seq.seq_id for seq in decoding}
+        prefills = [chunks for chunks in steps if any(c.was_prefill for c in chunks)]
+        stalls[mixed] = sum(not ids & {c.seq_id for c in chunks} for chunks in prefills)
+        assert len(prefills) == (8 if mixed else 5)
+        assert steps[: len(prefills)] == prefills, "prompts do not wait either"
+    assert stalls == {True: 0, False: 5}
+
+
+@both
+def test_single_tokens_of_prompts_go_with_the_prompts(mixed):
+    """A chunk of one, and prompts of one, which look like decodes."""
+    scheduler = make_scheduler(20, max_num_batched_tokens=8, mixed_steps=mixed)
+    old, one_over = make_seq(1, max_tokens=20), make_seq(9)
+    model = FakeModel(scheduler)
+    scheduler.add(old)
+    step(scheduler, model)
+    for seq in (one_over, make_seq(1), make_seq(5)):
+        scheduler.add(seq)
+    kinds = [[(c.seq_id == old.seq_id, c.num_tokens) for c in step(scheduler, model)]
+             for _ in range(3)]  # fmt: skip
+    if mixed:
+        assert kinds[0] == [(True, 1), (False, 7)]
+        assert kinds[1] == [(True, 1), (False, 2), (False, 1), (False, 4)]
+    else:
+        assert kinds[0] == [(False, 8)]
+        assert kinds[1] == [(False, 5), (False, 1), (False, 1)]
+        assert sorted(kinds[2]) == [(False, 1)] * 3 + [(True, 1)]
+    run_to_end(scheduler, model=model)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1], ids=["synchronous", "overlap"])
+def test_a_preempted_sequence_and_the_older_ones_take_turns(lookahead):
+    """Readmitted first and preempted by the next decode, it must not keep the others from it."""
+    scheduler = make_scheduler(6, max_num_batched_tokens=64, mixed_steps=False)
+    scheduler.lengths.remaining = lambda seq: 1  # guesses too low: preemption is the backstop
+    seqs = [make_seq(7, max_tokens=9) for _ in range(4)]
+    run_to_end(scheduler, seqs, lookahead=lookahead)
+    assert scheduler.num_preemptions > 2
+    assert seqs[0].num_preemptions == 0
+    for seq in seqs:
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 24)
+
+
+def test_decodes_wait_for_every_prompt_that_can_start_and_for_no_other():
+    """Two places: the third prompt waits for the first to end, and decodes do not wait for it."""
+    scheduler = make_scheduler(40, max_num_seqs=2, mixed_steps=False)
+    seqs = [make_seq(5, max_tokens=n) for n in (2, 9, 3)]
+    steps = run_to_end(scheduler, seqs, ScriptedModel())
+    first, second, third = (seq.seq_id for seq in seqs)
+    ids = [[chunk.seq_id for chunk in chunks] for chunks in steps]
+    assert ids[:4] == [[first, second], [first, second], [third], [second, third]]
+
+
+@both
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("budget", [9, 64], ids=["chunked", "whole"])
+def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypatch):
+    """Under chunks, prefix hits and, with a small pool and a wrong guess, preemption."""
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    kinds = set()
+
+    def build(*args):
+        batch = build_batch(*args)
+        kinds.add((batch.num_decodes > 0, batch.num_decodes < len(batch.context_lens)))
+        return batch
+
+    monkeypatch.setattr(model_runner, "build_batch", build)
+    shared = list(range(33))
+    prompts = [[*shared, 50 + i] for i in range(3)] + [[i + 1] * (11 * i + 1) for i in range(5)]
+    lengths = [20, 9, 30, 30, 1, 25, 12, 6]
+    options = {**SMALL, "max_num_batched_tokens": budget, "num_kvcache_blocks": 9}
+    with LLM(checkpoint, overlap=overlap, mixed_steps=mixed, **options) as llm:
+        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] > 0
+    assert tokens(outputs) == [
+        continuation(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
+    ]
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+    assert kinds == {(True, False), (False, True)} | ({(True, True)} if mixed else set())

@@ -1,0 +1,90 @@
+"""Progress bars: all that is loaded and captured is counted, quick starts and silence are quiet."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpoints import SMALL, checkpoint_fixture, edit_json, make_checkpoint  # noqa: F401
+from nanovllm import LLM
+from nanovllm.engine import graph_runner
+from nanovllm.utils import progress
+
+
+@pytest.fixture
+def no_delay(monkeypatch):
+    monkeypatch.setattr(progress, "DELAY", 0)
+
+
+def shown(text: str, desc: str) -> set[tuple[str, int, int]]:
+    """(percent, done, total) of every state that the bar with this name showed."""
+    found = re.findall(rf"{desc}: +(\d+)%\|[^|]*\| (\d+)/(\d+) ", text)
+    return {(int(percent), int(done), int(total)) for percent, done, total in found}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("shard", ["1GB", "100KB"], ids=["whole", "sharded"])
+def test_every_tensor_is_counted(shard, load_format, tmp_path, capfd, no_delay):
+    path = make_checkpoint(tmp_path / "model", shard=shard)
+    capfd.readouterr()
+    with LLM(path, load_format=load_format, **SMALL):
+        out, err = capfd.readouterr()
+    # 9 + 2 of a layer; a packed projection is one parameter, and three or two tensors
+    total = {"auto": 2 * 11 + 3, "dummy": 2 * 8 + 3}[load_format]
+    assert out == ""
+    assert (100, total, total) in shown(err, "Loading weights")
+
+
+def test_bar_of_a_load_that_fails_is_closed(tmp_path, capfd, no_delay):
+    path = make_checkpoint(tmp_path / "model")
+    edit_json(path / "config.json", intermediate_size=80)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match="has shape") as error:
+        LLM(path, **SMALL)
+    err = capfd.readouterr().err
+    assert error.tb, "which keeps the bar alive"
+    assert shown(err, "Loading weights") and err.endswith("\n")
+
+
+def test_every_graph_is_counted(monkeypatch, capfd, no_delay):
+    """Without CUDA: what is captured stands in for itself."""
+    stub = SimpleNamespace(fill=lambda *args: None, views=lambda size: size)
+    monkeypatch.setattr(graph_runner, "StaticInputs", lambda *args: stub)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+    computed = []
+    graphs = graph_runner.DecodeGraphs(computed.append, torch.device("cpu"), 40, 1)
+    assert graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
+    assert computed[::2] == computed[1::2] == graphs.sizes[::-1], "largest first"
+    assert (100, 7, 7) in shown(capfd.readouterr().err, "Capturing CUDA graphs")
+
+
+def test_what_is_done_at_once_shows_no_bar(checkpoint, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "DELAY", 1e9)  # and not a second: this machine may be slow
+    with LLM(checkpoint, **SMALL):
+        assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_tqdm_disable_silences_every_bar(disable):
+    """tqdm reads its variable when it is imported; a `disable=False` of ours would overrule it."""
+    code = """if True:
+        from nanovllm.engine.metrics import Metrics, Progress
+        from nanovllm.utils import progress
+        progress.DELAY = 0
+        list(progress.startup_bar(range(3), "start", "it"))
+        with Progress(3, Metrics(), enabled=True) as bar:
+            bar.update(3)
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    env |= {"TQDM_DISABLE": "1"} if disable else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    )
+    assert bool(shown(done.stderr, "start")) == bool(shown(done.stderr, "Generating")) != disable
