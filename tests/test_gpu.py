@@ -148,8 +148,7 @@ def test_bfloat16_still_adds(tiny: str, backend: str) -> None:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert llm.metrics()["num_graph_replays"] > 0
         if backend == "auto":
-            chosen = "flash_attn prefill, triton decode" if HAS_FLASH else "triton"
-            assert llm.metrics()["attention_backend"] == chosen
+            assert llm.metrics()["attention_backend"] == "triton"
     right = sum(o["text"] == str(a + b) for (a, b), o in zip(pairs, outputs, strict=True))
     print("right:", right, "of", len(pairs))
     assert right >= 0.98 * len(pairs)

@@ -75,20 +75,23 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
     Raises:
         ValueError: if the choice cannot be had, with every candidate's reason.
     """
-    from nanovllm.attention.flash_attn_backend import FlashAttentionBackend, FlashPrefillBackend
+    from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
     from nanovllm.attention.torch_backend import TorchBackend
     from nanovllm.attention.triton_backend import TritonBackend
 
-    backends: list[type[AttentionBackend]] = [FlashAttentionBackend, TritonBackend, TorchBackend]
     if choice == "auto" and needs.device.type == "cpu":
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
-    refusals = {backend: backend.refusal(needs) for backend in backends}
-    refused = "; ".join(f"{b.name}: {why}" for b, why in refusals.items() if why)
-    if choice == "auto" and FlashPrefillBackend.refusal(needs) is None:
-        return FlashPrefillBackend(), "the fastest for each phase"
-    for backend, refusal in refusals.items():
-        if refusal is None and choice in ("auto", backend.name):
-            return backend(), "as chosen" if choice != "auto" else refused or "the first choice"
+    # The fastest first, as measured (docs/experiments.md).
+    backends: list[type[AttentionBackend]] = [TritonBackend, FlashAttentionBackend, TorchBackend]
+    refusals: list[str] = []
+    for backend in backends:
+        if choice in ("auto", backend.name):
+            refusal = backend.refusal(needs)
+            if refusal is None:
+                reason = "; ".join(refusals) or ("the fastest" if choice == "auto" else "as chosen")
+                return backend(), reason
+            refusals.append(f"{backend.name}: {refusal}")
+    refused = "; ".join(f"{b.name}: {why}" for b in backends if (why := b.refusal(needs)))
     raise ValueError(
         f"attention_backend={choice!r} cannot be used here ({refused}); "
         "use attention_backend='auto'"

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import AttentionNeeds, KVCache
-from nanovllm.attention.triton_backend import TritonBackend, TritonStore, triton_refusal
+from nanovllm.attention.triton_backend import TritonStore, triton_refusal
 from nanovllm.utils.context import Context
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
@@ -85,26 +85,3 @@ class FlashAttentionBackend(TritonStore):
             causal=True,
         )
         return out.squeeze(1)
-
-
-class FlashPrefillBackend(FlashAttentionBackend):
-    """flash-attn for prefill, our Triton kernel for decode: the fastest of both phases.
-
-    On an H200 flash-attn makes a whole prefill 5 % faster, and ours takes a quarter less time in
-    decode (docs/experiments.md).
-    """
-
-    name: ClassVar[str] = "flash_attn prefill, triton decode"
-
-    @classmethod
-    def refusal(cls, needs: AttentionNeeds) -> str | None:
-        return super().refusal(needs) or TritonBackend.refusal(needs)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._triton = TritonBackend()
-
-    def decode(
-        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
-    ) -> torch.Tensor:
-        return self._triton.decode(q, cache, context, scale)

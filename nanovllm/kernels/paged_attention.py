@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
 
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16  # of an operand of tl.dot
@@ -31,35 +31,38 @@ def _slots(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
 
 
 @triton.jit
-def _attend_tile(
-    q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible,
-    D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _attend_tile(q, m, l, acc, k, v, scale, visible, MASKED: tl.constexpr):
     """One step of the online softmax over a tile of keys.
 
-    q: [M, D]; m, l: [M] running maximum and sum; acc: [M, D]; visible: [M or 1, BLOCK_N] bool.
+    q: [M, D]; m, l: [M] running maximum and sum; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D];
+    visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in units of log 2.
     """
-    d = tl.arange(0, D)
-    k_ptrs = k_ptr + slots[None, :] * stride_slot + d[:, None]
-    v_ptrs = v_ptr + slots[:, None] * stride_slot + d[None, :]
-    if MASKED:
-        # A key that no row sees is not loaded: what lies there may be anything, NaN included.
-        some = tl.max(visible.to(tl.int32), 0) > 0
-        k = tl.load(k_ptrs, mask=some[None, :], other=0.0)
-        v = tl.load(v_ptrs, mask=some[:, None], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
-    s = tl.dot(q, k, input_precision="ieee") * scale  # [M, BLOCK_N] float32, in units of log 2
+    s = tl.dot(q, k, input_precision="ieee")  # [M, BLOCK_N] float32
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - m_new[:, None])
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - m_new[:, None])
     correction = tl.exp2(m - m_new)
     l = l * correction + tl.sum(p, 1)
     acc = acc * correction[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return m_new, l, acc
+
+
+@triton.jit
+def _load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D: tl.constexpr, MASKED: tl.constexpr):
+    """Keys [D, BLOCK_N] and values [BLOCK_N, D] of the slots. Those not `seen` are not read: what
+    lies there may be anything, NaN included."""
+    d = tl.arange(0, D)
+    k_ptrs = k_ptr + slots[None, :] * stride_slot + d[:, None]
+    v_ptrs = v_ptr + slots[:, None] * stride_slot + d[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=seen[None, :], other=0.0)
+        v = tl.load(v_ptrs, mask=seen[:, None], other=0.0)
+    else:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    return k, v
 
 
 # Widths and slices of the step's metadata change from step to step: no variant for each alignment.
@@ -69,18 +72,44 @@ _metadata = triton.jit(
 )
 
 
+@triton.jit
+def _prefill_tile(
+    q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions, stride_slot,
+    scale,
+    D: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tile` of the keys from `start`; the sources are descriptors or pointers."""
+    keys = start + tl.arange(0, BLOCK_N)
+    seen = keys < k_len
+    if DESCRIBED:
+        slot = tl.load(table_ptr + start // S) * S + start % S
+        k = k_source.load([slot, kv_head * D]).T
+        v = v_source.load([slot, kv_head * D])
+        if MASKED:
+            v = tl.where(seen[:, None], v, 0.0)
+    else:
+        slots = _slots(table_ptr, start, BLOCK_N, S, k_len)
+        offset = kv_head * D
+        k, v = _load_tile(k_source + offset, v_source + offset, slots, seen, stride_slot, D, MASKED)
+    visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
+    return _attend_tile(q, m, l, acc, k, v, scale, visible, MASKED)
+
+
 @_metadata
 def _prefill_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
+    q_ptr, k_source, v_source, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
     stride_qt, stride_ot, stride_slot, stride_table,
     G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_M queries of one head of one sequence. Late queries see more keys, so
-    # they start first.
-    tile, head, seq = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # One program: BLOCK_M queries of one head of one sequence. Heads that share keys run side by
+    # side; late queries see more keys, so they start first.
+    launch_dependents(PDL)
+    head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     q_start = tl.load(cu_q_ptr + seq)
     q_len = tl.load(cu_q_ptr + seq + 1) - q_start
+    wait(PDL)
     if tile * BLOCK_M >= q_len:
         return
     k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
@@ -91,28 +120,24 @@ def _prefill_kernel(
     q = tl.load(q_ptr + t * stride_qt + head * D + d[None, :], mask=in_seq, other=0.0)
 
     table_ptr = tables_ptr + seq * stride_table
-    k_ptr = k_cache_ptr + (head // G) * D
-    v_ptr = v_cache_ptr + (head // G) * D
     # Row r is at position first + r; it sees the positions up to its own.
     first = k_len - q_len + tile * BLOCK_M
+    positions = first + tl.arange(0, BLOCK_M)
     end = tl.minimum(first + BLOCK_M, k_len)
     unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for start in range(0, unmasked_end, BLOCK_N):
-        slots = _slots(table_ptr, start, BLOCK_N, S, end)
-        m, l, acc = _attend_tile(
-            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, rows[:, None] >= 0, D, False
-        )
-    positions = first + tl.arange(0, BLOCK_M)
-    for start in range(unmasked_end, end, BLOCK_N):
-        slots = _slots(table_ptr, start, BLOCK_N, S, end)
-        keys = start + tl.arange(0, BLOCK_N)
-        visible = (keys[None, :] <= positions[:, None]) & (keys[None, :] < end)
-        m, l, acc = _attend_tile(
-            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible, D, True
-        )
+        m, l, acc = _prefill_tile(
+            q, m, l, acc, k_source, v_source, table_ptr, head // G, start, k_len, positions,
+            stride_slot, scale, D, S, BLOCK_N, DESCRIBED, False,
+        )  # fmt: skip
+    for start in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
+        m, l, acc = _prefill_tile(
+            q, m, l, acc, k_source, v_source, table_ptr, head // G, start, k_len, positions,
+            stride_slot, scale, D, S, BLOCK_N, DESCRIBED, True,
+        )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + head * D + d[None, :], out, mask=in_seq)
 
@@ -151,17 +176,16 @@ def _decode_kernel(
     m = tl.full([G_PAD], float("-inf"), tl.float32)
     l = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D], tl.float32)
-    for start in range(begin, unmasked_end, BLOCK_N):
+    # Not pipelined: many programs on a multiprocessor hide the latency better.
+    for start in tl.range(begin, unmasked_end, BLOCK_N, num_stages=1):
         slots = _slots(table_ptr, start, BLOCK_N, S, end)
-        m, l, acc = _attend_tile(
-            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, g[:, None] >= 0, D, False
-        )
+        k, v = _load_tile(k_ptr, v_ptr, slots, slots >= 0, stride_slot, D, False)
+        m, l, acc = _attend_tile(q, m, l, acc, k, v, scale, slots[None, :] >= 0, False)
     if unmasked_end < end:
         slots = _slots(table_ptr, unmasked_end, BLOCK_N, S, end)
-        visible = (unmasked_end + tl.arange(0, BLOCK_N))[None, :] < end
-        m, l, acc = _attend_tile(
-            q, m, l, acc, k_ptr, v_ptr, slots, stride_slot, scale, visible, D, True
-        )
+        seen = unmasked_end + tl.arange(0, BLOCK_N) < end
+        k, v = _load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, True)
+        m, l, acc = _attend_tile(q, m, l, acc, k, v, scale, seen[None, :], True)
     acc = acc / l[:, None]
     if SPLITS == 1:
         out_ptrs = out_ptr + row[:, None] * D + d[None, :]
@@ -221,15 +245,20 @@ def paged_prefill(
     S, Hkv = k_cache.shape[1:3]
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    small = q.element_size() == 4  # float32 tiles take twice the shared memory
-    BLOCK_M = 64 if small or max_seqlen_q <= 64 else 128
-    BLOCK_N = 32 if small else 64
-    grid = (triton.cdiv(max_seqlen_q, BLOCK_M), Hq, block_tables.shape[0])
-    _prefill_kernel[grid](
-        q, k_cache, v_cache, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
+    wide = q.element_size() == 4  # float32 tiles take twice the shared memory
+    BLOCK_M = 64 if wide or max_seqlen_q <= 1024 else 128
+    BLOCK_N = 32 if wide else 64
+    # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block.
+    k_source, v_source = k_cache.view(-1, Hkv * D), v_cache.view(-1, Hkv * D)
+    described = S >= BLOCK_N and can_describe(k_source) and can_describe(v_source)
+    if described:
+        k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
+    _prefill_kernel[(Hq, triton.cdiv(max_seqlen_q, BLOCK_M), block_tables.shape[0])](
+        q, k_source, v_source, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
         q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
-        G=Hq // Hkv, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        num_warps=8 if BLOCK_M == 128 and D >= 128 else 4, num_stages=3 if D <= 128 else 2,
+        G=Hq // Hkv, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
+        num_warps=4 if described or BLOCK_M == 64 else 8,
+        num_stages=3 if D <= 128 else 2, **pdl_options(),
     )  # fmt: skip
     return out
 
@@ -240,9 +269,9 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, max_context: int) -> i
     1024 programs are about eight for each multiprocessor of an H100 or H200; measured by
     benchmarks/decode_attention.py.
     """
-    wanted = 1024 // max(1, batch_size * num_kv_heads)
-    most = max(1, min(wanted, max_context // 64, 16))
-    return 1 << (most.bit_length() - 1)
+    wanted = triton.cdiv(1024, batch_size * num_kv_heads)
+    most = max(1, min(16, max_context // 64))
+    return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 
 def paged_decode(
@@ -282,7 +311,7 @@ def paged_decode(
         scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
         BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
-        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(),
+        num_warps=2 if D <= 128 else 4, **pdl_options(),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.pdl import launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 
 SPAN = 4096  # columns
 LOG2E = 1.4426950408889634

@@ -1,0 +1,68 @@
+"""What Hopper GPUs and later ones add, where Triton offers it; elsewhere kernels do without.
+
+*Programmatic dependent launch*: a kernel launched with `pdl_options()` is placed on the GPU as
+soon as every program of its predecessor has called `launch_dependents` or ended. What it does
+before `wait` (launch latency, reading weights) then costs no time of its own. The rules that keep
+it correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchronization):
+
+- every program calls `wait`, on every path, so that a kernel that has ended implies that all
+  before it have;
+- before `wait` it reads only what no kernel of the step writes: weights, and the step's metadata.
+
+*Tensor memory access*: a descriptor of a matrix lets the hardware copy whole tiles of it.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+try:  # Triton 3.4
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel start."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the kernels before this one have ended and their writes can be seen."""
+    if PDL:
+        gdc_wait()
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    return (
+        TensorDescriptor is not None
+        and torch.cuda.is_available()
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability() >= (9, 0)
+    )
+
+
+def pdl_options() -> dict[str, Any]:
+    """Keyword arguments of a launch: the kernel's PDL constant, and Triton's launch option."""
+    return {"PDL": True, "launch_pdl": True} if _on_hopper() else {"PDL": False}
+
+
+def can_describe(x: torch.Tensor) -> bool:
+    """Whether `describe` takes the matrix x: rows that begin at multiples of 16 bytes."""
+    if x.is_cuda and not _on_hopper():
+        return False
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return TensorDescriptor is not None and x.stride(1) == 1 and aligned
+
+
+def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """A descriptor of the matrix x for tiles of rows x columns; what lies outside x reads as 0."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
