@@ -103,10 +103,13 @@ class PromptReader:
     def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
         if len(token_ids) == 0:
             raise ValueError(f"`{name}` must have at least one token, got none")
-        if set(map(type, token_ids)) != {int} and not all(map(_is_int, token_ids)):
-            wrong = next(token for token in token_ids if not _is_int(token))
-            raise TypeError(f"`{name}` must hold integer token ids, got {wrong!r}")
-        ids = [int(token) for token in token_ids]
+        if set(map(type, token_ids)) == {int}:
+            ids = list(token_ids)
+        else:  # numpy's integers, say
+            wrong = [token for token in token_ids if not _is_int(token)]
+            if wrong:
+                raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}")
+            ids = [int(token) for token in token_ids]
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self._vocab_size)
             raise ValueError(

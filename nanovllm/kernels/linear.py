@@ -18,6 +18,7 @@ import triton.language as tl
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
 
+HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 
@@ -67,8 +68,7 @@ def _row_kernel(
 
 @triton.jit
 def _tiles_kernel(
-    x_desc, weight_desc, out_ptr, T,
-    N: tl.constexpr, SPAN: tl.constexpr, GATED: tl.constexpr,
+    x_desc, weight_desc, out_ptr, T, N: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
@@ -76,22 +76,16 @@ def _tiles_kernel(
     launch_dependents(PDL)
     n, t, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    if GATED:
-        up_acc = acc
     wait(PDL)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
-        x = x_desc.load([t, k]).T
-        acc = tl.dot(weight_desc.load([n, k]), x, acc)
-        if GATED:
-            up_acc = tl.dot(weight_desc.load([n + N, k]), x, up_acc)
-    if GATED:
-        acc = acc * tl.sigmoid(acc) * up_acc
+        acc = tl.dot(weight_desc.load([n, k]), x_desc.load([t, k]).T, acc)
     t += tl.arange(0, BLOCK_T)[None, :]
     out_ptrs = out_ptr + (split * T + t) * N + n + tl.arange(0, BLOCK_N)[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=t < T)
 
 
 def _one_row(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows must be contiguous"
     N, K = weight.shape
     if gated:
         N //= 2
@@ -115,7 +109,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     """
     small = N * K <= SMALL
     most = (256 if small else 128) if partial else (64 if small else 0)
-    if most < T or N % (2 * BLOCK_N) or K % 512:
+    if most < T or N % BLOCK_N or K % 512:
         return None
     # About 128 programs: by narrow tiles and many splits where the outputs are few.
     wide = N >= 4096
@@ -125,35 +119,17 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
 
 
-def _by_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, gated: bool) -> torch.Tensor:
+def _by_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """[S, T, N] float32 for S splits; [T, N] for one."""
     (T, K), N, S = x.shape, weight.shape[0], tiles.splits
-    if gated:
-        N //= 2
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k), out, T,
-        N=N, SPAN=K // S, GATED=gated, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,
-        BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(),
+        N=N, SPAN=K // S, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k,
+        num_warps=4, num_stages=tiles.stages, **pdl_options(),
     )  # fmt: skip
     return out
-
-
-def _few_rows(
-    x: torch.Tensor, weight: torch.Tensor, gated: bool, partial: bool
-) -> torch.Tensor | None:
-    """The product through a kernel of ours, or None where the library is to be taken."""
-    assert weight.is_contiguous(), "weight must be contiguous"
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1:
-        return None
-    if len(x) == 1:
-        return _one_row(x, weight, gated)
-    N, K = weight.shape
-    tiles = choose_tiles(len(x), N, K, partial)
-    if tiles is None or not (can_describe(x) and can_describe(weight)):
-        return None
-    return _by_tiles(x, weight, tiles, gated)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, partial: bool = False) -> torch.Tensor:
@@ -167,11 +143,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor, partial: bool = False) -> torc
     Returns:
         [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
     """
-    out = _few_rows(x, weight, gated=False, partial=partial)
-    return F.linear(x, weight) if out is None else out
+    (T, K), N = x.shape, weight.shape[0]
+    if x.dtype in HALF:
+        if T == 1:
+            return _one_row(x, weight, gated=False)
+        tiles = choose_tiles(T, N, K, partial)
+        if tiles is not None and can_describe(x) and can_describe(weight):
+            return _by_tiles(x, weight, tiles)
+    return F.linear(x, weight)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`silu(x @ gate.T) * (x @ up.T)`. x: [T, K]; weight: [2 N, K] = gate, then up -> [T, N]."""
-    out = _few_rows(x, weight, gated=True, partial=False)
-    return silu_and_mul(F.linear(x, weight)) if out is None else out
+    if len(x) == 1 and x.dtype in HALF:
+        return _one_row(x, weight, gated=True)
+    return silu_and_mul(F.linear(x, weight))

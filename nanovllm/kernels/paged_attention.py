@@ -100,46 +100,50 @@ def _prefill_tile(
 def _prefill_kernel(
     q_ptr, k_source, v_source, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
     stride_qt, stride_ot, stride_slot, stride_table,
-    G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_M queries of one head of one sequence. Heads that share keys run side by
-    # side; late queries see more keys, so they start first.
+    # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
+    # sequence. Late queries see more keys, so they start first.
     launch_dependents(PDL)
-    head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    kv_head, seq = tl.program_id(0), tl.program_id(2)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    QUERIES: tl.constexpr = BLOCK_M // G_PAD
     q_start = tl.load(cu_q_ptr + seq)
     q_len = tl.load(cu_q_ptr + seq + 1) - q_start
     wait(PDL)
-    if tile * BLOCK_M >= q_len:
+    if tile * QUERIES >= q_len:
         return
     k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.arange(0, BLOCK_M)
+    query, g = tile * QUERIES + row // G_PAD, row % G_PAD
     d = tl.arange(0, D)
-    in_seq = rows[:, None] < q_len
-    t = (q_start + rows).to(tl.int64)[:, None]
-    q = tl.load(q_ptr + t * stride_qt + head * D + d[None, :], mask=in_seq, other=0.0)
+    used = ((query < q_len) & (g < G))[:, None]
+    t = (q_start + query).to(tl.int64)[:, None]
+    column = (kv_head * G + g)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + t * stride_qt + column, mask=used, other=0.0)
 
     table_ptr = tables_ptr + seq * stride_table
-    # Row r is at position first + r; it sees the positions up to its own.
-    first = k_len - q_len + tile * BLOCK_M
-    positions = first + tl.arange(0, BLOCK_M)
-    end = tl.minimum(first + BLOCK_M, k_len)
+    # A query sees the positions up to its own; the first of them is at `first`.
+    first = k_len - q_len + tile * QUERIES
+    positions = first + row // G_PAD
+    end = tl.minimum(first + QUERIES, k_len)
     unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for start in range(0, unmasked_end, BLOCK_N):
         m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, table_ptr, head // G, start, k_len, positions,
+            q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions,
             stride_slot, scale, D, S, BLOCK_N, DESCRIBED, False,
         )  # fmt: skip
     for start in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
         m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, table_ptr, head // G, start, k_len, positions,
+            q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions,
             stride_slot, scale, D, S, BLOCK_N, DESCRIBED, True,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + t * stride_ot + head * D + d[None, :], out, mask=in_seq)
+    tl.store(out_ptr + t * stride_ot + column, out, mask=used)
 
 
 @_metadata
@@ -176,8 +180,7 @@ def _decode_kernel(
     m = tl.full([G_PAD], float("-inf"), tl.float32)
     l = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D], tl.float32)
-    # Not pipelined: many programs on a multiprocessor hide the latency better.
-    for start in tl.range(begin, unmasked_end, BLOCK_N, num_stages=1):
+    for start in range(begin, unmasked_end, BLOCK_N):
         slots = _slots(table_ptr, start, BLOCK_N, S, end)
         k, v = _load_tile(k_ptr, v_ptr, slots, slots >= 0, stride_slot, D, False)
         m, l, acc = _attend_tile(q, m, l, acc, k, v, scale, slots[None, :] >= 0, False)
@@ -245,18 +248,21 @@ def paged_prefill(
     S, Hkv = k_cache.shape[1:3]
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    G = Hq // Hkv
+    G_PAD = triton.next_power_of_2(G)
     wide = q.element_size() == 4  # float32 tiles take twice the shared memory
-    BLOCK_M = 64 if wide or max_seqlen_q <= 1024 else 128
+    BLOCK_M = 64 if wide or max_seqlen_q * G_PAD <= 64 else 128
     BLOCK_N = 32 if wide else 64
+    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G_PAD), block_tables.shape[0])
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block.
     k_source, v_source = k_cache.view(-1, Hkv * D), v_cache.view(-1, Hkv * D)
     described = S >= BLOCK_N and can_describe(k_source) and can_describe(v_source)
     if described:
         k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
-    _prefill_kernel[(Hq, triton.cdiv(max_seqlen_q, BLOCK_M), block_tables.shape[0])](
+    _prefill_kernel[grid](
         q, k_source, v_source, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
         q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
-        G=Hq // Hkv, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
+        G=G, G_PAD=G_PAD, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
         num_warps=4 if described or BLOCK_M == 64 else 8,
         num_stages=3 if D <= 128 else 2, **pdl_options(),
     )  # fmt: skip
@@ -311,7 +317,7 @@ def paged_decode(
         scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
         BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
-        num_warps=2 if D <= 128 else 4, **pdl_options(),
+        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](
