@@ -117,8 +117,12 @@ def hardware_name(device: str) -> str:
     """What the GPU or CPU calls itself."""
     import torch
 
-    on_cuda = device.startswith("cuda")
-    return torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "CPU"
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
 
 
 def conditions(llm: LLM) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ def with_nanovllm(llm: LLM, prompts: list[list[int]], counts: list[int]) -> tupl
     return [output.outputs[0].token_ids for output in outputs], seconds
 
 
-def measure(runs: dict[str, Callable[[], tuple[Outputs, float]]], repeat: int) -> dict[str, Any]:
+def measure(
+    runs: Mapping[str, Callable[[], tuple[Outputs, float]]], repeat: int
+) -> dict[str, tuple[Outputs, list[float]]]:
     """Outputs and seconds of each, taken in turns so that a busy machine hits them alike."""
     outputs: dict[str, Outputs] = {}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
