@@ -8,7 +8,10 @@ request, the time of `generate` is taken and the generated tokens are counted an
     python bench.py --model DIR              # a checkpoint
     python bench.py                          # the embedded tiny checkpoint
 
-The last line is JSON. On a CPU, without --num-seqs, a size is chosen that ends in about a minute.
+Beside the tokens per second stand the bytes per second that decode read (weights, keys, values) and
+the share of the roofline, where the GPU's limits are known (`benchmarks/limits.py`) or given by
+--bandwidth and --flops. The last line is JSON; --save FILE appends it to FILE. On a CPU, without
+--num-seqs, a size is chosen that ends in about a minute.
 """
 
 import argparse
@@ -21,9 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import limits
 from nanovllm import LLM, SamplingParams, __version__
 
 ROOT = Path(__file__).parent
@@ -107,6 +113,18 @@ def choose_cpu_size(llm: LLM, seed: int) -> int:
     return num_seqs
 
 
+def hardware_name(device: str) -> str:
+    """What the GPU or CPU calls itself."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
+
+
 def conditions(llm: LLM) -> dict[str, Any]:
     """What a figure depends on."""
     import torch
@@ -114,36 +132,68 @@ def conditions(llm: LLM) -> dict[str, Any]:
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     metrics = llm.metrics()
-    on_cuda = metrics["device"].startswith("cuda")
     keys = ("attention_backend", "device", "dtype", "cuda_graphs", "num_kvcache_blocks")
     return {
         "commit": commit or None,
         "nanovllm": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "hardware": torch.cuda.get_device_name() if on_cuda else platform.processor() or "CPU",
+        "hardware": hardware_name(metrics["device"]),
         **{key: metrics[key] for key in keys},
         "num_preemptions": metrics["num_preemptions"],
         "num_cached_tokens": metrics["num_cached_tokens"],
     }
 
 
-def build(args: argparse.Namespace) -> tuple[LLM, float]:
-    """The engine, and the seconds its construction took."""
+def achieved(
+    llm: LLM,
+    args: argparse.Namespace,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    seconds: float,
+    num_shared: int = 0,
+) -> dict[str, Any]:
+    """Bandwidth and share of the roofline of a run (`limits.report`)."""
+    metrics = llm.metrics()
+    itemsize = 4 if metrics["dtype"] == "float32" else 2
+    lens = [len(prompt) for prompt in prompts], [param.max_tokens for param in params]
+    work = limits.work(llm.model_config, itemsize, *lens, num_shared)
+    name = hardware_name(metrics["device"])
+    return limits.report(work, seconds, limits.hardware(name, itemsize, args.bandwidth, args.flops))
+
+
+@contextmanager
+def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The model's directory and the engine's options, by the command line."""
     options = {
         "enforce_eager": args.enforce_eager,
         "attention_backend": args.attention_backend,
         "device": args.device,
         "kvcache_block_size": args.block_size,
     }
-    start = time.perf_counter()
-    if args.dummy is None:
-        return LLM(args.model, **options), time.perf_counter() - start
+    if args.model is not None or args.dummy is None:
+        yield args.model or str(TINY), options
+        return
     with tempfile.TemporaryDirectory() as directory:
         config = {**COMMON, **SHAPES[args.dummy]}
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        llm = LLM(directory, load_format="dummy", **options)
-    return llm, time.perf_counter() - start
+        yield directory, {**options, "load_format": "dummy"}
+
+
+def build(args: argparse.Namespace) -> tuple[LLM, float]:
+    """The engine, and the seconds its construction took."""
+    with checkpoint(args) as (directory, options):
+        start = time.perf_counter()
+        return LLM(directory, **options), time.perf_counter() - start
+
+
+def publish(result: dict[str, Any], file: str | None) -> None:
+    """Print the result as the last line, and append it to `file`: one JSON object a line."""
+    line = json.dumps(result)
+    if file is not None:
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+    print(line)
 
 
 def positive(text: str) -> int:
@@ -154,19 +204,34 @@ def positive(text: str) -> int:
     return value
 
 
-def parse_args() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> None:
+    """Options of all benchmarks; `dummy` is the shape where no model is named."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", default=str(TINY), help="directory of a checkpoint")
-    source.add_argument("--dummy", choices=sorted(SHAPES), help="random weights in this shape")
-    parser.add_argument("--num-seqs", type=positive, help="sequences (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
-    parser.add_argument("--repeat", type=positive, default=1, help="timed runs")
+    source.add_argument("--model", help="directory of a checkpoint")
+    source.add_argument(
+        "--dummy", choices=sorted(SHAPES), default=dummy, help="random weights in this shape"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--bandwidth", type=float, help="the device's limit, bytes per second")
+    parser.add_argument("--flops", type=float, help="its limit, operations per second")
+    parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """How results name the model."""
+    return str(args.model or args.dummy or TINY)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_options(parser)
+    parser.add_argument("--num-seqs", type=positive, help="sequences (256)")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload")
+    parser.add_argument("--repeat", type=positive, default=1, help="timed runs")
     parser.add_argument("--no-progress", action="store_true")
     return parser.parse_args()
 
@@ -186,20 +251,23 @@ def main() -> None:
         llm.reset_prefix_cache()
         tokens, seconds = run_once(llm, prompts, params, progress=not args.no_progress)
         rates.append(tokens / seconds)
-        print(f"{tokens} tokens in {seconds:.2f} s: {rates[-1]:.0f} tok/s")
+        share = limits.describe(achieved(llm, args, prompts, params, seconds))
+        print(f"{tokens} tokens in {seconds:.2f} s: {rates[-1]:.0f} tok/s, {share}")
+    median = statistics.median(rates)
     result = {
         "benchmark": "bench",
-        "model": args.dummy or args.model,
+        "model": model_name(args),
         "seed": args.seed,
         "num_seqs": num_seqs,
         "tokens": tokens,
-        "tok_per_s_median": round(statistics.median(rates), 1),
+        "tok_per_s_median": round(median, 1),
         "tok_per_s_range": [round(min(rates), 1), round(max(rates), 1)],
         "construction_s": round(construction, 2),
+        **achieved(llm, args, prompts, params, tokens / median),
         **conditions(llm),
     }
     llm.exit()
-    print(json.dumps(result))
+    publish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ The last line is JSON.
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -52,7 +53,7 @@ def measure(B: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float
     times = {"bytes": float(2 * 2 * HKV * D * sum(lens))}
     for splits in (1, 2, 4, 8, 16, 32):
         times[f"splits {splits}"] = microseconds(
-            lambda n=splits: paged_decode(q, k, v, tables, context_lens, D**-0.5, n)
+            partial(paged_decode, q, k, v, tables, context_lens, D**-0.5, splits)
         )
     chosen = choose_num_splits(B, HKV, WIDTH * S)
     times["chosen"] = times[f"splits {chosen}"]

@@ -41,7 +41,8 @@ class Config:
         mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
             alone, and the running sequences wait meanwhile, as in nano-vLLM.
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
-            activation; False takes the plain PyTorch expressions.
+            activation, and in float32 on a CPU oneDNN's matrix products; False takes the plain
+            PyTorch expressions.
         overlap: launch each step before the tokens of the one before it are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones for the

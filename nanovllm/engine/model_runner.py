@@ -23,6 +23,7 @@ from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in, upload
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
@@ -119,6 +120,8 @@ class ModelRunner:
             load_dummy(self.model, self.config.seed)
         else:
             load_model(self.model, Path(self.config.model))
+        if self.config.fused_kernels and can_use_onednn(self.device, self.dtype):
+            use_onednn(self.model)
         logger.info(
             "weights: %s, %.2f GiB in %s on %s, loaded in %.1f s",
             self.model_config.architecture,

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.linear import linear
+
 
 class VocabParallelEmbedding(nn.Module):
     """Token ids to hidden states. weight: [V, M], split along the vocabulary over GPUs."""
@@ -22,4 +24,4 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, M] -> [B, V]"""
-        return F.linear(hidden, self.weight)
+        return linear(hidden, self.weight, None)

@@ -10,6 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias`. A weight in oneDNN's keeping (`onednn.py`) is multiplied there."""
+    if weight.is_mkldnn:
+        return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+    return F.linear(x, weight, bias)
+
+
 class ReplicatedLinear(nn.Module):
     """`x @ weight.T + bias`, the same on every device. weight: [out, in]."""
 
@@ -24,10 +31,10 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
         if self.fused:
-            from nanovllm.kernels.linear import linear
+            from nanovllm.kernels import linear as kernels
 
-            return linear(x, self.weight)
-        return F.linear(x, self.weight, self.bias)
+            return kernels.linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
 
 class ColumnParallelLinear(ReplicatedLinear):
@@ -40,9 +47,9 @@ class RowParallelLinear(ReplicatedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]; `fused` also [S, T, out], for `RMSNorm.add_forward` to sum."""
         if self.fused:
-            from nanovllm.kernels.linear import linear
+            from nanovllm.kernels import linear as kernels
 
-            return linear(x, self.weight, partial=True)
+            return kernels.linear(x, self.weight, partial=True)
         return super().forward(x)
 
 

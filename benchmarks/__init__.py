@@ -1,0 +1,1 @@
+"""Benchmarks beside bench.py; each file is a script."""

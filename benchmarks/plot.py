@@ -1,0 +1,123 @@
+"""Draw what `workloads.py --save` measured beside vLLM, nano-vLLM and the roofline.
+
+    pip install -e ".[bench]"
+    python benchmarks/workloads.py --dummy qwen3-0.6b --save results.jsonl
+    python benchmarks/plot.py results.jsonl [--output docs/benchmarks.png]
+
+One row of bars for each model that both the files and `peers.json` have; of several results for
+a workload the last counts. Bars are shares of the roofline, the figures are those measured: our
+median, and of a peer that was measured several times its best.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+ROOT = Path(__file__).parents[1]
+PEERS = Path(__file__).with_name("peers.json")
+COLOURS = {"nano-vLLM": "#b8bcc4", "vLLM 0.26": "#6f7d95", "nanovllm (this library)": "#d9622b"}
+OURS = list(COLOURS)[-1]
+
+
+class Bar(NamedTuple):
+    """One engine on one workload."""
+
+    share: float  # of the roofline
+    label: str
+
+
+def read_results(files: list[str], hardware: str) -> dict[str, dict[str, Any]]:
+    """Model -> workload -> result. ValueError for those of other hardware than the peers'."""
+    models: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record["benchmark"] != "workloads":
+                continue
+            if record["hardware"] != hardware:
+                raise ValueError(
+                    f"{file}: results must be of the peers' hardware, {hardware}, "
+                    f"got {record['hardware']}"
+                )
+            models.setdefault(record["model"], {}).update(record["results"])
+    return models
+
+
+def bars(
+    results: dict[str, Any], peers: dict[str, dict[str, list[float]]]
+) -> dict[str, list[Bar | None]]:
+    """Engine -> a bar for each workload of `results`; None where a peer has no figure."""
+    drawn: dict[str, list[Bar | None]] = {engine: [] for engine in (*peers, OURS)}
+    for name, result in results.items():
+        rated, ours = result["unit"] == "tok/s", result["median"]
+        for engine, row in drawn.items():
+            figures = [ours] if engine == OURS else peers[engine].get(name)
+            if figures is None:
+                row.append(None)
+                continue
+            value = max(figures) if rated else min(figures)
+            speed = value / ours if rated else ours / value  # relative to ours
+            row.append(Bar(result["roofline_share"] * speed, write(value, rated)))
+    return drawn
+
+
+def write(value: float, rated: bool) -> str:
+    """A figure as short as it is read."""
+    if not rated:
+        return f"{value:.2f}"
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def draw(
+    axes: Axes, title: str, results: dict[str, Any], drawn: dict[str, list[Bar | None]]
+) -> None:
+    """One model's bars."""
+    width = 0.8 / len(drawn)
+    for i, (engine, row) in enumerate(drawn.items()):
+        for x, bar in enumerate(row):
+            if bar is None:
+                continue
+            at = x + (i - (len(drawn) - 1) / 2) * width
+            axes.bar(at, bar.share, 0.92 * width, color=COLOURS[engine])
+            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=7)
+    axes.axhline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    names = [f"{name}\n{result['unit']}" for name, result in results.items()]
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylim(0, 1.1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+def main() -> None:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="+", help="what workloads.py saved")
+    parser.add_argument("--output", default=str(ROOT / "docs" / "benchmarks.png"))
+    args = parser.parse_args()
+    peers = json.loads(PEERS.read_text(encoding="utf-8"))
+    models, figures = read_results(args.files, peers["hardware"]), peers["figures"]
+    shown = [model for model in figures if model in models]
+    if not shown:
+        raise ValueError(f"no model of {sorted(models)} is in {PEERS.name}: {sorted(figures)}")
+    figure, rows = plt.subplots(len(shown), squeeze=False, figsize=(9, 0.6 + 2.6 * len(shown)))
+    for axes, model in zip(rows[:, 0], shown, strict=True):
+        title = f"{model} on one {peers['hardware']}: share of the roofline"
+        draw(axes, title, models[model], bars(models[model], figures[model]))
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    figure.legend(handles, list(COLOURS), loc="lower center", ncols=3, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
+    figure.savefig(args.output, dpi=120, facecolor="white")  # white is readable on dark pages too
+    print(args.output)
+
+
+if __name__ == "__main__":
+    main()

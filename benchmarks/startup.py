@@ -1,0 +1,83 @@
+"""How long until the first token: `import nanovllm`, `LLM(...)`, and the first request.
+
+Each run is a fresh process, because compiled kernels and the CUDA context live as long as one.
+
+    warm    Triton's compile cache as earlier runs left it (one run that is not timed fills it)
+    cold    an empty compile cache
+
+    python benchmarks/startup.py --dummy qwen3-0.6b [--repeat 3] [--save FILE]
+
+The import is timed after torch's own, which is not ours to shorten. Files stay in the page cache:
+"cold" does not mean a cold disk. Prints median and range; the last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import bench
+
+CHILD = """
+import json, sys, time
+import torch
+
+times = [time.perf_counter()]
+from nanovllm import LLM, SamplingParams
+times.append(time.perf_counter())
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+times.append(time.perf_counter())
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+times.append(time.perf_counter())
+import bench
+print(json.dumps([[b - a for a, b in zip(times, times[1:])], bench.conditions(llm)]))
+"""
+PARTS = ("import", "LLM(...)", "first request")
+
+
+def start(
+    directory: str, options: dict[str, Any], cache: str | None
+) -> tuple[list[float], dict[str, Any]]:
+    """Seconds of each of `PARTS` in a fresh process, and its conditions."""
+    env = {**os.environ, "PYTHONPATH": str(bench.ROOT)}
+    if cache is not None:
+        env["TRITON_CACHE_DIR"] = cache
+    command = [sys.executable, "-c", CHILD, directory, json.dumps(options)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    seconds, conditions = json.loads(done.stdout.splitlines()[-1])
+    return seconds, conditions
+
+
+def main() -> None:
+    """Time starts with a warm and with a cold cache."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    bench.add_options(parser)
+    parser.add_argument("--repeat", type=bench.positive, default=3)
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    with bench.checkpoint(args) as (directory, options):
+        start(directory, options, None)  # fills the compile cache
+        for name in ("warm", "cold"):
+            runs = []
+            for _ in range(args.repeat):
+                with tempfile.TemporaryDirectory() as empty:
+                    cache = empty if name == "cold" else None
+                    seconds, conditions = start(directory, options, cache)
+                runs.append(seconds)
+            for part, values in zip(PARTS, zip(*runs, strict=True), strict=True):
+                low, median, high = min(values), statistics.median(values), max(values)
+                print(f"{name} {part:14s} {median:7.2f} s  ({low:.2f}-{high:.2f})", flush=True)
+                entry = {"median": median, "runs": sorted(values), "unit": "s"}
+                results.setdefault(name, {})[part] = entry
+    result = {"benchmark": "startup", "model": bench.model_name(args), "results": results}
+    bench.publish({**result, **conditions}, args.save)
+
+
+if __name__ == "__main__":
+    main()

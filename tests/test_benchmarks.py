@@ -1,0 +1,261 @@
+"""The scripts of benchmarks/ at tiny size on a CPU, and the roofline against hand computation."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench
+from benchmarks import cpu_vs_transformers, limits, roofline, startup, workloads
+from checkpoints import checkpoint_fixture  # noqa: F401
+from nanovllm import LLM
+from nanovllm.model_config import ModelConfig
+
+SMALL: dict[str, Any] = {
+    "rated": lambda rng: workloads.uniform(workloads.many(rng, 3, 20), 4, True),
+    "timed": lambda rng: workloads.uniform(workloads.many(rng, 2, 30), 1, False),
+    "shared": lambda rng: workloads.uniform([[1] * 64 + [i] for i in range(4)], 3, False, 64),
+}
+
+
+def run(main: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *args])
+    main()
+
+
+def saved(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- limits.py ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="config")
+def config_fixture(checkpoint: Path) -> ModelConfig:
+    """M 64, I 96, 2 layers, 4 query and 2 KV heads of 32, vocabulary 128."""
+    return ModelConfig.from_pretrained(str(checkpoint))
+
+
+LAYER = 64 * (4 + 2 + 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96  # q, k, v; o; gate, up, down
+HEAD = 128 * 64
+
+
+@pytest.mark.parametrize("num_shared", [0, 8])
+def test_work_is_the_sum_over_tokens(config: ModelConfig, num_shared: int) -> None:
+    """Counted here token by token, with Python's integers."""
+    prompts, outputs = [10, 12, 9], [4, 1, 6]
+    prefill = sum(2 * 2 * LAYER * (n - num_shared) + 2 * HEAD for n in prompts)
+    # q k^T and p v: 2 operations a product, 4 heads of 32, 2 layers; n^2 / 2 pairs as is usual
+    prefill += sum(2 * 2 * 4 * 32 * 2 * (n * n - num_shared**2) // 2 for n in prompts)
+    flops, sizes = [], []
+    for step in range(1, 6):
+        contexts = [n + step for n, out in zip(prompts, outputs, strict=True) if out > step]
+        flops.append(sum(2 * (2 * LAYER + HEAD) + 4 * 4 * 32 * 2 * n for n in contexts))
+        read = sum(n - num_shared for n in contexts) + num_shared
+        sizes.append(2 * (2 * LAYER + HEAD) + 2 * (2 * 2 * 2 * 32) * read)  # 2 bytes
+    work = limits.work(config, 2, prompts, outputs, num_shared)
+    assert work.prefill_flops == prefill
+    assert work.step_flops.tolist() == flops
+    assert work.step_bytes.tolist() == sizes
+    # A step takes the longer of the two: arithmetic on the first device, reading on the second.
+    assert work.seconds(limits.Hardware(1e30, 10.0)) == pytest.approx(
+        (prefill / 10, sum(flops) / 10)
+    )
+    assert work.seconds(limits.Hardware(10.0, 1e30))[1] == pytest.approx(sum(sizes) / 10)
+
+
+def test_limits_of_the_published_shapes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sequence reads all weights and its own KV each step: by hand for Qwen3-0.6B."""
+    run(roofline.main, monkeypatch, "--dummy", "qwen3-0.6b", "--only", "bs1", "bench-0")
+    out = capsys.readouterr().out
+    weights = 2 * (596_049_920 - 28 * (2 * 1024 + 2 * 128) - 1024)  # all parameters but the norms
+    steps = 511 * weights + 114_688 * sum(range(129, 640))  # bytes
+    flops = 2 * (weights / 2 * 128 - 151_936 * 1024 * 127) + 4 * 28 * 16 * 128 * 128**2 / 2
+    rate = 512 / (steps / 4.3e12 + flops / 790e12)
+    lines = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert int(lines["bs1"][-2]) == round(rate)
+    assert int(lines["bench-0"][-2]) == 36414
+
+
+def test_roofline_of_any_checkpoint_and_workload(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path
+) -> None:
+    args = ["--model", str(checkpoint), "--only", "bs1", "--uniform", "1", "10", "2"]
+    with pytest.raises(SystemExit):  # float32: the H200's operations are those of bf16
+        run(roofline.main, monkeypatch, *args)
+    assert "--bandwidth" in capsys.readouterr().err
+    run(roofline.main, monkeypatch, *args, "--bandwidth", "1e6", "--flops", "1e30")
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    size = 4 * (2 * LAYER + HEAD + 2 * 2 * 2 * 32 * 11)
+    assert line[:2] == ["uniform", "prefill"]
+    assert float(line[-4]) == pytest.approx(size / 1e6, abs=1e-3)
+
+
+def test_unknown_hardware_has_no_limit() -> None:
+    assert limits.hardware("NVIDIA H200", 2) == limits.Hardware(4.3e12, 790e12)
+    assert limits.hardware("NVIDIA H200", 2, bandwidth=4e12) == limits.Hardware(4e12, 790e12)
+    assert limits.hardware("NVIDIA H200", 4) is None
+    assert limits.hardware("a CPU", 2) is None
+    assert limits.hardware("a CPU", 2, bandwidth=1e10) is None
+    assert limits.hardware("a CPU", 4, 1e10, 1e11) == limits.Hardware(1e10, 1e11)
+
+
+# -- the scripts ----------------------------------------------------------------------------------
+
+
+def test_bench_reports_its_share(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,
+    tmp_path: Path,
+) -> None:
+    """Without the limits of the device there is a bandwidth, and no share of anything."""
+    monkeypatch.setattr(bench, "run_once", lambda llm, prompts, params, progress: (100, 2.0))
+    file = tmp_path / "results.jsonl"
+    args = ("--model", tiny, "--device", "cpu", "--num-seqs", "2", "--save", str(file))
+    run(bench.main, monkeypatch, *args)
+    plain = capsys.readouterr().out.splitlines()
+    assert "GB/s" in plain[-2] and "roofline" not in plain[-2]
+    run(bench.main, monkeypatch, *args, "--bandwidth", "1e9", "--flops", "1e30")
+    line, last = capsys.readouterr().out.splitlines()[-2:]
+    without, result = saved(file)
+    assert result == json.loads(last) and without == json.loads(plain[-1])
+    assert without["roofline_share"] is None and without["roofline_s"] is None
+    assert result["roofline_s"] == pytest.approx(result["bytes_per_s"] * 2 / 1e9, rel=1e-3)
+    assert result["roofline_share"] == pytest.approx(result["roofline_s"] / 2, rel=1e-3)
+    assert line.endswith(f"{result['roofline_share']:.1%} of the roofline")
+
+
+def test_workloads_are_measured_and_saved(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny: str,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(workloads, "WORKLOADS", SMALL)
+    cached: list[int] = []
+    measure = workloads.measure
+
+    def recording(llm: LLM, workload: workloads.Workload) -> float:
+        seconds = measure(llm, workload)
+        cached.append(llm.metrics()["num_cached_tokens"])
+        return seconds
+
+    monkeypatch.setattr(workloads, "measure", recording)
+    file = tmp_path / "results.jsonl"
+    limit = ("--bandwidth", "1e9", "--flops", "1e10")
+    options = ("--device", "cpu", "--block-size", "64", "--repeat", "2", "--save", str(file))
+    run(workloads.main, monkeypatch, "--model", tiny, *options, *limit)
+    assert cached == [0] * 6 + [4 * 64, 8 * 64, 12 * 64]
+    (record,) = saved(file)
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["benchmark"] == "workloads" and record["model"] == tiny
+    for key in ("commit", "torch", "hardware", "attention_backend"):
+        assert key in record
+    results = record["results"]
+    assert {name: result["unit"] for name, result in results.items()} == {
+        "rated": "tok/s",
+        "timed": "s",
+        "shared": "s",
+    }
+    for name, tokens in (("rated", 12), ("timed", None), ("shared", None)):
+        result = results[name]
+        low, high = result["runs"]
+        assert 0 < low <= result["median"] <= high
+        seconds = tokens / result["median"] if tokens else result["median"]
+        share = result["roofline_s"] / seconds
+        assert result["roofline_share"] == pytest.approx(share, rel=0.05, abs=1e-4)
+        assert ("flops_per_s" in result) == (name == "timed")
+        assert ("bytes_per_s" in result) == (name != "timed")
+
+
+def test_startup_times_fresh_processes(
+    monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
+) -> None:
+    caches: list[str] = []
+    popen = startup.subprocess.run
+
+    def recording(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        cache = env.get("TRITON_CACHE_DIR")
+        caches.append(
+            "kept" if cache == "kept" else "empty" if not list(Path(cache).iterdir()) else ""
+        )
+        return popen(command, env=env, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "kept")
+    monkeypatch.setattr(startup.subprocess, "run", recording)
+    file = tmp_path / "results.jsonl"
+    args = ("--model", tiny, "--device", "cpu", "--repeat", "1", "--save", str(file))
+    run(startup.main, monkeypatch, *args)
+    assert caches == ["kept", "kept", "empty"]
+    (record,) = saved(file)
+    assert record["benchmark"] == "startup" and record["device"] == "cpu"
+    assert set(record["results"]) == {"warm", "cold"}
+    for parts in record["results"].values():
+        assert tuple(parts) == startup.PARTS
+        assert all(0 < part["median"] < 60 for part in parts.values())
+
+
+def test_cpu_comparison_counts_useful_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    monkeypatch.setattr(cpu_vs_transformers, "SHAPE", {**cpu_vs_transformers.SHAPE, **small})
+    file = tmp_path / "results.jsonl"
+    sizes = ("--num-seqs", "5", "--longest", "24", "--layers", "1", "--batch-sizes", "2", "5")
+    options = ("--threads", "1", "--repeat", "1", "--save", str(file))
+    run(cpu_vs_transformers.main, monkeypatch, *sizes, *options)
+    (record,) = saved(file)
+    prompts, counts = cpu_vs_transformers.workload(5, 24)
+    assert record["tokens"] == sum(counts) and len(prompts) == 5
+    assert 16 <= min(counts) < max(counts) <= 24
+    assert len(record["results"]) == 4
+    for name, result in record["results"].items():
+        assert result["equal_outputs"] == 5, name
+        assert result["median"] > 0
+    assert "5 of 5 outputs equal ours" in capsys.readouterr().out
+
+
+# -- plot.py --------------------------------------------------------------------------------------
+
+
+def record_of(model: str, hardware: str = "NVIDIA H200") -> dict[str, Any]:
+    """What workloads.py might save; made up."""
+    results = {
+        "bench-0": {"median": 20000.0, "unit": "tok/s", "roofline_share": 0.5},
+        "prefill": {"median": 0.5, "unit": "s", "roofline_share": 0.4},
+    }
+    return {"benchmark": "workloads", "model": model, "hardware": hardware, "results": results}
+
+
+def test_plot_draws_bars_to_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plot = pytest.importorskip("benchmarks.plot", reason="matplotlib is not installed")
+    file, picture = tmp_path / "results.jsonl", tmp_path / "picture.png"
+    records = [record_of("qwen3-0.6b"), {"benchmark": "bench"}, record_of("qwen3-8b")]
+    file.write_text("\n".join(map(json.dumps, records)))
+    run(plot.main, monkeypatch, str(file), "--output", str(picture))
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) < 100_000
+    peers = {"A": {"bench-0": [8000, 10000], "prefill": [1.0, 1.25]}, "B": {"bench-0": [24000]}}
+    drawn = plot.bars(records[0]["results"], peers)
+    assert drawn == {
+        "A": [(0.25, "10.0k"), (0.2, "1.00")],  # a peer's best
+        "B": [(0.6, "24.0k"), None],
+        plot.OURS: [(0.5, "20.0k"), (0.4, "0.50")],
+    }
+
+
+def test_plot_compares_like_with_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plot = pytest.importorskip("benchmarks.plot", reason="matplotlib is not installed")
+    file = tmp_path / "results.jsonl"
+    for record, message in (
+        (record_of("qwen3-0.6b", "another GPU"), "hardware, NVIDIA H200, got another GPU"),
+        (record_of("a model"), r"no model of \['a model'\]"),
+    ):
+        file.write_text(json.dumps(record))
+        with pytest.raises(ValueError, match=message):
+            run(plot.main, monkeypatch, str(file), "--output", str(tmp_path / "picture.png"))
