@@ -20,7 +20,7 @@ needs_onednn = pytest.mark.skipif(
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_product_is_that_of_float64(rows: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
-    layer = ReplicatedLinear(96, 40, bias, torch.float32)
+    layer = ReplicatedLinear(96, 40, bias, torch.float32, False)
     for param in layer.parameters():
         param.data.normal_(generator=generator)
     x = torch.randn(96, rows, generator=generator).t()  # not contiguous
