@@ -108,7 +108,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         partial: whether partial results are welcome.
     """
     small = N * K <= SMALL
-    most = (256 if small else 128) if partial else (64 if small else 0)
+    most = (256 if small else 128) if partial else (128 if small else 0)
     if most < T or N % BLOCK_N or K % 512:
         return None
     # About 128 programs: by narrow tiles and many splits where the outputs are few.
