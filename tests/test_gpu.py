@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from checkpoints import make_checkpoint
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -59,33 +60,53 @@ def test_triton_agrees_with_the_oracle_on_large_batches(batch: int, longest: int
     close(run_case(TritonBackend(), case), case.wanted())
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
+MODES: dict[str, dict[str, Any]] = {  # every optimisation, and without one of them
+    "all": {},
+    "synchronous": {"overlap": False},
+    "eager": {"enforce_eager": True},
+    "plain-kernels": {"fused_kernels": False},
+    "unmixed": {"mixed_steps": False},
+    "one-split": {},
+    "no-hopper": {},
+}
+
+
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize(
-    ("eager", "overlap"),
-    [(False, True), (False, False), (True, True)],
-    ids=["graphs", "graphs-synchronous", "eager"],
+    ("backend", "mode"), [("torch", "all"), ("torch", "eager"), *(("triton", m) for m in MODES)]
 )
 def test_float32_tokens_are_those_of_the_reference(
-    tiny: str, reference: Any, backend: str, block_size: int, eager: bool, overlap: bool
+    tiny: str,
+    reference: Any,
+    backend: str,
+    block_size: int,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Graphs and eager, fused kernels, both backends, chunked prefill beside decodes."""
+    """Chunked prefill beside decodes, a small pool, and each optimisation on and off."""
+    if mode == "one-split":
+        monkeypatch.setattr(paged_attention, "choose_num_splits", lambda *_: 1)
+    if mode == "no-hopper":
+        monkeypatch.setattr(hopper, "_on_hopper", lambda: False)
     prompts = make_prompts()
     expected = [reference_greedy(reference, prompt) for prompt in prompts]
+    options = {
+        **SMALL,
+        "max_num_batched_tokens": 64,  # as many as sequences: chunks of one token occur
+        "num_kvcache_blocks": {16: 90, 256: 20}[block_size],
+        **MODES[mode],
+    }
     with LLM(
         tiny,
         dtype="float32",
         attention_backend=backend,
         kvcache_block_size=block_size,
-        enforce_eager=eager,
-        overlap=overlap,
-        max_num_batched_tokens=64,  # as many as sequences: chunks of one token occur
-        **SMALL,
+        **options,
     ) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
-        assert metrics["overlap"] == overlap
-    assert (metrics["num_graph_replays"] > 0) == (not eager and backend == "triton")
+    assert metrics["overlap"] == (mode != "synchronous")
+    assert (metrics["num_graph_replays"] > 0) == (mode != "eager" and backend == "triton")
     assert [output["token_ids"] for output in outputs] == expected
 
 
@@ -182,25 +203,38 @@ def qwen3_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])
+@pytest.mark.parametrize(
+    ("backend", "lengths"),
+    [
+        ("triton", [[n] for n in (1, 20, 255, 256, 600)]),
+        pytest.param("flash_attn", [[20], [600]], marks=needs_flash),
+        ("triton", [list(range(300, 0, -13))]),
+        ("triton", [list(range(140, 0, -1))]),
+    ],
+    ids=["alone", "flash-attn", "together-24", "together-140"],
+)
 def test_log_probabilities_of_greedy_output(
-    qwen3_06b: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    qwen3_06b: str, backend: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 0.05 per token of transformers in bf16, prefill and graph decode."""
+    """Within 0.05 per token of transformers in bf16, prefill and graph decode; alone and in
+    batches, whose products take other kernels."""
     rng = random.Random(SEED)
     reference = Qwen3ForCausalLM.from_pretrained(qwen3_06b, torch_dtype=torch.bfloat16).cuda()
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    tap = LogitsTap(monkeypatch, 1, 151936)
+    batch = max(map(len, lengths))
+    params = SamplingParams(temperature=0, max_tokens=32 if batch == 1 else 6, ignore_eos=True)
+    tap = LogitsTap(monkeypatch, batch, 151936)
     worst = 0.0
-    with LLM(qwen3_06b, attention_backend=backend, overlap=False, **SMALL) as llm:
-        for length in (1, 20, 255, 256, 600):
-            prompt = [rng.randrange(10000) for _ in range(length)]
-            got, (out,) = tap.run(llm, [prompt], params)
-            with torch.no_grad():
-                ids = torch.tensor([prompt + out[:-1]], device="cuda")
-                wanted = reference(ids).logits[0, length - 1 :].float().log_softmax(-1)
-            rows = torch.arange(len(out), device="cuda")
-            worst = max(worst, float((got[:, 0] - wanted)[rows, out].abs().max()))
+    options = {**SMALL, "max_num_seqs": 256}
+    with LLM(qwen3_06b, attention_backend=backend, overlap=False, **options) as llm:
+        for prompt_lengths in lengths:  # longest first, as the rows of a decode are
+            prompts = [[rng.randrange(10000) for _ in range(n)] for n in prompt_lengths]
+            got, outs = tap.run(llm, prompts, params)
+            for row, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
+                with torch.no_grad():
+                    ids = torch.tensor([prompt + out[:-1]], device="cuda")
+                    wanted = reference(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+                steps = torch.arange(len(out), device="cuda")
+                worst = max(worst, float((got[:, row] - wanted)[steps, out].abs().max()))
         assert llm.metrics()["num_graph_replays"] > 0
     print(backend, "largest difference of a log-probability:", worst)
     assert worst < 0.05

@@ -133,6 +133,35 @@ def test_gated_linear(T: int, N: int, K: int) -> None:
     torch.testing.assert_close(gated_linear(x, weight).double(), wanted, atol=3e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 8))
+def test_fused_kernels_over_random_shapes(seed: int) -> None:
+    """Odd sizes, and rows that lie apart in something wider."""
+    rng = random.Random(seed)
+    T, M = rng.choice([1, 2, 5, 16, 63, 130, 255]), rng.choice([24, 96, 500, 512, 1024, 1500])
+    N = rng.choice([1, 40, 64, 192, 256])
+    offset = 8 * rng.randrange(3)
+    dtype = rng.choice(DTYPES)
+    print(f"seed {seed}: T {T} M {M} N {N} offset {offset} {dtype}")
+    wide = randn(T, 2 * M + 24, dtype=dtype, seed=seed)
+    x, residual = wide[:, offset : offset + M], randn(T, M, dtype=dtype, seed=seed + 1)
+    weight = randn(M, dtype=dtype, seed=seed + 2)
+    out, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    close(out, torch.nn.functional.rms_norm(total.double(), (M,), weight.double(), 1e-5))
+    both = wide[:, offset : offset + 2 * M]
+    gate, up = both.double().chunk(2, -1)
+    close(silu_and_mul(both), torch.nn.functional.silu(gate) * up)
+    x, matrix = x.to(HALF), randn(2 * N, M, dtype=HALF, seed=seed + 3) * M**-0.5
+    wanted = x.double() @ matrix.double().T
+    for partial in (False, True):
+        product = linear(x, matrix, partial)
+        product = product.sum(0) if product.dim() == 3 else product
+        torch.testing.assert_close(product.double(), wanted, atol=2e-2, rtol=1e-2)
+    gate, up = wanted.chunk(2, -1)
+    wanted = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(gated_linear(x, matrix).double(), wanted, atol=3e-2, rtol=2e-2)
+
+
 def test_float32_products_are_left_to_the_library() -> None:
     x, weight = randn(1, 512), randn(64, 512, seed=1)
     assert torch.equal(linear(x, weight, partial=True), torch.nn.functional.linear(x, weight))
