@@ -1,14 +1,14 @@
 """Decode attention alone: bandwidth of our Triton kernel, and of flash-attn where it is installed.
 
-B sequences with contexts of 200 to 1800 tokens (512 for B = 1), 16 query and 8 KV heads of 128,
-bf16, blocks of 256 scattered over the pool; CUDA-graph replays, median. Counts the bytes of the
-keys and values read.
+B sequences with contexts of 200 to 1800 tokens (512 for B = 1), bf16, blocks scattered over the
+pool; CUDA-graph replays, median. Counts the bytes of the keys and values read.
 
-    python benchmarks/decode_attention.py
+    python benchmarks/decode_attention.py [--heads 16 8] [--head-dim 128] [--block-size 256]
 
 The last line is JSON.
 """
 
+import argparse
 import json
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import triton
 
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 
-HQ, HKV, D, S, WIDTH, NUM_BLOCKS = 16, 8, 128, 256, 16, 2400
+POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph
 
 
@@ -34,15 +34,16 @@ def microseconds(call: Callable[[], object]) -> float:
     return 1e3 * triton.testing.do_bench(graph.replay, 25, 100, return_mode="median") / CALLS
 
 
-def measure(B: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float]:
-    """Microseconds by kernel (and number of splits) for one batch size."""
+def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float]:
+    """Microseconds by kernel (and number of splits) for one batch size. cache: [2, N, S, Hkv, D]"""
+    _, N, S, HKV, D = cache.shape
     rng = random.Random(B)
     lens = [512] if B == 1 else [rng.randint(200, 1800) for _ in range(B)]
     if longest_first:
         lens.sort(reverse=True)
-    blocks = list(range(NUM_BLOCKS))
+    blocks = list(range(N))
     rng.shuffle(blocks)
-    tables = torch.zeros(B, WIDTH, dtype=torch.int32)
+    tables = torch.zeros(B, LONGEST // S, dtype=torch.int32)
     for row, length in enumerate(lens):
         for i in range(-(-length // S)):
             tables[row, i] = blocks.pop()
@@ -55,11 +56,13 @@ def measure(B: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float
         times[f"splits {splits}"] = microseconds(
             partial(paged_decode, q, k, v, tables, context_lens, D**-0.5, splits)
         )
-    chosen = choose_num_splits(B, HKV, WIDTH * S)
+    chosen = choose_num_splits(B, HKV, LONGEST)
     times["chosen"] = times[f"splits {chosen}"]
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
+        return times
+    if S % 256:  # of flash-attn 2's paged kernels
         return times
     times["flash_attn"] = microseconds(
         lambda: flash_attn_with_kvcache(
@@ -71,18 +74,26 @@ def measure(B: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float
 
 def main() -> None:
     """Measure all batch sizes and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--heads", nargs=2, type=int, default=[16, 8], metavar=("HQ", "HKV"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=256)
+    args = parser.parse_args()
     torch.manual_seed(0)
-    cache = torch.randn(2, NUM_BLOCKS, S, HKV, D, device="cuda", dtype=torch.bfloat16)
+    HQ, HKV = args.heads
+    shape = (2, POOL // args.block_size, args.block_size, HKV, args.head_dim)
+    cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     results = {}
     for longest_first in (False, True):
         order = "longest first" if longest_first else "arrival"
         for B in (1, 8, 32, 64, 128, 256):
-            times = measure(B, cache, longest_first)
+            times = measure(B, HQ, cache, longest_first)
             size = times.pop("bytes")
             rates = {name: f"{t:.1f} us ({size / t / 1e6:.2f} TB/s)" for name, t in times.items()}
             results[f"{order}, B={B}"] = {name: round(t, 1) for name, t in times.items()}
             print(order, f"B={B}", *(f"{name}: {rate}" for name, rate in rates.items()), sep=" | ")
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "microseconds": results}))
+    conditions = {"gpu": torch.cuda.get_device_name(), "heads": args.heads, "shape": shape}
+    print(json.dumps({**conditions, "microseconds": results}))
 
 
 if __name__ == "__main__":
