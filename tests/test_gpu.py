@@ -67,6 +67,7 @@ MODES: dict[str, dict[str, Any]] = {  # every optimisation, and without one of t
     "plain-kernels": {"fused_kernels": False},
     "unmixed": {"mixed_steps": False},
     "one-split": {},
+    "one-by-one": {},
     "no-hopper": {},
 }
 
@@ -86,6 +87,8 @@ def test_float32_tokens_are_those_of_the_reference(
     """Chunked prefill beside decodes, a small pool, and each optimisation on and off."""
     if mode == "one-split":
         monkeypatch.setattr(paged_attention, "choose_num_splits", lambda *_: 1)
+    if mode == "one-by-one":
+        monkeypatch.setattr(hopper, "dependent_launch", False)
     if mode == "no-hopper":
         monkeypatch.setattr(hopper, "_on_hopper", lambda: False)
     prompts = make_prompts()

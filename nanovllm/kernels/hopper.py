@@ -26,6 +26,9 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
 
+dependent_launch = True  # False: one kernel after the other, for profiles and tests
+
+
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
     """Let the next kernel start."""
@@ -52,7 +55,8 @@ def _on_hopper() -> bool:
 
 def pdl_options() -> dict[str, Any]:
     """Keyword arguments of a launch: the kernel's PDL constant, and Triton's launch option."""
-    return {"PDL": True, "launch_pdl": True} if _on_hopper() else {"PDL": False}
+    on = dependent_launch and _on_hopper()
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
 def can_describe(x: torch.Tensor) -> bool:
