@@ -56,7 +56,7 @@ def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[s
         times[f"splits {splits}"] = microseconds(
             partial(paged_decode, q, k, v, tables, context_lens, D**-0.5, splits)
         )
-    chosen = choose_num_splits(B, HKV, LONGEST)
+    chosen = choose_num_splits(B, HKV, D, LONGEST)
     times["chosen"] = times[f"splits {chosen}"]
     try:
         from flash_attn import flash_attn_with_kvcache

@@ -379,12 +379,13 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
 
 
 def test_number_of_splits() -> None:
-    assert choose_num_splits(256, 8, 4096) == 1
-    assert choose_num_splits(64, 8, 4096) == 2
-    assert choose_num_splits(1, 8, 4096) == 16
-    assert choose_num_splits(1, 8, 100) == 1
-    assert choose_num_splits(12, 8, 4096) == 16
-    assert choose_num_splits(96, 8, 4096) == 2
+    assert choose_num_splits(256, 8, 128, 4096) == 1
+    assert choose_num_splits(96, 8, 128, 4096) == 2
+    assert choose_num_splits(64, 8, 128, 4096) == 2
+    assert choose_num_splits(64, 8, 64, 4096) == 4
+    assert choose_num_splits(12, 8, 128, 4096) == 16
+    assert choose_num_splits(1, 8, 128, 4096) == 16
+    assert choose_num_splits(1, 8, 128, 100) == 1
 
 
 def test_an_unusable_backend_reports_every_refusal() -> None:

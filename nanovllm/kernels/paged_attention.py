@@ -269,13 +269,14 @@ def paged_prefill(
     return out
 
 
-def choose_num_splits(batch_size: int, num_kv_heads: int, max_context: int) -> int:
+def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
     """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
 
-    1024 programs are about eight for each multiprocessor of an H100 or H200; measured by
-    benchmarks/decode_attention.py.
+    1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
+    more; measured by benchmarks/decode_attention.py.
     """
-    wanted = triton.cdiv(1024, batch_size * num_kv_heads)
+    programs = 1024 * max(1, 128 // head_dim)
+    wanted = triton.cdiv(programs, batch_size * num_kv_heads)
     most = max(1, min(16, max_context // 64))
     return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
@@ -306,7 +307,7 @@ def paged_decode(
     G = Hq // Hkv
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     if num_splits is None:
-        num_splits = choose_num_splits(B, Hkv, block_tables.shape[1] * S)
+        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     part_acc = part_lse = out
     if num_splits > 1:
