@@ -132,7 +132,7 @@ def conditions(llm: LLM) -> dict[str, Any]:
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     metrics = llm.metrics()
-    keys = ("attention_backend", "device", "dtype", "cuda_graphs", "num_kvcache_blocks")
+    keys = ("attention_backend", "device", "dtype", "overlap", "cuda_graphs", "num_kvcache_blocks")
     return {
         "commit": commit or None,
         "nanovllm": __version__,
@@ -140,6 +140,8 @@ def conditions(llm: LLM) -> dict[str, Any]:
         "python": platform.python_version(),
         "hardware": hardware_name(metrics["device"]),
         **{key: metrics[key] for key in keys},
+        "mixed_steps": llm.config.mixed_steps,
+        "fused_kernels": llm.config.fused_kernels,
         "num_preemptions": metrics["num_preemptions"],
         "num_cached_tokens": metrics["num_cached_tokens"],
     }
@@ -170,7 +172,11 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         "attention_backend": args.attention_backend,
         "device": args.device,
         "kvcache_block_size": args.block_size,
+        "mixed_steps": not args.no_mixed_steps,
+        "fused_kernels": not args.no_fused_kernels,
     }
+    if args.no_overlap:
+        options["overlap"] = False
     if args.model is not None or args.dummy is None:
         yield args.model or str(TINY), options
         return
@@ -190,10 +196,10 @@ def build(args: argparse.Namespace) -> tuple[LLM, float]:
 def publish(result: dict[str, Any], file: str | None) -> None:
     """Print the result as the last line, and append it to `file`: one JSON object a line."""
     line = json.dumps(result)
+    print(line, flush=True)
     if file is not None:
         with open(file, "a", encoding="utf-8") as stream:
             stream.write(line + "\n")
-    print(line)
 
 
 def positive(text: str) -> int:
@@ -201,6 +207,14 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def rate(text: str) -> float:
+    """A positive number, from the command line."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
@@ -215,8 +229,11 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--bandwidth", type=float, help="the device's limit, bytes per second")
-    parser.add_argument("--flops", type=float, help="its limit, operations per second")
+    parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--no-mixed-steps", action="store_true")
+    parser.add_argument("--no-fused-kernels", action="store_true")
+    parser.add_argument("--bandwidth", type=rate, help="the device's limit, bytes per second")
+    parser.add_argument("--flops", type=rate, help="its limit, operations per second")
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
 
 

@@ -79,6 +79,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=256)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, PyTorch sees none")
     torch.manual_seed(0)
     HQ, HKV = args.heads
     shape = (2, POOL // args.block_size, args.block_size, HKV, args.head_dim)

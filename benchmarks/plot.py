@@ -104,10 +104,14 @@ def main() -> None:
     parser.add_argument("--output", default=str(ROOT / "docs" / "benchmarks.png"))
     args = parser.parse_args()
     peers = json.loads(PEERS.read_text(encoding="utf-8"))
-    models, figures = read_results(args.files, peers["hardware"]), peers["figures"]
+    figures = peers["figures"]
+    try:
+        models = read_results(args.files, peers["hardware"])
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     shown = [model for model in figures if model in models]
     if not shown:
-        raise ValueError(f"no model of {sorted(models)} is in {PEERS.name}: {sorted(figures)}")
+        parser.error(f"no model of {sorted(models)} is in {PEERS.name}: {sorted(figures)}")
     figure, rows = plt.subplots(len(shown), squeeze=False, figsize=(9, 0.6 + 2.6 * len(shown)))
     for axes, model in zip(rows[:, 0], shown, strict=True):
         title = f"{model} on one {peers['hardware']}: share of the roofline"

@@ -45,11 +45,14 @@ def start(
     directory: str, options: dict[str, Any], cache: str | None
 ) -> tuple[list[float], dict[str, Any]]:
     """Seconds of each of `PARTS` in a fresh process, and its conditions."""
-    env = {**os.environ, "PYTHONPATH": str(bench.ROOT)}
+    path = [str(bench.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if cache is not None:
         env["TRITON_CACHE_DIR"] = cache
     command = [sys.executable, "-c", CHILD, directory, json.dumps(options)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"the process that was timed failed with exit code {done.returncode}")
     seconds, conditions = json.loads(done.stdout.splitlines()[-1])
     return seconds, conditions
 

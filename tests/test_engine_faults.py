@@ -303,6 +303,30 @@ print(len(llm.generate([1, 2, 3], use_tqdm=False)))
     assert "thread" in end or done.stderr == ""
 
 
+def test_forked_child_ends_while_a_thread_of_the_parent_is_in_a_step(checkpoint):
+    """The child inherits a lock that nobody there will release, and a device it must not touch."""
+    code = f"""
+import os, threading
+from nanovllm import LLM
+llm = LLM({str(checkpoint)!r}, **{SMALL})
+held, leave = threading.Event(), threading.Event()
+def hold():
+    with llm._lock:
+        held.set()
+        leave.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child:
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    leave.set()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "child 0\n"), done.stderr
+
+
 def test_failure_after_the_model_is_built_gives_its_memory_back(checkpoint, monkeypatch):
     runners = []
     exit_runner = ModelRunner.exit

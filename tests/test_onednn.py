@@ -7,6 +7,7 @@ import torch
 
 from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
 from nanovllm import LLM
+from nanovllm.layers import onednn
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 
@@ -18,7 +19,8 @@ needs_onednn = pytest.mark.skipif(
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_product_is_that_of_float64(rows: int, bias: bool) -> None:
+def test_product_is_that_of_float64(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
     generator = torch.Generator().manual_seed(rows)
     layer = ReplicatedLinear(96, 40, bias, torch.float32, False)
     for param in layer.parameters():
@@ -34,7 +36,10 @@ def test_product_is_that_of_float64(rows: int, bias: bool) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
-def test_engine_takes_it_unless_told_otherwise(overrides: dict[str, bool], tmp_path: Path) -> None:
+def test_engine_takes_it_unless_told_otherwise(
+    overrides: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
     path = make_checkpoint(tmp_path / "model", **overrides)
     for fused in (True, False):
         with LLM(path, fused_kernels=fused, **SMALL) as llm:
@@ -44,6 +49,15 @@ def test_engine_takes_it_unless_told_otherwise(overrides: dict[str, bool], tmp_p
             assert not model.model.embed_tokens.weight.is_mkldnn
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             assert tokens(outputs) == references(path)
+
+
+@needs_onednn
+def test_small_products_are_left_alone() -> None:
+    """Below a size the conversion of the rows costs more than it gains."""
+    for rows, taken in ((512, False), (1024, True)):
+        layer = ReplicatedLinear(512, rows, False, torch.float32, False)
+        use_onednn(layer)
+        assert layer.weight.is_mkldnn == taken
 
 
 def test_only_float32_on_a_cpu() -> None:

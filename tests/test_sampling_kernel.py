@@ -150,6 +150,24 @@ def test_a_row_is_drawn_without_regard_to_the_others(monkeypatch):
 
 
 @interpreted
+def test_nan_is_never_drawn_and_infinity_always(monkeypatch):
+    """Whatever the logits: the token is one of the vocabulary, which the next step embeds."""
+    monkeypatch.setattr(sampling, "SPAN", 16)
+    for V in (40, 64):  # three spans, padded to four; four
+        logits = np.random.default_rng(SEED).normal(0, 1, (60, V))
+        logits[:20] = np.nan
+        logits[20:40, 5:24] = np.nan
+        logits[40:, 37] = np.inf
+        keys, positions = np.ones((2, 60)), np.arange(60)
+        for temperature in (0.0, 1.0):
+            drawn = draw(logits, np.full(60, temperature), keys, positions)
+            assert drawn[:20].tolist() == [0] * 20
+            assert not set(drawn[20:40]) & set(range(5, 24))
+            assert drawn.min() >= 0 and drawn.max() < V
+            assert drawn[40:].tolist() == [37] * 20
+
+
+@interpreted
 def test_extreme_logits_do_not_overflow(monkeypatch):
     """A low temperature makes exponents of tens of thousands; the sums must not notice."""
     monkeypatch.setattr(sampling, "SPAN", 16)

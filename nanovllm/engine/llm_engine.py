@@ -69,7 +69,7 @@ class LLMEngine:
         self.model_runner = ModelRunner(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
-        self._close = weakref.finalize(self, _close, self.model_runner, self._lock)
+        self._close = weakref.finalize(self, _close, self.model_runner, self._lock, os.getpid())
         pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
         self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
         self.eos_token_ids = set(self.model_config.eos_token_ids)
@@ -328,7 +328,9 @@ class LLMEngine:
         self.exit()
 
 
-def _close(runner: ModelRunner, lock: threading.RLock) -> None:
+def _close(runner: ModelRunner, lock: threading.RLock, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child: the device is its parent's, and so may be the lock
+        return
     runner.exit()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass

@@ -27,5 +27,5 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(T, I, dtype=x.dtype, device=x.device)
     BLOCK = min(1024, triton.next_power_of_2(I))
     grid = (T, triton.cdiv(I, BLOCK))
-    _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4, **pdl_options())
+    _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4, **pdl_options(x))
     return out

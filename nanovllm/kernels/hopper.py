@@ -44,24 +44,24 @@ def wait(PDL: tl.constexpr):
 
 
 @functools.cache
-def _on_hopper() -> bool:
-    return (
-        TensorDescriptor is not None
-        and torch.cuda.is_available()
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability() >= (9, 0)
-    )
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
 
 
-def pdl_options() -> dict[str, Any]:
-    """Keyword arguments of a launch: the kernel's PDL constant, and Triton's launch option."""
-    on = dependent_launch and _on_hopper()
-    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+def pdl_options(x: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of a launch on the device of x: the kernel's PDL constant, and Triton's
+    launch option.
+    """
+    on = dependent_launch and gdc_wait is not None and x.is_cuda
+    if on and _capability(x.device.index) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 def can_describe(x: torch.Tensor) -> bool:
     """Whether `describe` takes the matrix x: rows that begin at multiples of 16 bytes."""
-    if x.is_cuda and not _on_hopper():
+    # Desktop GPUs (12.0) have descriptors too, but too little shared memory for our tiles.
+    if x.is_cuda and _capability(x.device.index)[0] not in (9, 10):
         return False
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return TensorDescriptor is not None and x.stride(1) == 1 and aligned

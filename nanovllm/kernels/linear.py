@@ -66,7 +66,7 @@ def _row_kernel(
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _tiles_kernel(
     x_desc, weight_desc, out_ptr, T, N: tl.constexpr, SPAN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -95,7 +95,7 @@ def _one_row(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _row_kernel[(triton.cdiv(N, BLOCK_N),)](
         x, weight, out, N=N, K=K, GATED=gated, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
-        **pdl_options(),
+        **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -127,7 +127,7 @@ def _by_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tens
     _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k), out, T,
         N=N, SPAN=K // S, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k,
-        num_warps=4, num_stages=tiles.stages, **pdl_options(),
+        num_warps=4, num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
     return out
 

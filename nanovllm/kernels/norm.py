@@ -45,7 +45,7 @@ def _launch(
     _rms_norm_kernel[(out.numel() // M,)](
         x, x if residual is None else residual.contiguous(), weight, out, total, eps, out.numel(),
         M=M, BLOCK=BLOCK, ADD=residual is not None, PARTS=parts,
-        num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(),
+        num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(x),
     )  # fmt: skip
     return out, total
 

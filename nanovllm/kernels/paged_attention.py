@@ -100,7 +100,7 @@ def _prefill_tile(
 def _prefill_kernel(
     q_ptr, k_source, v_source, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, scale,
     stride_qt, stride_ot, stride_slot, stride_table,
-    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
@@ -108,7 +108,7 @@ def _prefill_kernel(
     launch_dependents(PDL)
     kv_head, seq = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    QUERIES: tl.constexpr = BLOCK_M // G_PAD
+    QUERIES: tl.constexpr = BLOCK_M // G
     q_start = tl.load(cu_q_ptr + seq)
     q_len = tl.load(cu_q_ptr + seq + 1) - q_start
     wait(PDL)
@@ -116,9 +116,9 @@ def _prefill_kernel(
         return
     k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
     row = tl.arange(0, BLOCK_M)
-    query, g = tile * QUERIES + row // G_PAD, row % G_PAD
+    query, g = tile * QUERIES + row // G, row % G
     d = tl.arange(0, D)
-    used = ((query < q_len) & (g < G))[:, None]
+    used = ((query < q_len) & (row < QUERIES * G))[:, None]
     t = (q_start + query).to(tl.int64)[:, None]
     column = (kv_head * G + g)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + t * stride_qt + column, mask=used, other=0.0)
@@ -126,7 +126,7 @@ def _prefill_kernel(
     table_ptr = tables_ptr + seq * stride_table
     # A query sees the positions up to its own; the first of them is at `first`.
     first = k_len - q_len + tile * QUERIES
-    positions = first + row // G_PAD
+    positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
     unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -249,11 +249,10 @@ def paged_prefill(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     G = Hq // Hkv
-    G_PAD = triton.next_power_of_2(G)
     wide = q.element_size() == 4  # float32 tiles take twice the shared memory
-    BLOCK_M = 64 if wide or max_seqlen_q * G_PAD <= 64 else 128
-    BLOCK_N = 32 if wide else 64
-    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G_PAD), block_tables.shape[0])
+    BLOCK_M = 64 if wide or D > 128 or max_seqlen_q * G <= 64 else 128
+    BLOCK_N = 32 if wide or D > 128 else 64
+    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block.
     k_source, v_source = k_cache.view(-1, Hkv * D), v_cache.view(-1, Hkv * D)
     described = S >= BLOCK_N and can_describe(k_source) and can_describe(v_source)
@@ -262,9 +261,9 @@ def paged_prefill(
     _prefill_kernel[grid](
         q, k_source, v_source, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
         q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
-        G=G, G_PAD=G_PAD, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
+        G=G, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
         num_warps=4 if described or BLOCK_M == 64 else 8,
-        num_stages=3 if D <= 128 else 2, **pdl_options(),
+        num_stages=3 if D <= 128 else 2, **pdl_options(q),
     )  # fmt: skip
     return out
 
@@ -318,10 +317,10 @@ def paged_decode(
         scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
         BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
-        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(),
+        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](
-            out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1, **pdl_options()
+            out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1, **pdl_options(q)
         )
     return out

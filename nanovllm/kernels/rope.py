@@ -86,5 +86,5 @@ def qk_norm_rope_store_(
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
         qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
         qkv.stride(0), HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS,
-        num_warps=max(1, HEADS * D // 1024), **pdl_options(),
+        num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip

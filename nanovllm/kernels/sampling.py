@@ -52,13 +52,13 @@ def _weigh_spans_kernel(
     wait(PDL)
     ptrs = logits_ptr + row.to(tl.int64) * stride + cols
     x = tl.load(ptrs, mask=cols < V, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
+    weight = tl.max(x, 0)
     if temperature >= MIN_TEMPERATURE:
-        x = x * (LOG2E / temperature)
-        top = tl.max(x, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        weight = top + tl.log2(tl.sum(tl.exp2(x - top), 0))
-    else:
-        weight = tl.max(x, 0)
+        scale = LOG2E / temperature
+        top = weight * scale
+        if tl.abs(top) < float("inf"):  # else nothing in the span can be drawn, or inf must be
+            weight = top + tl.log2(tl.sum(tl.exp2(x * scale - top), 0))
     tl.store(weight_ptr + row * tl.num_programs(1) + span, weight)
 
 
@@ -87,7 +87,7 @@ def _draw_kernel(
         zero = counter * 0
         bits, _, _, _ = tl.philox_impl(counter, zero + position, zero + 1, zero, key0, key1, 7)
         score += _gumbel(bits)
-    span = _first_argmax(score, spans)
+    span = tl.minimum(_first_argmax(score, spans), SPANS - 1)
 
     QUARTER: tl.constexpr = SPAN // 4
     lanes = tl.arange(0, QUARTER)
@@ -140,12 +140,20 @@ def sample(
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
     stride = logits.stride(0)
     _weigh_spans_kernel[(B, SPANS)](
-        logits, temperatures, weights, V, stride, LOG2E, SPAN=SPAN, num_warps=4, **pdl_options()
+        logits,
+        temperatures,
+        weights,
+        V,
+        stride,
+        LOG2E,
+        SPAN=SPAN,
+        num_warps=4,
+        **pdl_options(logits),
     )
     _draw_kernel[(B,)](
         logits, temperatures, keys, positions, slots, weights, out, table, V, stride,
         keys.stride(0), LOG2E,
         SPAN=SPAN, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS), num_warps=8,
-        **pdl_options(),
+        **pdl_options(logits),
     )  # fmt: skip
     return out

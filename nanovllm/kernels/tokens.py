@@ -26,5 +26,5 @@ def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -
     out = torch.empty_like(input_ids)
     T, BLOCK = len(input_ids), 1024
     grid = (triton.cdiv(T, BLOCK),)
-    _fill_in_kernel[grid](input_ids, slots, table, out, T, BLOCK=BLOCK, **pdl_options())
+    _fill_in_kernel[grid](input_ids, slots, table, out, T, BLOCK=BLOCK, **pdl_options(input_ids))
     return out

@@ -10,11 +10,16 @@ from torch import nn
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 
+MIN_WEIGHT = 2**19  # elements; converting the rows costs more than smaller products gain
+
 
 def use_onednn(model: nn.Module) -> None:
-    """Give the weights of all products to oneDNN; a tied embedding keeps its own copy."""
+    """Give the weights of the larger products to oneDNN; a tied embedding keeps its own copy."""
     for module in model.modules():
-        if isinstance(module, (ReplicatedLinear, ParallelLMHead)):
+        if (
+            isinstance(module, (ReplicatedLinear, ParallelLMHead))
+            and module.weight.numel() >= MIN_WEIGHT
+        ):
             module.weight = nn.Parameter(module.weight.to_mkldnn(), False)
 
 

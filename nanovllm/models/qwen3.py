@@ -111,7 +111,9 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair."""
+        """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair; with `fused`,
+        hidden may be partial results [S, T, M] (see `RowParallelLinear`).
+        """
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
         hidden = self.self_attn(positions, hidden)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
