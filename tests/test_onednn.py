@@ -54,7 +54,7 @@ def test_engine_takes_it_unless_told_otherwise(
 @needs_onednn
 def test_small_products_are_left_alone() -> None:
     """Below a size the conversion of the rows costs more than it gains."""
-    for rows, taken in ((512, False), (1024, True)):
+    for rows, taken in ((256, False), (1024, True)):
         layer = ReplicatedLinear(512, rows, False, torch.float32, False)
         use_onednn(layer)
         assert layer.weight.is_mkldnn == taken

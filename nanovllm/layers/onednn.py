@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 
-MIN_WEIGHT = 2**19  # elements; converting the rows costs more than smaller products gain
+MIN_WEIGHT = 2**18  # elements; converting the rows costs more than smaller products gain
 
 
 def use_onednn(model: nn.Module) -> None:

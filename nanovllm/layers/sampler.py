@@ -28,9 +28,9 @@ class SamplingMetadata(NamedTuple):
 class Sampler(nn.Module):
     """Draws from softmax(logits / temperature); takes the largest logit at temperature 0.
 
-    Drawing is `argmax(probs / E)` with E ~ Exp(1), the exponential form of the Gumbel-max trick:
-    exact, and without cumulative sums. In logarithms, and without the constant of the softmax,
-    that is `argmax(logits / temperature - log E)`.
+    Drawing is the Gumbel-max trick: `argmax(logits / temperature - log E)` with E ~ Exp(1) draws
+    in proportion to the exponentials, exactly and without cumulative sums. On a GPU a span of the
+    vocabulary is drawn first, by its sum (`kernels/sampling.py`).
 
     The noise of a row depends on its request's key and the token's position alone, so a request
     draws the same tokens whatever it shares a batch with.
