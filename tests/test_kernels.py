@@ -124,6 +124,30 @@ def test_linear(name: str, partial: bool) -> None:
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=2e-2, rtol=1e-2)
 
 
+def test_tiles_are_taken_up_to_where_the_library_is_faster() -> None:
+    small, large = (1024, 2048), (4096, 12288)
+    assert choose_tiles(256, *small, partial=True) and not choose_tiles(257, *small, partial=True)
+    assert choose_tiles(128, *small, partial=False) and not choose_tiles(129, *small, partial=False)
+    assert choose_tiles(128, *large, partial=True) and not choose_tiles(129, *large, partial=True)
+    assert not choose_tiles(2, *large, partial=False)
+    assert not choose_tiles(2, 1000, 2048, partial=True)
+    assert not choose_tiles(2, 1024, 2000, partial=True)
+
+
+def test_a_matrix_of_unaligned_rows_is_not_described() -> None:
+    x = randn(6, 40, dtype=HALF)
+    if not can_describe(x):
+        pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
+    assert can_describe(x[:, :24])
+    assert can_describe(x[:, 8:])
+    assert not can_describe(x[:, 1:]), "begins at an odd address"
+    assert not can_describe(randn(6, 36, dtype=HALF)), "rows of 72 bytes"
+    assert not can_describe(x.T)
+    out = linear(x[:, 1:33], randn(64, 32, dtype=HALF, seed=1))
+    wanted = x[:, 1:33].double() @ randn(64, 32, dtype=HALF, seed=1).double().T
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("T", "N", "K"), [(1, 64, 512), (1, 37, 1000), (1, 3, 5000), (5, 128, 512), (5, 24, 96)]
 )
