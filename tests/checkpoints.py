@@ -163,6 +163,13 @@ def llm_fixture(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"], name="llm")
+def either_llm_fixture(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A fresh engine without and with overlap; with it most faults find a step under way."""
+    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="session", name="checkpoint")
 def checkpoint_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without tokenizer. Test files import it; they copy it to change it."""

@@ -229,6 +229,20 @@ def step(scheduler: Scheduler, model: Model) -> list[Chunk]:
     return Loop(scheduler, model).step()
 
 
+def decodes_and_arriving_prompts(
+    **options: Any,
+) -> tuple[Scheduler, FakeModel, list[Sequence]]:
+    """Two sequences that decode, in steps of six tokens, and prompts of 20 and 9 that wait."""
+    scheduler = make_scheduler(20, max_num_seqs=4, max_num_batched_tokens=6, **options)
+    model, decoding = FakeModel(scheduler), [make_seq(2, max_tokens=16) for _ in range(2)]
+    for seq in decoding:
+        scheduler.add(seq)
+    step(scheduler, model)
+    scheduler.add(make_seq(20, max_tokens=2))
+    scheduler.add(make_seq(9, max_tokens=2))
+    return scheduler, model, decoding
+
+
 def run_to_end(
     scheduler: Scheduler,
     seqs: SequenceABC[Sequence] = (),

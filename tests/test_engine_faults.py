@@ -16,6 +16,7 @@ from checkpoints import (
     add_all,
     assert_usable,
     checkpoint_fixture,  # noqa: F401
+    either_llm_fixture,  # noqa: F401
     greedy,
     make_checkpoint,
     reference,
@@ -25,14 +26,6 @@ from checkpoints import (
 )
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
-def llm(checkpoint, request):
-    """A fresh engine; with overlap most faults find a step under way."""
-    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
-        yield llm
-
 
 # -- faults ---------------------------------------------------------------------------------------
 

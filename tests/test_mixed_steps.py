@@ -1,7 +1,16 @@
 """`mixed_steps`: prompts beside decodes, or before them. The tokens are the same."""
 
 import pytest
-from host import FakeModel, ScriptedModel, make_scheduler, make_seq, reference, run_to_end, step
+from host import (
+    FakeModel,
+    ScriptedModel,
+    decodes_and_arriving_prompts,
+    make_scheduler,
+    make_seq,
+    reference,
+    run_to_end,
+    step,
+)
 
 from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
 from checkpoints import reference as continuation
@@ -17,14 +26,7 @@ def test_arriving_prompts_stall_decodes_only_if_steps_are_not_mixed():
     """29 prompt tokens: beside two decodes four a step, alone six."""
     stalls = {}
     for mixed in (True, False):
-        options = {"max_num_seqs": 4, "max_num_batched_tokens": 6, "mixed_steps": mixed}
-        scheduler = make_scheduler(20, **options)
-        model, decoding = FakeModel(scheduler), [make_seq(2, max_tokens=16) for _ in range(2)]
-        for seq in decoding:
-            scheduler.add(seq)
-        step(scheduler, model)
-        scheduler.add(make_seq(20, max_tokens=2))
-        scheduler.add(make_seq(9, max_tokens=2))
+        scheduler, model, decoding = decodes_and_arriving_prompts(mixed_steps=mixed)
         steps = []
         while not scheduler.is_finished():
             steps.append(step(scheduler, model))

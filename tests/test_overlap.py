@@ -23,19 +23,13 @@ from checkpoints import (
     checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
+    either_llm_fixture,  # noqa: F401
     greedy,
     reference,
     references,
     run_steps,
 )
 from nanovllm import LLM
-
-
-@pytest.fixture(params=[True, False], ids=["overlap", "synchronous"])
-def llm(checkpoint, request):
-    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
-        yield llm
-
 
 # -- one step late --------------------------------------------------------------------------------
 

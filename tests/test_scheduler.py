@@ -7,6 +7,7 @@ from host import (
     FakeModel,
     ScriptedModel,
     computed,
+    decodes_and_arriving_prompts,
     make_scheduler,
     make_seq,
     reference,
@@ -75,13 +76,7 @@ def test_long_prompt_is_computed_in_contiguous_chunks():
 
 def test_decodes_get_a_token_in_every_step_while_prompts_arrive():
     """Known defect 23: a long prompt stalled all running decodes."""
-    scheduler = make_scheduler(20, max_num_seqs=4, max_num_batched_tokens=6)
-    model, decoding = FakeModel(scheduler), [make_seq(2, max_tokens=16) for _ in range(2)]
-    for seq in decoding:
-        scheduler.add(seq)
-    step(scheduler, model)
-    scheduler.add(make_seq(20, max_tokens=2))
-    scheduler.add(make_seq(9, max_tokens=2))
+    scheduler, model, decoding = decodes_and_arriving_prompts()
     mixed = 0
     while not all(seq.is_finished for seq in decoding):
         chunks = step(scheduler, model)
