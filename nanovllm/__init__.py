@@ -11,10 +11,11 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.workers import WorkerError
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerError"]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "WorkerError":
+        from nanovllm.engine.workers import WorkerError
+
+        return WorkerError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,8 @@ class Config:
             the KV pool bound it too.
         gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
             cache of this engine. Not used on a CPU.
-        tensor_parallel_size: number of GPUs to split the model over.
+        tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over.
+        disable_custom_all_reduce: sum over GPUs by NCCL always, never inside our kernels.
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
         num_kvcache_blocks: number of KV blocks; -1 derives it from memory.
@@ -56,6 +57,7 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    disable_custom_all_reduce: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int = -1
@@ -78,6 +80,7 @@ class Config:
         check_int("max_model_len", self.max_model_len, 2)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        check_bool("disable_custom_all_reduce", self.disable_custom_all_reduce)
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -105,9 +108,4 @@ class Config:
                 "`max_num_batched_tokens` must be at least `max_num_seqs`, so that every running "
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
-            )
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                "`tensor_parallel_size` must be 1: this version runs a model on one device, "
-                f"got {self.tensor_parallel_size}"
             )

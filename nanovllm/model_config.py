@@ -81,6 +81,23 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"config.json: head_dim must be even, got {self.head_dim}")
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """ValueError unless the model can be split over `size` ranks."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        for name, value in (
+            ("num_attention_heads", heads),
+            ("intermediate_size", self.intermediate_size),
+        ):
+            if value % size:
+                raise ValueError(
+                    f"`tensor_parallel_size` must divide {name} {value} of this model, got {size}"
+                )
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(
+                f"`tensor_parallel_size` must divide num_key_value_heads {kv_heads} of this model, "
+                f"or be a multiple of it, got {size}"
+            )
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; ValueError if it is missing or none."""

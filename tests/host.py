@@ -10,8 +10,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, NamedTuple, Protocol
 
-from nanovllm.engine.batch import build_batch
+from nanovllm.engine.batch import Batch, SlotTable, build_batch
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
+from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -104,9 +105,17 @@ class FakeModel:
         self.block_size = scheduler.block_manager.block_size
         self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
         self.last_tokens = [0] * scheduler.max_num_seqs
+        self.table = SlotTable(scheduler.max_num_seqs, len(scheduler.block_manager.blocks))
+
+    def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
+        """The step as a rank sees it, which knows what the plans so far have told it."""
+        plan = plan_step(scheduled)
+        self.table.update(plan)
+        mark_sent(scheduled)
+        return build_batch(plan, self.table, self.block_size)
 
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
-        batch = build_batch(scheduled, self.block_size)
+        batch = self.lay_out(scheduled)
         ids, slots = batch.input_ids.tolist(), batch.slot_mapping.tolist()
         for row in range(batch.num_decodes):
             if ids[row] == PENDING:
@@ -220,7 +229,7 @@ class Loop:
         decodes = ids & (running - prefilling)
         assert decodes in (set(), ids), "mixed"
         assert not (decodes and prefilling), "decodes before a prompt"
-        batch = build_batch(scheduled, self.scheduler.block_manager.block_size)
+        batch = FakeModel(self.scheduler).lay_out(scheduled)
         assert batch.num_decodes in (0, len(ids)), "mixed for the kernels"
 
 

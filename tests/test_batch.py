@@ -1,4 +1,4 @@
-"""`build_batch` against a slow oracle, and the shapes of the warm-up batch."""
+"""`plan_step` and `build_batch` against a slow oracle, and the shapes of the warm-up batch."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from host import FakeModel, make_scheduler, make_seq
 
-from nanovllm.engine.batch import Batch, build_batch, warmup_batch
+from nanovllm.engine.batch import Batch, warmup_batch
 from nanovllm.engine.scheduler import ScheduledSequence
 
 
@@ -28,7 +28,7 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
         if i >= num_decodes:
             cu_q.append(cu_q[-1] + count)
             cu_k.append(cu_k[-1] + start + count)
-    width = max(len(seq.block_table) for seq, *_ in scheduled)
+    used = [-(-(item.start + item.num_tokens) // block_size) for item in scheduled]
     assert batch.num_decodes == num_decodes
     assert batch.is_decode == (num_decodes == len(scheduled) == len(sample_rows))
     assert batch.input_ids.tolist() == ids
@@ -36,7 +36,8 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert batch.slot_mapping.tolist() == slots
     assert batch.context_lens.tolist() == [item.start + item.num_tokens for item in scheduled]
     assert batch.block_tables.tolist() == [
-        seq.block_table + [0] * (width - len(seq.block_table)) for seq, *_ in scheduled
+        item.seq.block_table[:n] + [0] * (max(used) - n)
+        for item, n in zip(scheduled, used, strict=True)
     ]
     assert (batch.cu_seqlens_q.tolist(), batch.cu_seqlens_k.tolist()) == (cu_q, cu_k)
     assert batch.sample_rows.tolist() == sample_rows
@@ -66,7 +67,7 @@ def test_batches_of_random_steps_agree_with_the_definitions(seed):
             prompt = [1, 2, 3, 4] * rng.randint(0, 3) + [rng.randint(5, 9)] * rng.randint(1, 20)
             scheduler.add(make_seq(prompt, max_tokens=rng.randint(1, 12), block_size=block_size))
         if scheduled := scheduler.schedule():
-            batch = build_batch(scheduled, block_size)
+            batch = model.lay_out(scheduled)
             check(batch, scheduled, block_size)
             kinds.add((batch.num_decodes > 0, len(batch.cu_seqlens_q) > 1))
             tokens = model.run(scheduled)
@@ -82,7 +83,7 @@ def test_a_chunk_of_one_token_among_prefills():
     scheduler.add(make_seq(5))
     scheduled = scheduler.schedule()
     assert [item.num_tokens for item in scheduled] == [7, 1]
-    batch = build_batch(scheduled, 4)
+    batch = FakeModel(scheduler).lay_out(scheduled)
     check(batch, scheduled, 4)
     assert batch.cu_seqlens_q.tolist() == [0, 7, 8]
     assert batch.sample_rows.tolist() == [6]
@@ -92,7 +93,7 @@ def test_batch_in_which_nothing_samples():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     scheduler.add(make_seq(12))
     scheduled = scheduler.schedule()
-    batch = build_batch(scheduled, 4)
+    batch = FakeModel(scheduler).lay_out(scheduled)
     check(batch, scheduled, 4)
     assert batch.sample_rows.shape == (0,)
 

@@ -17,6 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import Config
+from nanovllm.engine import executor
 from nanovllm.model_config import ModelConfig
 
 HUGE = 10**400  # beyond every float
@@ -124,9 +125,27 @@ def test_flash_attn_names_its_block_size():
         select_backend("flash_attn", needs)
 
 
-def test_tensor_parallel_size_that_cannot_be_had_is_refused(checkpoint):
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be .*got 2"):
-        LLM(checkpoint, tensor_parallel_size=2, **SMALL)
+@pytest.mark.parametrize(
+    ("size", "changes", "rule"),
+    [
+        (3, {}, "`tensor_parallel_size` must divide num_attention_heads 4 of this model, got 3"),
+        (8, {}, "`tensor_parallel_size` must divide num_attention_heads 4 of this model, got 8"),
+        (4, {"intermediate_size": 90}, "must divide intermediate_size 90 of this model, got 4"),
+        (
+            2,
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "must divide num_key_value_heads 3 of this model, or be a multiple of it, got 2",
+        ),
+        (9, {}, "`tensor_parallel_size` must be between 1 and 8, got 9"),
+    ],
+)
+def test_tensor_parallel_size_that_cannot_be_had_is_refused(
+    size, changes, rule, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(executor, "Workers", lambda *_: pytest.fail("a worker was started"))
+    path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        LLM(path, tensor_parallel_size=size, **SMALL)
 
 
 PROBE = """

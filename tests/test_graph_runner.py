@@ -62,7 +62,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed):
                 scheduler.add(seq)
         if not (scheduled := scheduler.schedule()):
             continue
-        batch, drawn = build_batch(scheduled, 4), model.run(scheduled)
+        batch, drawn = model.lay_out(scheduled), model.run(scheduled)
         if batch.is_decode:
             n, before = len(scheduled), (rows.copy(), tables.copy())
             size = sizes[bisect_left(sizes, n)]
@@ -84,7 +84,7 @@ def test_a_chunk_of_one_token_that_does_not_sample_is_no_decode():
         scheduler.add(make_seq(n))
     for _ in range(5):
         scheduled = scheduler.schedule()
-        batch = build_batch(scheduled, 4)
+        batch = model.lay_out(scheduled)
         assert len(batch.input_ids) == batch.num_decodes == 2
         kinds.append((batch.samples.tolist(), batch.is_decode))
         drawn = model.run(scheduled)

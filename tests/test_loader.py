@@ -18,7 +18,7 @@ from checkpoints import (
     make_checkpoint,
 )
 from nanovllm import LLM
-from nanovllm.utils.loader import INDEX, checkpoint_targets
+from nanovllm.utils.loader import INDEX, checkpoint_shards
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -63,10 +63,10 @@ def test_every_tensor_fills_its_rows(overrides, shard, tmp_path):
     path = make_checkpoint(tmp_path / "model", seed=3, shard=shard, **overrides)
     saved = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
     with LLM(path, **READABLE) as llm:
-        targets = checkpoint_targets(llm.model_runner.model)
+        targets = checkpoint_shards(llm.model_runner.model)
         assert set(targets) == set(saved)
         for name, tensor in saved.items():
-            assert torch.equal(targets[name], tensor), name
+            assert torch.equal(targets[name].target, tensor), name
         assert_usable(llm, path)
 
 
@@ -92,7 +92,7 @@ def test_weights_are_converted_to_the_chosen_dtype(model_dir):
     half = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     edit_tensors(model_dir, **{name.replace(".", "__"): t for name, t in half.items()})
     with LLM(model_dir, **READABLE) as llm:  # "auto" is float32 on a CPU
-        loaded = checkpoint_targets(llm.model_runner.model)[Q_PROJ]
+        loaded = checkpoint_shards(llm.model_runner.model)[Q_PROJ].target
         assert loaded.dtype is torch.float32
         assert torch.equal(loaded, half[Q_PROJ].float())
         assert llm.metrics()["dtype"] == "float32"
@@ -223,8 +223,8 @@ def test_dummy_weights_need_only_config_json(checkpoint, tmp_path):
             outputs.append([o["token_ids"] for o in llm.generate(prompts, greedy(8), False)])
             sampled = llm.generate(prompts, use_tqdm=False)
             outputs[-1] += [o["token_ids"] for o in sampled]
-            targets = checkpoint_targets(llm.model_runner.model)
-            weights.append({name: tensor.clone() for name, tensor in targets.items()})
+            targets = checkpoint_shards(llm.model_runner.model)
+            weights.append({name: shard.target.clone() for name, shard in targets.items()})
     assert outputs[0] == outputs[1] != outputs[2]
     assert not torch.equal(weights[0][Q_PROJ], weights[2][Q_PROJ])
     for name, tensor in weights[0].items():

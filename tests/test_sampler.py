@@ -10,6 +10,7 @@ from test_reference import chi_square_p
 
 from checkpoints import SMALL, make_checkpoint, tokens
 from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
 
@@ -30,6 +31,11 @@ def make_logits(n: int, vocab_size: int) -> torch.Tensor:
     return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(SEED))
 
 
+def draw(logits: torch.Tensor, data: SamplingMetadata) -> torch.Tensor:
+    V = logits.shape[1]
+    return sample_on_cpu(logits, data, range(V), V)[0]
+
+
 def take(data: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
     return SamplingMetadata(*(x[..., rows] for x in data))
 
@@ -43,11 +49,11 @@ def test_below_1e_5_the_first_largest_logit_is_taken() -> None:
     before = logits.clone()
     data = metadata(temperatures, [[1] * n, range(n)], range(n))
     table = torch.full((n,), -1, dtype=torch.int32)
-    drawn = Sampler()(logits, data, table)
+    drawn = Sampler(50, Group())(logits, data, table)
     assert drawn.dtype == torch.int32
     assert drawn.tolist() == [7] * n
     assert torch.equal(logits, before), "the logits are the caller's"
-    assert Sampler()(logits.bfloat16(), data, table).tolist() == [7] * n
+    assert Sampler(50, Group())(logits.bfloat16(), data, table).tolist() == [7] * n
     assert table.tolist() == [7] * n
 
 
@@ -56,9 +62,9 @@ def test_a_row_is_drawn_without_regard_to_the_others() -> None:
     logits = make_logits(n, 100)
     keys = np.random.default_rng(SEED).integers(0, 2**32, (2, n), np.uint32)
     data = metadata(torch.linspace(0, 2, n), keys, torch.arange(n) % 7)
-    drawn = sample_on_cpu(logits, data)
+    drawn = draw(logits, data)
     for rows in (torch.randperm(n, generator=generator), torch.arange(0, n, 3), torch.tensor([5])):
-        assert torch.equal(sample_on_cpu(logits[rows], take(data, rows)), drawn[rows])
+        assert torch.equal(draw(logits[rows], take(data, rows)), drawn[rows])
 
 
 @pytest.mark.parametrize("vary", ["position", "first word", "second word", "swapped words"])
@@ -70,7 +76,7 @@ def test_other_positions_and_keys_draw_otherwise(vary: str) -> None:
     data = metadata(1.0, keys or (fixed, fixed + 1), counted if vary == "position" else fixed % 9)
     if vary == "swapped words":
         n, data = 2, metadata(1.0, [[1, 2], [2, 1]], [4, 4])
-    drawn = [int(sample_on_cpu(torch.zeros(1, V), take(data, torch.tensor([i])))) for i in range(n)]
+    drawn = [int(draw(torch.zeros(1, V), take(data, torch.tensor([i])))) for i in range(n)]
     assert len(set(drawn)) >= 0.99 * n
 
 
@@ -84,7 +90,7 @@ def test_draws_follow_the_softmax(by: str, temperature: float) -> None:
     logits[0, 20:30] = -torch.inf
     counted, fixed = np.arange(n), np.full(n, 6)
     positions, ids = (counted, fixed) if by == "position" else (fixed, counted)
-    drawn = sample_on_cpu(logits.expand(n, V), metadata(temperature, [fixed, ids], positions))
+    drawn = draw(logits.expand(n, V), metadata(temperature, [fixed, ids], positions))
     probs = (logits[0].double() / temperature).softmax(-1).numpy()
     p = chi_square_p(drawn.tolist(), probs)
     print("p", p)

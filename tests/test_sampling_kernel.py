@@ -9,8 +9,8 @@ from test_reference import chi_square_p
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import sampling
 from nanovllm.kernels.sampling import sample
+from nanovllm.layers.embed_head import vocab_span
 
 SEED = 11
 interpreted = pytest.mark.skipif(
@@ -74,20 +74,32 @@ def oracle_draw(*args) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(
-    logits: np.ndarray, temperatures: np.ndarray, keys: np.ndarray, positions: np.ndarray
+    logits: np.ndarray,
+    temperatures: np.ndarray,
+    keys: np.ndarray,
+    positions: np.ndarray,
+    span: int = 16,
 ) -> np.ndarray:
     n = len(logits)
     slots = torch.arange(n, 0, -1, dtype=torch.int32)
     table = torch.full((n + 2,), -5, dtype=torch.int32)
-    tokens = sample(
-        torch.from_numpy(logits.astype(np.float32)),
+    args = (
         torch.from_numpy(temperatures.astype(np.float32)),
         torch.from_numpy(np.ascontiguousarray(keys, np.uint32).view(np.int32)),
         torch.from_numpy(positions.astype(np.int32)),
         slots,
         table,
+        span,
     )
+    whole = torch.from_numpy(logits.astype(np.float32))
+    tokens, _ = sample(whole, *args)
     assert table.tolist() == [-5, *tokens.flip(0).tolist(), -5], "each token at its slot"
+    # The best of two parts of the vocabulary is the best of the whole.
+    middle = whole.shape[1] // span // 2 * span
+    if middle:
+        first, high = sample(whole[:, :middle].contiguous(), *args)
+        second, higher = sample(whole[:, middle:].contiguous(), *args, start=middle)
+        assert torch.equal(torch.where(higher > high, second, first), tokens)
     return tokens.numpy()
 
 
@@ -105,16 +117,15 @@ def test_the_oracle_is_philox() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("V", "span", "n"), [(100, 16, 150), (100, 128, 100), (12, 16, 100)])
-def test_kernel_draws_what_the_oracle_draws(V, span, n, monkeypatch):
+def test_kernel_draws_what_the_oracle_draws(V, span, n):
     """Several spans or one, columns past the vocabulary, and a span without any weight."""
     rng = np.random.default_rng(SEED)
-    monkeypatch.setattr(sampling, "SPAN", span)
     logits = rng.normal(0, 2, (n, V)).astype(np.float32)
     logits[:, 5] = -np.inf
     logits[:, 32:48] = -np.inf
     temperatures = rng.choice(np.array([0.3, 0.7, 1.0, 1.5], np.float32), n)
     keys, positions = rng.integers(0, 2**32, (2, n)), rng.integers(0, 40_000, n)
-    drawn = draw(logits, temperatures, keys, positions)
+    drawn = draw(logits, temperatures, keys, positions, span)
     wanted, lead = oracle_draw(logits, temperatures, keys, positions, span)
     clear = lead > 1e-4  # not decided by the rounding of float32
     assert clear.mean() > 0.95
@@ -123,9 +134,8 @@ def test_kernel_draws_what_the_oracle_draws(V, span, n, monkeypatch):
 
 
 @interpreted
-def test_greedy_rows_take_the_first_largest_logit(monkeypatch):
+def test_greedy_rows_take_the_first_largest_logit():
     """Ties within a span, across quarters and spans."""
-    monkeypatch.setattr(sampling, "SPAN", 16)
     logits = np.random.default_rng(SEED).normal(0, 1, (9, 50))
     for row, ties in enumerate([(3, 4), (2, 9), (15, 16), (31, 32), (49, 1), (0, 49), (33, 47)]):
         logits[row, list(ties)] = 9
@@ -138,8 +148,7 @@ def test_greedy_rows_take_the_first_largest_logit(monkeypatch):
 
 
 @interpreted
-def test_a_row_is_drawn_without_regard_to_the_others(monkeypatch):
-    monkeypatch.setattr(sampling, "SPAN", 16)
+def test_a_row_is_drawn_without_regard_to_the_others():
     rng, n = np.random.default_rng(SEED), 24
     logits, temperatures = rng.normal(0, 1, (n, 40)), np.linspace(0, 2, n) * (np.arange(n) % 4 > 0)
     keys, positions = rng.integers(0, 2**32, (2, n)), rng.integers(0, 999, n)
@@ -150,9 +159,8 @@ def test_a_row_is_drawn_without_regard_to_the_others(monkeypatch):
 
 
 @interpreted
-def test_nan_is_never_drawn_and_infinity_always(monkeypatch):
+def test_nan_is_never_drawn_and_infinity_always():
     """Whatever the logits: the token is one of the vocabulary, which the next step embeds."""
-    monkeypatch.setattr(sampling, "SPAN", 16)
     for V in (40, 64):  # three spans, padded to four; four
         logits = np.random.default_rng(SEED).normal(0, 1, (60, V))
         logits[:20] = np.nan
@@ -168,9 +176,8 @@ def test_nan_is_never_drawn_and_infinity_always(monkeypatch):
 
 
 @interpreted
-def test_extreme_logits_do_not_overflow(monkeypatch):
+def test_extreme_logits_do_not_overflow():
     """A low temperature makes exponents of tens of thousands; the sums must not notice."""
-    monkeypatch.setattr(sampling, "SPAN", 16)
     logits = np.full((40, 64), -3e4)
     logits[:, 40], logits[:, 3] = 3e4, 2.9e4
     keys, positions = np.zeros((2, 40)), np.arange(40)
@@ -180,9 +187,8 @@ def test_extreme_logits_do_not_overflow(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("span", [16, 4], ids=["one span", "three spans"])
-def test_kernel_follows_the_softmax(span, monkeypatch):
+def test_kernel_follows_the_softmax(span):
     """500 draws of one request; the oracle, which draws the same, 50,000."""
-    monkeypatch.setattr(sampling, "SPAN", span)
     n, V = 50_000, 12
     logits = np.random.default_rng(SEED).normal(0, 1.5, V)
     logits[[2, 3]], logits[7] = logits[1], -np.inf
@@ -190,7 +196,7 @@ def test_kernel_follows_the_softmax(span, monkeypatch):
     keys, positions = np.full((2, n), 17), np.arange(n)
     wanted, _ = oracle_draw(rows, temperatures, keys, positions, span)
     few = slice(0, 500)
-    drawn = draw(rows[few], temperatures[few], keys[:, few], positions[few])
+    drawn = draw(rows[few], temperatures[few], keys[:, few], positions[few], span)
     assert (drawn == wanted[few]).mean() >= 0.99
     probs = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
     for sample_of in (drawn, wanted):
@@ -210,12 +216,13 @@ def test_sampling_kernel(V: int) -> None:
     keys = torch.arange(2 * n, dtype=torch.int32, device="cuda").view(2, n)
     positions = torch.arange(n, dtype=torch.int32, device="cuda")
     slots, table = positions.flip(0), torch.full_like(positions, -1)
-    tokens = sample(logits.bfloat16(), temperatures, keys, positions, slots, table)
+    span = vocab_span(V)
+    tokens, _ = sample(logits.bfloat16(), temperatures, keys, positions, slots, table, span)
     assert torch.equal(table, tokens.flip(0))
     assert torch.equal(tokens[::2].long(), logits.bfloat16()[::2].argmax(-1))
     order = torch.randperm(n, device="cuda")
     mixed = logits.bfloat16()[order], temperatures[order], keys[:, order], positions[order]
-    again = sample(*mixed, slots, table)
+    again, _ = sample(*mixed, slots, table, span)
     assert torch.equal(again, tokens[order]), "a draw depends on its neighbours"
 
 
@@ -233,7 +240,7 @@ def test_sampling_kernel_distribution_of_a_large_vocabulary() -> None:
         keys = torch.stack([torch.arange(n), torch.full((n,), i)]).to("cuda", torch.int32)
         zero = torch.zeros_like(keys[0])
         args = torch.full((n,), 0.8, device="cuda"), keys, zero, zero, zero
-        drawn.append(sample(logits.expand(n, V).contiguous(), *args))
+        drawn.append(sample(logits.expand(n, V).contiguous(), *args, vocab_span(V))[0])
     tokens = torch.cat(drawn).long()
     assert chi_square_p(bins[tokens].tolist(), expected.cpu().numpy()) > 1e-3
     rank = logits.argsort(descending=True).argsort()  # how likely tokens are drawn how often

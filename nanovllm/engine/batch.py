@@ -1,18 +1,15 @@
-"""Lays a scheduled step out as flat arrays for the model. numpy only: knows no device.
+"""Lays a planned step out as flat arrays for the model. numpy only: knows no device.
 
 Letters: T tokens of the step, B sequences, P those of them that prefill, W width of the block
 tables, S block size.
 """
 
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.scheduler import ScheduledSequence
-
-Int32 = NDArray[np.int32]
+from nanovllm.engine.plan import Int32, StepPlan
 
 
 class Batch(NamedTuple):
@@ -41,39 +38,54 @@ class Batch(NamedTuple):
         return self.num_decodes == len(self.context_lens) == len(self.sample_rows)
 
 
-def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> Batch:
-    """Arrays for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns)."""
-    seqs = [item.seq for item in scheduled]
-    counts = np.array([item.num_tokens for item in scheduled])  # [B]
-    starts = np.array([item.start for item in scheduled])
-    samples = np.array([item.samples for item in scheduled])
-    is_prefill = counts > 1
-    num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(seqs)
-    ends = np.cumsum(counts)  # [B], row after each sequence's last
+class SlotTable:
+    """What a rank remembers of the running sequences from step to step, by their slot.
 
-    tokens = chain.from_iterable(
-        seq.token_ids[start : start + num_tokens] for seq, start, num_tokens, _ in scheduled
-    )
-    input_ids = np.fromiter(tokens, dtype=np.int32, count=int(ends[-1]))
-    rows = np.repeat(np.arange(len(seqs)), counts)  # [T], the sequence of each token
+    Args:
+        max_num_seqs: number of slots.
+        max_blocks: blocks of the longest sequence.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.temperatures = np.zeros(max_num_seqs, np.float32)
+        self.random_keys = np.zeros((2, max_num_seqs), np.int32)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in what has changed. Doing it twice does no harm."""
+        slots, columns, blocks = plan.new_blocks
+        self.block_tables[slots, columns] = blocks
+        self.temperatures[plan.joined] = plan.temperatures
+        self.random_keys[:, plan.joined] = plan.random_keys
+
+
+def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
+    """Arrays for a step, whose changes are in `table` already."""
+    counts, starts, samples = plan.num_tokens, plan.starts, plan.samples  # [B]
+    is_prefill = counts > 1
+    num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
+    ends = np.cumsum(counts)  # [B], row after each sequence's last
+    rows = np.repeat(np.arange(len(counts)), counts)  # [T], the sequence of each token
     positions = np.arange(len(rows)) - np.repeat(ends - counts - starts, counts)
-    block_tables = _block_tables([seq.block_table for seq in seqs])
-    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
     context_lens = starts + counts
+    width = -(-int(context_lens.max()) // block_size)
+    used = np.arange(width) * block_size < context_lens[:, None]
+    block_tables = np.where(used, table.block_tables[plan.slots, :width], np.int32(0))
+    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
     return Batch(
         num_decodes=num_decodes,
-        input_ids=input_ids,
+        input_ids=plan.token_ids,
         positions=positions.astype(np.int32),
         slot_mapping=slots.astype(np.int32),
-        context_lens=context_lens.astype(np.int32),
+        context_lens=context_lens,
         block_tables=block_tables,
         cu_seqlens_q=_running_sum(counts[num_decodes:]),
         cu_seqlens_k=_running_sum(context_lens[num_decodes:]),
-        slots=np.array([seq.slot for seq in seqs], np.int32),
+        slots=plan.slots,
         samples=samples,
         sample_rows=(ends[samples] - 1).astype(np.int32),
-        temperatures=np.array([seq.sampling_params.temperature for seq in seqs], np.float32),
-        random_keys=np.array([seq.random_key for seq in seqs], np.uint32).T.view(np.int32),
+        temperatures=table.temperatures[plan.slots],
+        random_keys=table.random_keys[:, plan.slots],
     )
 
 
@@ -103,15 +115,7 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
     )
 
 
-def _running_sum(lens: NDArray[np.int64]) -> Int32:
+def _running_sum(lens: NDArray[np.integer]) -> Int32:
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=out[1:])
-    return out
-
-
-def _block_tables(tables: list[list[int]]) -> Int32:
-    lens = np.array([len(table) for table in tables])
-    out = np.zeros((len(tables), int(lens.max())), np.int32)
-    blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int32, count=int(lens.sum()))
-    out[np.arange(out.shape[1]) < lens[:, None]] = blocks
     return out

@@ -22,9 +22,9 @@ from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
 from nanovllm.engine.metrics import Metrics, Progress
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
@@ -65,11 +65,20 @@ class LLMEngine:
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
         self.config = Config(os.path.expanduser(model), **options)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
-        self.tokenizer = load_tokenizer(self.config.model)
-        self.model_runner = ModelRunner(self.config, self.model_config)
+        self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
+        self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
-        self._close = weakref.finalize(self, _close, self.model_runner, self._lock, os.getpid())
+        self._close = weakref.finalize(self, _close, self.executor, self._lock, os.getpid())
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+
+    def _start(self) -> None:
+        self.tokenizer = load_tokenizer(self.config.model)
+        self.model_runner = self.executor.start()
         pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
         self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
         self.eos_token_ids = set(self.model_config.eos_token_ids)
@@ -152,7 +161,11 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            self._step()
+            try:
+                self._step()
+            finally:
+                if self.executor.is_broken:
+                    self.exit()
             finished, self._finished = self._finished, []
             return [self._output(seq) for seq in finished]
 
@@ -164,7 +177,7 @@ class LLMEngine:
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
             self._launching, launched_at = True, time.perf_counter()
-            tokens = self.model_runner.run(scheduled)
+            tokens = self.executor.run(scheduled)
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
@@ -175,7 +188,7 @@ class LLMEngine:
         """Book the steps under way, the oldest first, all but `leave`."""
         while len(self._under_way) > leave:
             step = self._under_way[0]
-            token_ids = step.tokens.wait()
+            token_ids = self.executor.wait(step.tokens)
             with self._reset_on_error():
                 self._under_way.popleft()
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
@@ -292,6 +305,8 @@ class LLMEngine:
                 "attention_backend": runner.backend.name,
                 "device": str(runner.device),
                 "dtype": str(runner.dtype).removeprefix("torch."),
+                "tensor_parallel_size": runner.group.size,
+                "all_reduce": runner.group.name,
                 "overlap": bool(self._lookahead),
                 "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
@@ -328,10 +343,10 @@ class LLMEngine:
         self.exit()
 
 
-def _close(runner: ModelRunner, lock: threading.RLock, pid: int) -> None:
+def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
     if os.getpid() != pid:  # a forked child: the device is its parent's, and so may be the lock
         return
-    runner.exit()
+    executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass
 

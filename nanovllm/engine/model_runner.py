@@ -17,12 +17,15 @@ import torch
 from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.triton_backend import HEAD_DIMS, triton_refusal
 from nanovllm.config import Config
+from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
-from nanovllm.engine.batch import Batch, build_batch, warmup_batch
+from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
 from nanovllm.engine.graph_runner import DecodeGraphs
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in, upload
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.base import Build
+from nanovllm.layers.linear import local_kv_heads
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -33,8 +36,8 @@ from nanovllm.utils.loader import load_dummy, load_model
 logger = logging.getLogger(__name__)
 
 
-def resolve_device(choice: str) -> torch.device:
-    """The device for `Config.device`. ValueError if it cannot be had."""
+def resolve_device(choice: str, group: Group) -> torch.device:
+    """The device of a rank, for `Config.device`. ValueError if it cannot be had."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -43,10 +46,16 @@ def resolve_device(choice: str) -> torch.device:
         raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {choice!r}") from error
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = device.index if device.index is not None else 0
-        if index >= count:
+        if group.size > 1 and device.index is not None:
             raise ValueError(
-                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
+                f"`device` must be without an index for tensor_parallel_size {group.size}, got "
+                f"{choice!r}: choose the GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        index = device.index if device.index is not None else group.rank
+        if max(index + 1, group.size) > count:
+            needed = f"{choice!r}" if group.size == 1 else f"{choice!r} for {group.size} ranks"
+            raise ValueError(
+                f"`device` {needed} is not there: PyTorch sees {count} CUDA devices; "
                 "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
             )
         device = torch.device("cuda", index)
@@ -59,6 +68,7 @@ class ModelRunner:
     Args:
         config: the engine's options.
         model_config: the checkpoint's facts.
+        group: the ranks that the model is split over; this is one of them.
 
     Attributes:
         num_blocks: KV blocks of the pool.
@@ -66,10 +76,11 @@ class ModelRunner:
         graphs: the CUDA graphs, None in eager mode.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig) -> None:
+    def __init__(self, config: Config, model_config: ModelConfig, group: Group) -> None:
         self.config = config
         self.model_config = model_config
-        self.device = resolve_device(config.device)
+        self.group = group
+        self.device = resolve_device(config.device, group)
         on_cpu = self.device.type == "cpu"
         dtype = config.dtype
         if dtype == "auto":
@@ -85,7 +96,7 @@ class ModelRunner:
                 block_size=config.kvcache_block_size,
             ),
         )
-        self.sampler = Sampler()
+        self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
         self.last_tokens = torch.zeros(
@@ -95,7 +106,10 @@ class ModelRunner:
         with self._scope():
             self.load()
             peak = 0 if on_cpu else self.warmup()  # bytes
-            self.num_blocks = self._num_blocks(peak)
+            self.num_blocks = group.minimum(self._num_blocks(peak), self.device)
+            longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
+            self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
+            self._table = SlotTable(config.max_num_seqs, self._max_blocks)
             self.allocate_kv_cache()
             if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
                 self.capture_cudagraph()
@@ -112,9 +126,13 @@ class ModelRunner:
             and triton_refusal(self.device) is None
             and self.model_config.head_dim in HEAD_DIMS
         )
+        if fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
+            row_bytes = self.model_config.hidden_size * self.dtype.itemsize
+            self.group.open_peer_memory(self.device, self.config.max_num_seqs, row_bytes)
+        build = Build(self.dtype, fused, self.group)
         with torch.device(self.device):
             model_class = MODELS[self.model_config.architecture]
-            self.model = model_class(self.model_config, self.backend, self.dtype, fused)
+            self.model = model_class(self.model_config, self.backend, build)
         self.model.eval()
         if self.config.load_format == "dummy":
             load_dummy(self.model, self.config.seed)
@@ -134,12 +152,16 @@ class ModelRunner:
     def _weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once
 
+    @property
+    def _num_kv_heads(self) -> int:
+        return len(local_kv_heads(self.model_config.num_key_value_heads, self.group))
+
     def _block_bytes(self) -> int:
         model = self.model_config
         return memory.kv_block_bytes(
             model.num_hidden_layers,
             self.config.kvcache_block_size,
-            model.num_key_value_heads,
+            self._num_kv_heads,
             model.head_dim,
             self.dtype.itemsize,
         )
@@ -154,7 +176,9 @@ class ModelRunner:
         if self.device.type == "cpu":
             per_seq = -(-self.max_model_len // config.kvcache_block_size)
             return memory.num_blocks_for_cpu(
-                block_bytes, memory.available_cpu_memory(), config.max_num_seqs * per_seq
+                block_bytes,
+                memory.available_cpu_memory() // self.group.size,
+                config.max_num_seqs * per_seq,
             )
         free, total = torch.cuda.mem_get_info(self.device)
         return memory.num_blocks_for_cuda(
@@ -215,7 +239,7 @@ class ModelRunner:
         model, block_size = self.model_config, self.config.kvcache_block_size
         shape = (
             *(2, model.num_hidden_layers, num_blocks),
-            *(block_size, model.num_key_value_heads, model.head_dim),
+            *(block_size, self._num_kv_heads, model.head_dim),
         )
         if self.device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
@@ -235,10 +259,8 @@ class ModelRunner:
 
     def capture_cudagraph(self) -> None:
         """Capture the decode step for all buckets of batch sizes."""
-        longest = min(self.max_model_len, self.num_blocks * self.config.kvcache_block_size)
-        table_width = -(-longest // self.config.kvcache_block_size)
         self.graphs = DecodeGraphs(
-            self.run_model, self.device, self.config.max_num_seqs, table_width
+            self.run_model, self.device, self.config.max_num_seqs, self._max_blocks
         )
 
     def _log_backend(self) -> None:
@@ -257,9 +279,10 @@ class ModelRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if on_cuda else nullcontext():
             yield
 
-    def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
+    def run(self, plan: StepPlan) -> PendingTokens:
         """Launch a step. Samples one token for each of the sequences that `samples`."""
-        batch = build_batch(scheduled, self.config.kvcache_block_size)
+        self._table.update(plan)
+        batch = build_batch(plan, self._table, self.config.kvcache_block_size)
         with self._scope():
             if batch.is_decode and self.graphs is not None:
                 return PendingTokens(self.graphs.replay(batch))
@@ -326,11 +349,16 @@ class ModelRunner:
         )
         return SamplingMetadata(temperatures.view(torch.float32), keys, positions, slots), rows
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all steps."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
         for name in ("graphs", "model", "kv_cache", "last_tokens"):
             self.__dict__.pop(name, None)
         gc.collect()
+        self.synchronize()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()

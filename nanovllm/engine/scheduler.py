@@ -212,6 +212,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
+        seq.num_sent_blocks = 0
         bisect.insort(self.running, seq, key=_arrival)
 
     def preempt(self, seq: Sequence) -> None:

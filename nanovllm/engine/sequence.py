@@ -34,6 +34,7 @@ class Sequence:
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_sent_blocks",
         "prompt",
         "random_key",
         "sampling_params",
@@ -66,7 +67,8 @@ class Sequence:
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started
         self.num_preemptions = 0
         self.num_pending = 0
-        self.slot = -1  # while running: its row in the device's table of last tokens
+        self.slot = -1  # while running: its row in what the ranks remember of it
+        self.num_sent_blocks = 0  # of the block table, those that the ranks know
         # Two 32-bit words; with a position they determine the noise of a sampled token.
         key = xxhash.xxh64_intdigest(f"{seed} {seq_id}".encode())
         self.random_key = (key >> 32, key & 0xFFFFFFFF)

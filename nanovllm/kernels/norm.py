@@ -1,16 +1,23 @@
-"""RMS normalisation, with and without the residual addition, one row per program."""
+"""RMS normalisation, one row per program: alone, or with the sums before it.
+
+Those are the partial results of a product, the other ranks' partial results (`peers.py`), and the
+residual.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.peers import all_reduce_row, peer_options
 
 
 @triton.jit(do_not_specialize=["stride_part"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part,
-    M: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
+    M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -23,10 +30,14 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * stride_part + row * M + cols, mask=mask, other=0.0)
-    if ADD:
+    if SIZE > 1:
+        x = x.to(dtype)
+        x = all_reduce_row(x, peers_ptr, epochs_ptr, row, cols, mask, WIDTH, ROWS, RANK, SIZE)
+    if ADD or SIZE > 1:
         # Round as the stored results are rounded, so that fused and plain agree.
         x = x.to(dtype).to(tl.float32)
-        x += tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            x += tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
         total = x.to(dtype)
         tl.store(sum_ptr + row * M + cols, total, mask=mask)
         x = total.to(tl.float32)
@@ -35,32 +46,44 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    x: torch.Tensor, parts: int, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    parts: int,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerMemory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
-    out = torch.empty_like(x if residual is None else residual)
-    total = x if residual is None else torch.empty_like(residual)
-    M = x.shape[-1]
+    T, M = x.numel() // parts // x.shape[-1], x.shape[-1]
+    shape = x.shape if parts == 1 and peers is None else (T, M)
+    out = torch.empty(shape, dtype=weight.dtype, device=x.device)
+    total = x if residual is None and peers is None else torch.empty_like(out)
     BLOCK = triton.next_power_of_2(M)
-    _rms_norm_kernel[(out.numel() // M,)](
-        x, x if residual is None else residual.contiguous(), weight, out, total, eps, out.numel(),
-        M=M, BLOCK=BLOCK, ADD=residual is not None, PARTS=parts,
-        num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(x),
+    _rms_norm_kernel[(T,)](
+        x, x if residual is None else residual.contiguous(), weight, out, total, eps, T * M,
+        M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
+        num_warps=min(16, max(1, BLOCK // 512)), **peer_options(peers, x), **pdl_options(x),
     )  # fmt: skip
     return out, total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`. x: [..., M]; weight: [M]."""
-    return _launch(x, 1, None, weight, eps)[0]
+    return _launch(x, 1, None, weight, eps, None)[0]
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerMemory | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm(x + residual)`, and `x + residual`; both new tensors like residual: [..., M].
+    """`rms_norm(x + residual)`, and `x + residual`; both new tensors: [T, M].
 
-    x may also be the S partial results of `linear`, [S, ..., M] float32, which are summed first.
+    Args:
+        x: [T, M], or S partial results [S, T, M], which are summed first.
+        residual: [T, M]; None for 0.
+        peers: sum x over these ranks, too; T is at most their `max_rows`.
     """
-    parts = len(x) if x.dim() > residual.dim() else 1
-    return _launch(x, parts, residual, weight, eps)
+    return _launch(x, len(x) if x.dim() == 3 else 1, residual, weight, eps, peers)

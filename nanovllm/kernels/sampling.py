@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.peers import peer_options, push_row, pushed_row
 
-SPAN = 4096  # columns
 LOG2E = 1.4426950408889634
 MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it the largest logit is taken
 
@@ -65,10 +66,13 @@ def _weigh_spans_kernel(
 @triton.jit(do_not_specialize=["stride_keys"])
 def _draw_kernel(
     logits_ptr, temperatures_ptr, keys_ptr, positions_ptr, slots_ptr, weight_ptr, out_ptr,
-    table_ptr, V, stride, stride_keys, LOG2E,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_PAD: tl.constexpr, PDL: tl.constexpr,
+    score_ptr, table_ptr, V, start, stride, stride_keys, LOG2E, peers_ptr, epochs_ptr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_PAD: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: a row. One Philox call gives the noise of four columns.
+    # One program: a row. One Philox call gives the noise of four columns. The noise of spans and
+    # columns is that of their place in the whole vocabulary, where ours begin at `start`.
     launch_dependents(PDL)
     row = tl.program_id(0)
     temperature = tl.load(temperatures_ptr + row)
@@ -78,20 +82,22 @@ def _draw_kernel(
     key1 = tl.load(keys_ptr + stride_keys + row).to(tl.uint32, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint32, bitcast=True)
     slot = tl.load(slots_ptr + row)
+    first_span = start // SPAN
     wait(PDL)
 
     spans = tl.arange(0, SPANS_PAD)
     score = tl.load(weight_ptr + row * SPANS + spans, mask=spans < SPANS, other=float("-inf"))
     if draws:
-        counter = spans.to(tl.uint32)
+        counter = (first_span + spans).to(tl.uint32)
         zero = counter * 0
         bits, _, _, _ = tl.philox_impl(counter, zero + position, zero + 1, zero, key0, key1, 7)
         score += _gumbel(bits)
     span = tl.minimum(_first_argmax(score, spans), SPANS - 1)
+    best = tl.max(score, 0)
 
     QUARTER: tl.constexpr = SPAN // 4
     lanes = tl.arange(0, QUARTER)
-    counter = (span * QUARTER + lanes).to(tl.uint32)
+    counter = ((first_span + span) * QUARTER + lanes).to(tl.uint32)
     zero = counter * 0
     b0, b1, b2, b3 = zero, zero, zero, zero
     if draws:
@@ -108,9 +114,40 @@ def _draw_kernel(
         better = score > top
         top = tl.where(better, score, top)
         token = tl.where(better, cols, token)
-    drawn = _first_argmax(top, token)
+    drawn = _first_argmax(top, token) + start
+    if SIZE > 1:
+        drawn = _best_of_ranks(best, drawn, peers_ptr, epochs_ptr, row, WIDTH, ROWS, RANK, SIZE)
     tl.store(out_ptr + row, drawn)
+    tl.store(score_ptr + row, best)
     tl.store(table_ptr + slot, drawn)
+
+
+@triton.jit
+def _best_of_ranks(
+    score, token, peers_ptr, epochs_ptr, row,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Of the ranks' tokens the one with the highest score, the first of equals."""
+    words = tl.arange(0, 2)
+    own = tl.where(words == 0, score.to(tl.int32, bitcast=True), token)
+    epoch = tl.load(epochs_ptr + row) + 1
+    push_row(own, peers_ptr, row, epoch, words, words < 2, WIDTH, ROWS, RANK, SIZE)
+    best, drawn = float("-inf"), 0
+    for peer in tl.static_range(SIZE):
+        pair = own
+        if peer != RANK:
+            pair = pushed_row(
+                peers_ptr, peer, row, epoch, words, words < 2, tl.int32, WIDTH, ROWS, RANK, SIZE
+            )
+        theirs = tl.sum(tl.where(words == 0, pair, 0), 0).to(tl.float32, bitcast=True)
+        token = tl.sum(tl.where(words == 1, pair, 0), 0)
+        if peer == 0:
+            best, drawn = theirs, token
+        else:
+            drawn = tl.where(theirs > best, token, drawn)
+            best = tl.maximum(theirs, best)
+    tl.store(epochs_ptr + row, epoch)
+    return drawn
 
 
 def sample(
@@ -120,40 +157,42 @@ def sample(
     positions: torch.Tensor,
     slots: torch.Tensor,
     table: torch.Tensor,
-) -> torch.Tensor:
+    span: int,
+    start: int = 0,
+    peers: PeerMemory | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature).
 
     Args:
-        logits: [B, V], rows adjacent columns.
+        logits: [B, V], rows adjacent columns: the whole vocabulary, or the part of a rank.
         temperatures: [B] float32; below 1e-5 the largest logit is taken.
         keys: [2, B] int32, the random key of each request, two words.
         positions: [B] int32, the position that the token will have.
         slots: [B] int32.
         table: [N] int32, where each token is written too, at its slot.
+        span: columns of a span.
+        start: where our part of the vocabulary begins, a multiple of `span`.
+        peers: the ranks that have the other parts; None for the best of this part.
 
     Returns:
-        [B] int32.
+        Tokens [B] int32, and the scores [B] float32 by which this part's best is to be compared
+        with that of other parts.
     """
     B, V = logits.shape
-    SPANS = triton.cdiv(V, SPAN)
+    assert start % span == 0, f"a part of the vocabulary begins at {start}, within a span of {span}"
+    SPANS = max(1, triton.cdiv(V, span))
     weights = torch.empty(B, SPANS, dtype=torch.float32, device=logits.device)
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
+    scores = torch.empty(B, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
     _weigh_spans_kernel[(B, SPANS)](
-        logits,
-        temperatures,
-        weights,
-        V,
-        stride,
-        LOG2E,
-        SPAN=SPAN,
-        num_warps=4,
-        **pdl_options(logits),
-    )
-    _draw_kernel[(B,)](
-        logits, temperatures, keys, positions, slots, weights, out, table, V, stride,
-        keys.stride(0), LOG2E,
-        SPAN=SPAN, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS), num_warps=8,
-        **pdl_options(logits),
+        logits, temperatures, weights, V, stride, LOG2E,
+        SPAN=span, num_warps=4, **pdl_options(logits),
     )  # fmt: skip
-    return out
+    _draw_kernel[(B,)](
+        logits, temperatures, keys, positions, slots, weights, out, scores, table, V, start, stride,
+        keys.stride(0), LOG2E,
+        SPAN=span, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS), num_warps=8,
+        **peer_options(peers, out), **pdl_options(logits),
+    )  # fmt: skip
+    return out, scores

@@ -1,29 +1,57 @@
-"""The two ends of a model: token embedding and LM head."""
+"""The two ends of a model: token embedding and LM head, split along the vocabulary."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import linear
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build, Layer, Shard
+from nanovllm.layers.linear import linear, sum_over_ranks
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Token ids to hidden states. weight: [V, M], split along the vocabulary over GPUs."""
+def vocab_span(vocab_size: int) -> int:
+    """Tokens of a span, the unit in which the vocabulary is sampled and divided over ranks: some
+    64 of them make a vocabulary, so 1 to 8 ranks can share.
+    """
+    return min(4096, max(16, 1 << max(0, (vocab_size - 1).bit_length() - 6)))
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+
+def local_vocab(vocab_size: int, group: Group) -> range:
+    """The tokens of this rank: whole spans of the vocabulary, for the last ranks fewer or none."""
+    span = vocab_span(vocab_size)
+    per_rank = -(-vocab_size // (span * group.size)) * span
+    start = min(group.rank * per_rank, vocab_size)
+    return range(start, min(start + per_rank, vocab_size))
+
+
+class VocabParallelEmbedding(Layer):
+    """Token ids to hidden states. weight: [V, M], of the tokens in `vocab`; at least one row."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), False)
+        self.vocab_size, self.build = vocab_size, build
+        self.vocab = local_vocab(vocab_size, build.group)
+        rows = max(1, len(self.vocab))
+        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=build.dtype), False)
+
+    def shards(self, param: nn.Parameter) -> list[Shard]:
+        return [Shard(param.data[: len(self.vocab)], 0, self.vocab.start, self.vocab_size)]
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int32 -> [T, M]"""
-        return F.embedding(input_ids, self.weight)
+        """[T] int32 -> [T, M], or [1, T, M] (see `sum_over_ranks`)."""
+        if self.build.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        row = input_ids - self.vocab.start
+        ours = (row >= 0) & (row < len(self.vocab))
+        hidden = F.embedding(row.where(ours, 0), self.weight)
+        return sum_over_ranks(hidden.masked_fill_(~ours.unsqueeze(1), 0), self.build)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits over the vocabulary. The library reads so large a weight as fast as
-    a kernel of ours, for one row too.
+    """Hidden states to logits over this rank's part of the vocabulary. The library reads so large a
+    weight as fast as a kernel of ours, for one row too.
     """
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M] -> [B, V]"""
-        return linear(hidden, self.weight, None)
+        """[B, M] -> [B, len(vocab)]"""
+        return linear(hidden, self.weight, None)[:, : len(self.vocab)]

@@ -3,23 +3,24 @@
 import torch
 from torch import nn
 
+from nanovllm.layers.base import Build, Layer
 
-class RMSNorm(nn.Module):
+
+class RMSNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 (Zhang and Sennrich, 2019).
 
-    Args:
-        fused: use the Triton kernel instead of the PyTorch expression.
+    `fused` layers take the Triton kernel instead of the PyTorch expression.
     """
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, fused: bool) -> None:
+    def __init__(self, hidden_size: int, eps: float, build: Build) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), False)
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
         self.eps = eps
-        self.fused = fused
+        self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., M] -> [..., M]"""
-        if self.fused:
+        if self.build.fused:
             from nanovllm.kernels.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
@@ -33,13 +34,15 @@ class RMSNorm(nn.Module):
         """Normalise `x + residual`; returns that and the sum. Neither input is changed.
 
         The first layer of a model has no residual yet: None stands for zero. With `fused`, x may
-        be partial results [S, T, M] of a `RowParallelLinear`.
+        be partial results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks.
         """
-        if residual is None:
+        if residual is None and x.dim() == 2:
             return self(x), x
-        if self.fused:
+        if self.build.fused:
             from nanovllm.kernels.norm import add_rms_norm
 
-            return add_rms_norm(x, residual, self.weight, self.eps)
+            peers = self.build.group.peers if x.dim() == 3 else None
+            return add_rms_norm(x, residual, self.weight, self.eps, peers)
+        assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual

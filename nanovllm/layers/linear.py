@@ -1,13 +1,17 @@
 """Linear layers, by the part they play when a model is split over GPUs (Megatron's names).
 
-On one device they all compute `x @ weight.T + bias`; what the packed ones know is which rows of
-their weight belong to which projection of the checkpoint. `fused` layers take our kernels where
-these are faster.
+Each computes `x @ weight.T + bias` with the part of the weight that its rank holds. `fused` layers
+take our kernels where these are faster.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build, Layer, Shard
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -17,16 +21,44 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
-class ReplicatedLinear(nn.Module):
+def sum_over_ranks(x: torch.Tensor, build: Build) -> torch.Tensor:
+    """Sum x: [T, M] over the ranks. Where kernels exchange rows, the norm that follows does it:
+    x is returned as partial results [1, T, M] then.
+    """
+    if build.group.size > 1 and build.fused and build.group.can_exchange(x):
+        return x.unsqueeze(0)
+    return build.group.all_reduce(x)
+
+
+class Rows(NamedTuple):
+    """Rows (or columns) of a projection in the checkpoint.
+
+    Attributes:
+        held: those that this rank holds.
+        total: how many there are.
+    """
+
+    held: range
+    total: int
+
+    @classmethod
+    def of(cls, total: int, group: Group) -> "Rows":
+        """An equal share of `total` for each rank."""
+        size = total // group.size
+        assert size * group.size == total, f"{total} rows for {group.size} ranks"
+        return cls(range(group.rank * size, (group.rank + 1) * size), total)
+
+
+class ReplicatedLinear(Layer):
     """`x @ weight.T + bias`, the same on every device. weight: [out, in]."""
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype, fused: bool
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__()
+        dtype = build.dtype
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype), False)
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), False) if bias else None
-        self.fused = fused and not bias
+        self.build = build
+        self.fused = build.fused and not bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
@@ -38,42 +70,44 @@ class ReplicatedLinear(nn.Module):
 
 
 class ColumnParallelLinear(ReplicatedLinear):
-    """Split along its outputs."""
+    """Split along its outputs. It may pack several projections, each split on its own.
 
+    Args:
+        outputs: the rows of each projection.
+    """
 
-class RowParallelLinear(ReplicatedLinear):
-    """Split along its inputs; the partial results are summed."""
+    def __init__(self, input_size: int, outputs: list[Rows], bias: bool, build: Build) -> None:
+        super().__init__(input_size, sum(len(rows.held) for rows in outputs), bias, build)
+        self.outputs = outputs
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]; `fused` also [S, T, out], for `RMSNorm.add_forward` to sum."""
-        if self.fused:
-            from nanovllm.kernels import linear as kernels
-
-            return kernels.linear(x, self.weight, partial=True)
-        return super().forward(x)
+    def shards(self, param: nn.Parameter) -> list[Shard]:
+        targets = param.data.split([len(rows.held) for rows in self.outputs])
+        return [
+            Shard(target, 0, rows.held.start, rows.total)
+            for target, rows in zip(targets, self.outputs, strict=True)
+        ]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of the same input as one product.
+    """Several projections of the same input as one product, each split evenly.
 
     Args:
-        output_sizes: the outputs of each, in the order of their rows in `weight`.
+        output_sizes: the outputs of each on all ranks, in the order of their rows in `weight`.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_sizes: list[int],
-        bias: bool,
-        dtype: torch.dtype,
-        fused: bool,
-    ) -> None:
-        super().__init__(input_size, sum(output_sizes), bias, dtype, fused)
-        self.output_sizes = output_sizes
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool, build: Build) -> None:
+        outputs = [Rows.of(size, build.group) for size in output_sizes]
+        super().__init__(input_size, outputs, bias, build)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D]."""
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D].
+
+    Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
+
+    Attributes:
+        num_heads, num_kv_heads: heads of this rank.
+    """
 
     def __init__(
         self,
@@ -82,8 +116,49 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_heads: int,
         num_kv_heads: int,
         bias: bool,
-        dtype: torch.dtype,
-        fused: bool,
+        build: Build,
     ) -> None:
-        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        super().__init__(hidden_size, [q_size, kv_size, kv_size], bias, dtype, fused)
+        group = build.group
+        q = Rows.of(num_heads * head_dim, group)
+        kv = local_kv_heads(num_kv_heads, group)
+        rows = range(kv.start * head_dim, kv.stop * head_dim)
+        kv_rows = Rows(rows, num_kv_heads * head_dim)
+        super().__init__(hidden_size, [q, kv_rows, kv_rows], bias, build)
+        self.num_heads, self.num_kv_heads = num_heads // group.size, len(kv)
+
+
+def local_kv_heads(num_kv_heads: int, group: Group) -> range:
+    """The KV heads of this rank: its share, or the one that its query heads belong to."""
+    count = max(1, num_kv_heads // group.size)
+    first = group.rank * num_kv_heads // group.size
+    return range(first, first + count)
+
+
+class RowParallelLinear(ReplicatedLinear):
+    """Split along its inputs; the ranks' results are summed.
+
+    Args:
+        input_size: inputs on all ranks.
+    """
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
+        inputs = Rows.of(input_size, build.group)
+        super().__init__(len(inputs.held), output_size, bias, build)
+        self.inputs = inputs
+
+    def shards(self, param: nn.Parameter) -> list[Shard]:
+        if param is self.bias:
+            return [Shard.whole(param.data)]
+        return [Shard(param.data, 1, self.inputs.held.start, self.inputs.total)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]; `fused` also [S, T, out], for `RMSNorm.add_forward` to sum."""
+        group = self.build.group
+        if self.fused:
+            from nanovllm.kernels import linear as kernels
+
+            partial = group.size == 1 or group.can_exchange(x)
+            out = kernels.linear(x, self.weight, partial)
+        else:
+            out = linear(x, self.weight, self.bias if group.rank == 0 else None)
+        return out if out.dim() == 3 else sum_over_ranks(out, self.build)

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.distributed.group import Group
+from nanovllm.layers.embed_head import local_vocab, vocab_span
+
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 
 
@@ -33,24 +36,54 @@ class Sampler(nn.Module):
     vocabulary is drawn first, by its sum (`kernels/sampling.py`).
 
     The noise of a row depends on its request's key and the token's position alone, so a request
-    draws the same tokens whatever it shares a batch with.
+    draws the same tokens whatever it shares a batch with. Each rank takes the best of its part of
+    the vocabulary, and the best of those is drawn: ranks exchange scores and tokens, not logits.
     """
+
+    def __init__(self, vocab_size: int, group: Group) -> None:
+        super().__init__()
+        self.vocab_size, self.group = vocab_size, group
+        self.vocab = local_vocab(vocab_size, group)
 
     def forward(
         self, logits: torch.Tensor, metadata: SamplingMetadata, last_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """logits: [n, V]. Returns [n] int32, also written to last_tokens: [N] int32, by slot."""
+        """logits: [n, len(vocab)]. Returns [n] int32, also written to last_tokens: [N] int32, by
+        slot.
+        """
         if logits.is_cuda:
             from nanovllm.kernels.sampling import sample
 
-            return sample(logits, *metadata, last_tokens)
-        tokens = sample_on_cpu(logits, metadata)
+            peers = self.group.peers if self.group.can_exchange(logits) else None
+            start, span = self.vocab.start, vocab_span(self.vocab_size)
+            tokens, scores = sample(logits, *metadata, last_tokens, span, start, peers)
+            if self.group.size == 1 or peers is not None:
+                return tokens
+        else:
+            tokens, scores = sample_on_cpu(logits, metadata, self.vocab, self.vocab_size)
+        tokens = self._best(tokens, scores)
         last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         return tokens
 
+    def _best(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Of the ranks' tokens [n] int32 those with the highest scores [n], the first of equals."""
+        everyone = self.group.all_gather(torch.stack([scores.double(), tokens.double()]))
+        best = everyone[:, 0].argmax(0, keepdim=True)  # [1, n], a rank
+        return everyone[:, 1].gather(0, best)[0].to(torch.int32)
 
-def sample_on_cpu(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The same with numpy's Philox generator. logits: [n, V]. Returns [n] int32."""
+
+def sample_on_cpu(
+    logits: torch.Tensor, metadata: SamplingMetadata, vocab: range, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with numpy's Philox generator.
+
+    Args:
+        logits: [n, len(vocab)].
+        vocab: the tokens of these columns.
+
+    Returns:
+        Tokens [n] int32 and their scores [n] float32.
+    """
     scores = logits.to(torch.float32, copy=True)
     keys = metadata.random_keys.numpy().view(np.uint32).T.astype(np.uint64)  # [n, 2]
     for row, temperature in enumerate(metadata.temperatures.tolist()):
@@ -58,6 +91,12 @@ def sample_on_cpu(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
             key = int(keys[row, 0]) << 32 | int(keys[row, 1])
             bits = np.random.Philox(key=key, counter=int(metadata.positions[row]) << 64)
             # In float64: float32 has draws of exactly 0, which would win over everything.
-            noise = np.random.Generator(bits).standard_exponential(logits.shape[1])
-            scores[row].div_(temperature).sub_(torch.from_numpy(noise).log_())
-    return scores.argmax(dim=-1).to(torch.int32)
+            noise = np.random.Generator(bits).standard_exponential(vocab_size)
+            own = torch.from_numpy(noise[vocab.start : vocab.stop])
+            scores[row].div_(temperature).sub_(own.log_())
+    if not len(vocab):
+        return torch.zeros(len(scores), dtype=torch.int32), scores.new_full(
+            (len(scores),), -torch.inf
+        )
+    best, columns = scores.max(dim=-1)
+    return (columns + vocab.start).to(torch.int32), best

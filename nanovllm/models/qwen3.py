@@ -8,6 +8,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -28,23 +29,22 @@ class Qwen3Attention(nn.Module):
         config: ModelConfig,
         rotary_emb: RotaryEmbedding,
         backend: AttentionBackend,
-        dtype: torch.dtype,
-        fused: bool,
+        build: Build,
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim, bias = config.head_dim, config.attention_bias
-        self.head_counts = [num_heads, num_kv_heads, num_kv_heads]
         self.head_dim = head_dim
-        self.fused = fused
+        self.fused = build.fused
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, head_dim, num_heads, num_kv_heads, bias, dtype, fused
+            config.hidden_size, head_dim, num_heads, num_kv_heads, bias, build
         )
-        self.o_proj = RowParallelLinear(
-            num_heads * head_dim, config.hidden_size, bias, dtype, fused
-        )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, fused=False)
+        local = self.qkv_proj
+        self.head_counts = [local.num_heads, local.num_kv_heads, local.num_kv_heads]
+        self.o_proj = RowParallelLinear(num_heads * head_dim, config.hidden_size, bias, build)
+        plain = build._replace(fused=False)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, plain)
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, plain)
         self.rotary_emb = rotary_emb
         self.attn = Attention(backend, head_dim)
 
@@ -71,15 +71,15 @@ class Qwen3Attention(nn.Module):
 class Qwen3MLP(nn.Module):
     """down(silu(gate(x)) * up(x))"""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, fused: bool) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size, intermediate_size], False, dtype, fused
+            hidden_size, [intermediate_size, intermediate_size], False, build
         )
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, dtype, fused)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, build)
         self.act_fn = SiluAndMul()
-        self.fused = fused
+        self.fused = build.fused
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, M]"""
@@ -98,13 +98,12 @@ class Qwen3DecoderLayer(nn.Module):
         config: ModelConfig,
         rotary_emb: RotaryEmbedding,
         backend: AttentionBackend,
-        dtype: torch.dtype,
-        fused: bool,
+        build: Build,
     ) -> None:
         super().__init__()
-        norm_args = (config.hidden_size, config.rms_norm_eps, dtype, fused)
-        self.self_attn = Qwen3Attention(config, rotary_emb, backend, dtype, fused)
-        self.mlp = Qwen3MLP(config, dtype, fused)
+        norm_args = (config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = Qwen3Attention(config, rotary_emb, backend, build)
+        self.mlp = Qwen3MLP(config, build)
         self.input_layernorm = RMSNorm(*norm_args)
         self.post_attention_layernorm = RMSNorm(*norm_args)
 
@@ -123,19 +122,17 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, fused: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, build: Build) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         rotary_emb = RotaryEmbedding(
             config.head_dim, config.max_position_embeddings, config.rope_theta
         )
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, rotary_emb, backend, dtype, fused)
+            Qwen3DecoderLayer(config, rotary_emb, backend, build)
             for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, fused)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions: [T] int32. Returns [T, M]."""
@@ -155,12 +152,10 @@ class Qwen3ForCausalLM(nn.Module):
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
 
-    def __init__(
-        self, config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, fused: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, build: Build) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, backend, dtype, fused)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype)
+        self.model = Qwen3Model(config, backend, build)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, build)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -169,5 +164,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M] -> [B, V]"""
+        """[B, M] -> [B, V], the columns of this rank."""
         return self.lm_head(hidden)

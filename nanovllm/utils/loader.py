@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.layers.base import Layer, Shard
 from nanovllm.model_config import read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -70,30 +71,29 @@ def _open(file: Path) -> Iterator[Any]:
         yield opened
 
 
-def checkpoint_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     """Checkpoint tensor name -> the parameter, or the rows of a packed one, that it fills."""
     packed: dict[str, tuple[str, ...]] = model.packed_modules_mapping  # type: ignore[assignment]
-    targets: dict[str, torch.Tensor] = {}
+    found: dict[str, Shard] = {}
     for name, param in model.named_parameters():
         path, _, param_name = name.rpartition(".")
         parent, _, module_name = path.rpartition(".")
-        if module_name in packed:
-            sizes: list[int] = model.get_submodule(path).output_sizes  # type: ignore[assignment]
-            views = param.data.split(sizes)
-            for part, view in zip(packed[module_name], views, strict=True):
-                targets[f"{parent}.{part}.{param_name}"] = view
-        else:
-            targets[name] = param.data
-    return targets
+        layer = model.get_submodule(path)
+        assert isinstance(layer, Layer), f"{path} has parameters and is no Layer"
+        parts = packed.get(module_name, (module_name,))
+        for part, shard in zip(parts, layer.shards(param), strict=True):
+            found[f"{parent}.{part}.{param_name}".lstrip(".")] = shard
+    return found
 
 
 def load_model(model: nn.Module, directory: Path) -> None:
-    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype.
+    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
+    tensor only the part that this rank holds is read.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    files, targets = find_weights(directory), checkpoint_targets(model)
+    files, targets = find_weights(directory), checkpoint_shards(model)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     if "lm_head.weight" not in targets:
@@ -113,32 +113,41 @@ def load_model(model: nn.Module, directory: Path) -> None:
                 for name in names:
                     if name not in present:
                         raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
-                    _copy(name, tensors.get_tensor(name), targets[name])
+                    _copy(name, tensors.get_slice(name), targets[name])
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    if tensor.shape != target.shape:
-        raise ValueError(
-            f"tensor {name} has shape {list(tensor.shape)}, config.json implies "
-            f"{list(target.shape)}"
-        )
+def _copy(name: str, source: Any, shard: Shard) -> None:
+    """Fill `shard` from `source`, a slice of safetensors or a tensor."""
+    shape = list(source.get_shape())
+    if shape != shard.full_shape:
+        raise ValueError(f"tensor {name} has shape {shape}, config.json implies {shard.full_shape}")
+    tensor = source[_part(shard)]
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
-    target.copy_(tensor)
+    shard.target.copy_(tensor)
+
+
+def _part(shard: Shard) -> tuple[slice, ...]:
+    part = slice(shard.start, shard.start + shard.target.shape[shard.dim])
+    return (slice(None),) * shard.dim + (part,)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
-    """Random weights, the same for the same seed and device: N(0, 0.02^2), norms 1, biases 0."""
+    """Random weights, the same for the same seed and kind of device, however many ranks divide
+    them: N(0, 0.02^2), norms 1, biases 0.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    with startup_bar(list(model.named_parameters()), "Loading weights", "tensor") as bar:
-        for name, param in bar:
+    with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
+        for name, shard in bar:
             if name.endswith("bias"):
-                param.data.zero_()
-            elif param.dim() == 1:
-                param.data.fill_(1.0)
+                shard.target.zero_()
+            elif shard.target.dim() == 1:
+                shard.target.fill_(1.0)
             else:
-                param.data.normal_(0.0, 0.02, generator=generator)
+                whole = shard.target.new_empty(shard.full_shape)
+                whole.normal_(0.0, 0.02, generator=generator)
+                shard.target.copy_(whole[_part(shard)])
 
 
 def _names(names: list[str]) -> str:

@@ -1,0 +1,78 @@
+"""`Channel`: messages from rank 0 to all workers, through shared memory. No torch here.
+
+The memory has no name: it is a file that lives in memory only (`memfd_create`), and workers inherit
+its descriptor. So nothing can be left behind in /dev/shm, and engines cannot meet by accident.
+
+    positions of the readers, a cache line each | slot 0 | slot 1 | ...     slot: length, message
+
+Message n lies in slot n % NUM_SLOTS. Its writer wakes each reader by one byte through a socket (see
+`Workers`), and waits before it overwrites a message that a reader has not taken yet.
+"""
+
+import mmap
+import os
+import struct
+
+LINE = 64  # bytes of a cache line
+NUM_SLOTS = 4
+_NUMBER = struct.Struct("<q")
+
+
+class Channel:
+    """One end of the channel.
+
+    Args:
+        fd: descriptor of the memory.
+        num_readers: how many workers read.
+        capacity: bytes of the longest message.
+    """
+
+    def __init__(self, fd: int, num_readers: int, capacity: int) -> None:
+        self._num_readers, self._capacity = num_readers, capacity
+        self._slot_size = -(-(_NUMBER.size + capacity) // LINE) * LINE
+        self._memory = mmap.mmap(fd, self.num_bytes(num_readers, capacity))
+        self._num_messages = 0  # sent or received at this end
+
+    @staticmethod
+    def num_bytes(num_readers: int, capacity: int) -> int:
+        """Bytes of memory for a channel."""
+        slot_size = -(-(_NUMBER.size + capacity) // LINE) * LINE
+        return num_readers * LINE + NUM_SLOTS * slot_size
+
+    @classmethod
+    def create(cls, num_readers: int, capacity: int) -> tuple["Channel", int]:
+        """The writer's end, and the descriptor for the readers, which is the caller's to close."""
+        fd = os.memfd_create("nanovllm")
+        os.ftruncate(fd, cls.num_bytes(num_readers, capacity))
+        return cls(fd, num_readers, capacity), fd
+
+    def _slot(self) -> int:
+        return self._num_readers * LINE + self._num_messages % NUM_SLOTS * self._slot_size
+
+    def has_room(self) -> bool:
+        """Whether all readers have taken the message that the next one overwrites."""
+        oldest = min(
+            _NUMBER.unpack_from(self._memory, i * LINE)[0] for i in range(self._num_readers)
+        )
+        return self._num_messages - oldest < NUM_SLOTS
+
+    def write(self, message: bytes) -> None:
+        """Put a message into the next slot, which must have room."""
+        assert len(message) <= self._capacity, f"{len(message)} bytes for {self._capacity}"
+        slot = self._slot()
+        _NUMBER.pack_into(self._memory, slot, len(message))
+        self._memory[slot + _NUMBER.size : slot + _NUMBER.size + len(message)] = message
+        self._num_messages += 1
+
+    def read(self, reader: int) -> bytes:
+        """Take the next message, which must have been written."""
+        slot = self._slot()
+        (length,) = _NUMBER.unpack_from(self._memory, slot)
+        message = self._memory[slot + _NUMBER.size : slot + _NUMBER.size + length]
+        self._num_messages += 1
+        _NUMBER.pack_into(self._memory, reader * LINE, self._num_messages)
+        return message
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._memory.close()
