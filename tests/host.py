@@ -229,7 +229,10 @@ class Loop:
         decodes = ids & (running - prefilling)
         assert decodes in (set(), ids), "mixed"
         assert not (decodes and prefilling), "decodes before a prompt"
-        batch = FakeModel(self.scheduler).lay_out(scheduled)
+        plan = plan_step(scheduled)  # the model's table is left alone
+        batch = build_batch(
+            plan, FakeModel(self.scheduler).table, self.scheduler.block_manager.block_size
+        )
         assert batch.num_decodes in (0, len(ids)), "mixed for the kernels"
 
 

@@ -63,7 +63,7 @@ def test_every_eos_id_stops_and_stays_in_token_ids(eos, tmp_path, monkeypatch):
             tokens = [script[i.seq.num_completion_tokens] for i in scheduled if i.samples]
             return PendingTokens(torch.tensor(tokens))
 
-        monkeypatch.setattr(llm.model_runner, "run", scripted)
+        monkeypatch.setattr(llm.executor, "run", scripted)
         [stopped] = llm.generate("a", greedy(9), use_tqdm=False)
         assert stopped.outputs == [CompletionOutput(0, "hi", script[:3], "stop")]
         [ignored] = llm.generate("a", greedy(4, ignore_eos=True), use_tqdm=False)
@@ -113,6 +113,8 @@ def test_metrics_explain_a_run(llm):
         "attention_backend": "torch",
         "device": "cpu",
         "dtype": "float32",
+        "tensor_parallel_size": 1,
+        "all_reduce": "none",
         "cuda_graphs": 0,
         "num_graph_replays": 0,
         "num_kvcache_blocks": 32,

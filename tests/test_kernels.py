@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
@@ -17,6 +18,7 @@ from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_store_
 from nanovllm.kernels.tokens import fill_in
+from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
@@ -51,7 +53,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_defect_4_float32_norm_leaves_its_inputs_alone(fused: bool) -> None:
     """`.float()` of float32 is a no-op: an in-place norm would change the residual."""
-    norm = RMSNorm(64, 1e-6, torch.float32, fused).to(DEVICE)
+    norm = RMSNorm(64, 1e-6, Build(torch.float32, fused, Group())).to(DEVICE)
     norm.weight.data.copy_(randn(64, seed=2))
     x, residual = randn(5, 64), randn(5, 64, seed=1)
     copies = x.clone(), residual.clone()
@@ -222,7 +224,7 @@ def test_qk_norm_rope_store(T: int, hq: int, hkv: int, d: int, dtype: torch.dtyp
     rope = RotaryEmbedding(d, max_position, 10000.0).to(DEVICE)
     norms = []
     for seed in (1, 2):
-        norms.append(RMSNorm(d, 1e-6, dtype, fused=False).to(DEVICE))
+        norms.append(RMSNorm(d, 1e-6, Build(dtype, False, Group())).to(DEVICE))
         norms[-1].weight.data.copy_(randn(d, seed=seed))
     wanted = [rope(positions, norm(x)) for norm, x in zip(norms, (q, k), strict=True)]
     weights = norms[0].weight, norms[1].weight

@@ -7,9 +7,13 @@ import torch
 
 from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
 from nanovllm import LLM
+from nanovllm.distributed.group import Group
 from nanovllm.layers import onednn
+from nanovllm.layers.base import Build
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
+
+PLAIN = Build(torch.float32, False, Group())
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
@@ -22,7 +26,7 @@ needs_onednn = pytest.mark.skipif(
 def test_product_is_that_of_float64(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
     generator = torch.Generator().manual_seed(rows)
-    layer = ReplicatedLinear(96, 40, bias, torch.float32, False)
+    layer = ReplicatedLinear(96, 40, bias, PLAIN)
     for param in layer.parameters():
         param.data.normal_(generator=generator)
     x = torch.randn(96, rows, generator=generator).t()  # not contiguous
@@ -55,7 +59,7 @@ def test_engine_takes_it_unless_told_otherwise(
 def test_small_products_are_left_alone() -> None:
     """Below a size the conversion of the rows costs more than it gains."""
     for rows, taken in ((256, False), (1024, True)):
-        layer = ReplicatedLinear(512, rows, False, torch.float32, False)
+        layer = ReplicatedLinear(512, rows, False, PLAIN)
         use_onednn(layer)
         assert layer.weight.is_mkldnn == taken
 

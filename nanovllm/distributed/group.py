@@ -90,6 +90,8 @@ class Group:
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values."""
+        if self.size == 1:
+            return value
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
     def _share(self, data: bytes, device: torch.device) -> list[bytes]:
