@@ -132,7 +132,10 @@ def conditions(llm: LLM) -> dict[str, Any]:
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     metrics = llm.metrics()
-    keys = ("attention_backend", "device", "dtype", "overlap", "cuda_graphs", "num_kvcache_blocks")
+    keys = (
+        *("attention_backend", "device", "dtype", "tensor_parallel_size", "all_reduce"),
+        *("overlap", "cuda_graphs", "num_kvcache_blocks"),
+    )
     return {
         "commit": commit or None,
         "nanovllm": __version__,
@@ -161,7 +164,8 @@ def achieved(
     lens = [len(prompt) for prompt in prompts], [param.max_tokens for param in params]
     work = limits.work(llm.model_config, itemsize, *lens, num_shared)
     name = hardware_name(metrics["device"])
-    return limits.report(work, seconds, limits.hardware(name, itemsize, args.bandwidth, args.flops))
+    limit = limits.hardware(name, itemsize, args.bandwidth, args.flops)
+    return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
 
 
 @contextmanager
@@ -174,6 +178,8 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         "kvcache_block_size": args.block_size,
         "mixed_steps": not args.no_mixed_steps,
         "fused_kernels": not args.no_fused_kernels,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "disable_custom_all_reduce": args.no_custom_all_reduce,
     }
     if args.no_overlap:
         options["overlap"] = False
@@ -232,7 +238,9 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--no-mixed-steps", action="store_true")
     parser.add_argument("--no-fused-kernels", action="store_true")
-    parser.add_argument("--bandwidth", type=rate, help="the device's limit, bytes per second")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1)
+    parser.add_argument("--no-custom-all-reduce", action="store_true")
+    parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
     parser.add_argument("--flops", type=rate, help="its limit, operations per second")
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
 

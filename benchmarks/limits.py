@@ -24,6 +24,10 @@ class Hardware(NamedTuple):
     bandwidth: float  # bytes per second
     flops: float  # operations per second
 
+    def times(self, count: int) -> "Hardware":
+        """Several such devices together."""
+        return Hardware(self.bandwidth * count, self.flops * count)
+
 
 HARDWARE = {"NVIDIA H200": Hardware(4.3e12, 790e12)}  # by torch.cuda.get_device_name()
 

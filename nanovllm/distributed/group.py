@@ -68,6 +68,10 @@ class Group:
                 lambda handle: self._share(handle, device),
             )  # fmt: skip
 
+    def describe(self) -> str:
+        """How the ranks' results are summed."""
+        return self.name if self.peers is None else f"peer memory and {self.name}"
+
     def can_exchange(self, x: torch.Tensor) -> bool:
         """Whether kernels can sum x: [T, M] over the ranks."""
         return self.peers is not None and len(x) <= self.peers.max_rows

@@ -306,7 +306,7 @@ class LLMEngine:
                 "device": str(runner.device),
                 "dtype": str(runner.dtype).removeprefix("torch."),
                 "tensor_parallel_size": runner.group.size,
-                "all_reduce": runner.group.name,
+                "all_reduce": runner.group.describe(),
                 "overlap": bool(self._lookahead),
                 "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
