@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from nanovllm.distributed.peer_memory import PeerMemory
+from nanovllm.distributed.bulk import BulkExchange
+from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
 
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 
@@ -31,18 +32,20 @@ class Group:
         size: how many ranks.
         name: what sums large results: "nccl", "gloo", or "none" for a single rank.
         peers: the ranks' memory for exchanges inside kernels; None where there is none.
+        bulk: the same for large steps.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.peers: PeerMemory | None = None
+        self.bulk: BulkExchange | None = None
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks; blocks until all are there."""
-        self._store = store
+        self._store, self._device = store, device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
             with _environment(
@@ -58,15 +61,31 @@ class Group:
             self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first call
 
-    def open_peer_memory(self, device: torch.device, max_rows: int, row_bytes: int) -> None:
+    def open_peer_memory(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        hidden_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks."""
         others = [peer for peer in range(self.size) if peer != self.rank]
         reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
-        if self.minimum(int(reachable), device):
-            self.peers = PeerMemory(
-                self.rank, self.size, device, max_rows, row_bytes,
-                lambda handle: self._share(handle, device),
-            )  # fmt: skip
+        if self.minimum(int(reachable)):
+            who = self.rank, self.size, device
+            row_bytes = hidden_size * dtype.itemsize
+            self.peers = PeerMemory(*who, max_num_seqs, row_bytes, self._share)
+            self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, self._share)
+
+    @property
+    def _regions(self) -> list[PeerRegion]:
+        return [part.region for part in (self.peers, self.bulk) if part is not None]
+
+    @property
+    def peer_bytes(self) -> int:
+        """Memory of this rank's GPU that PyTorch does not know of."""
+        return sum(region.num_bytes for region in self._regions)
 
     def describe(self) -> str:
         """How the ranks' results are summed."""
@@ -75,6 +94,10 @@ class Group:
     def can_exchange(self, x: torch.Tensor) -> bool:
         """Whether kernels can sum x: [T, M] over the ranks."""
         return self.peers is not None and len(x) <= self.peers.max_rows
+
+    def bulk_for(self, x: torch.Tensor) -> BulkExchange | None:
+        """What sums x: [T, M] if it is large, None if it is not."""
+        return self.bulk if self.bulk is not None and self.bulk.applies(len(x)) else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by its sum over the ranks."""
@@ -92,28 +115,28 @@ class Group:
             self._backend.allgather([parts], [x.contiguous()]).wait()
         return torch.stack(parts)
 
-    def minimum(self, value: int, device: torch.device) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
         if self.size == 1:
             return value
-        return int(self.all_gather(torch.tensor([value], device=device)).min())
+        return int(self.all_gather(torch.tensor([value], device=self._device)).min())
 
-    def _share(self, data: bytes, device: torch.device) -> list[bytes]:
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    def _share(self, data: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         return [bytes(row) for row in self.all_gather(own).cpu().numpy()]
 
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread."""
-        if self.peers is not None:
-            self.peers.abort()
+        for region in self._regions:
+            region.abort()
         if self.name == "nccl" and self._backend is not None:
             self._backend.abort()
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
-        if self.peers is not None:
-            self.peers.close()
-        self.peers = self._backend = self._store = None
+        for region in self._regions:
+            region.close()
+        self.peers = self.bulk = self._backend = self._store = None
 
 
 def listen() -> tuple[dist.Store, int]:

@@ -1,4 +1,4 @@
-"""`PeerMemory`: a piece of memory on each GPU that the kernels of all ranks can write.
+"""Memory on each GPU that the other ranks can write: `PeerRegion`, and `PeerMemory` for kernels.
 
 It is allocated and opened through the CUDA driver (`cuIpcGetMemHandle`, `cuIpcOpenMemHandle`),
 because PyTorch has no stable interface for it, and leaves nothing behind: the driver frees it with
@@ -11,17 +11,13 @@ from collections.abc import Callable
 import torch
 
 ABORTED = 1 << 62  # larger than any epoch: kernels that wait see it and go on
+FLAG_BYTES = 8
+
+Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
 
 
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * 64)]  # CUipcMemHandle
-
-
-def _check(driver: ctypes.CDLL, result: int) -> None:
-    if result:
-        message = ctypes.c_char_p()
-        driver.cuGetErrorString(result, ctypes.byref(message))
-        raise RuntimeError(f"CUDA driver: {(message.value or b'unknown error').decode()}")
 
 
 class _Raw:
@@ -33,8 +29,75 @@ class _Raw:
         }  # fmt: skip
 
 
+class PeerRegion:
+    """A region on each GPU: flags, by which ranks wait for each other, then data.
+
+    Args:
+        rank: which of the ranks this is.
+        device: its GPU.
+        num_flags: flags at the beginning, int64, 0 at first.
+        data_bytes: bytes behind them, a multiple of 8.
+        share: exchanges what the others need to open the region.
+
+    Attributes:
+        addresses: where each rank's region begins in this process.
+    """
+
+    def __init__(
+        self, rank: int, device: torch.device, num_flags: int, data_bytes: int, share: Share
+    ) -> None:
+        self.rank = rank
+        self.num_bytes = FLAG_BYTES * num_flags + data_bytes
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._opened: list[ctypes.c_uint64] = []
+        self._own = ctypes.c_uint64()
+        size = ctypes.c_size_t(self.num_bytes)
+        torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
+        self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
+        self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), size)
+        torch.cuda.synchronize(device)
+        handle = _Handle()
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+        self.addresses = [
+            self._own.value if peer == rank else self._open(data)
+            for peer, data in enumerate(share(bytes(handle)))
+        ]
+        words = torch.as_tensor(_Raw(self._own.value, self.num_bytes // 8), device=device)
+        self.flags, self.data = words[:num_flags], words[num_flags:]  # int64
+        self._aborted = torch.full((num_flags,), ABORTED, dtype=torch.int64).pin_memory()
+        self._stream = torch.cuda.Stream(device)
+
+    def _open(self, data: bytes) -> int:
+        address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(data)
+        lazy_enable_peer_access = 1
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, lazy_enable_peer_access)
+        self._opened.append(address)
+        return address.value
+
+    def call(self, name: str, *args: object) -> None:
+        """Call a function of the driver. RuntimeError if it fails."""
+        result = getattr(self._driver, name)(*args)
+        if result:
+            message = ctypes.c_char_p()
+            self._driver.cuGetErrorString(result, ctypes.byref(message))
+            raise RuntimeError(f"{name}: {(message.value or b'unknown error').decode()}")
+
+    def abort(self) -> None:
+        """End our kernels' waiting for the others, from any thread. What they compute is void."""
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self.flags.copy_(self._aborted, non_blocking=True)  # by DMA: all SMs may be waiting
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Free it. Nobody may use it any more."""
+        for address in self._opened:
+            self.call("cuIpcCloseMemHandle", address)
+        self.call("cuMemFree_v2", self._own)
+        self._opened = []
+
+
 class PeerMemory:
-    """Memory of `max_rows` rows that each rank can push to each other.
+    """Memory of `max_rows` rows that each rank can push to each other, inside kernels.
 
     A rank's region holds flags, then two buffers that calls take in turn:
 
@@ -48,7 +111,11 @@ class PeerMemory:
         device: its GPU.
         max_rows: rows of the largest exchange.
         row_bytes: bytes of a row, a multiple of 16.
-        share: gives all ranks' values for this rank's: handle -> handles by rank.
+        share: see `PeerRegion`.
+
+    Attributes:
+        addresses: [size] int64, where each rank's region begins.
+        epochs: [max_rows] int64, the calls so far in which each row was exchanged.
     """
 
     def __init__(
@@ -58,49 +125,10 @@ class PeerMemory:
         device: torch.device,
         max_rows: int,
         row_bytes: int,
-        share: Callable[[bytes], list[bytes]],
+        share: Share,
     ) -> None:
         self.rank, self.size, self.max_rows, self.row_bytes = rank, size, max_rows, row_bytes
-        num_flags = max_rows * size
-        num_bytes = 8 * num_flags + 2 * size * max_rows * row_bytes
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._own, self._opened = ctypes.c_uint64(), []
-        torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
-        self._call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(num_bytes))
-        self._call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        torch.cuda.synchronize(device)
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
-        addresses = []
-        for peer, data in enumerate(share(bytes(handle))):
-            address = self._own
-            if peer != rank:
-                address = ctypes.c_uint64()
-                peer_handle = _Handle.from_buffer_copy(data)
-                # 1: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-                self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), peer_handle, 1)
-                self._opened.append(address)
-            addresses.append(address.value)
-        self._flags = torch.as_tensor(_Raw(addresses[rank], num_flags), device=device)
-        # [size] int64, where each rank's region begins in our address space.
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        # [max_rows] int64, calls so far in which each row was exchanged.
+        data_bytes = 2 * size * max_rows * row_bytes
+        self.region = PeerRegion(rank, device, max_rows * size, data_bytes, share)
+        self.addresses = torch.tensor(self.region.addresses, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._aborted = torch.full((num_flags,), ABORTED, dtype=torch.int64).pin_memory()
-        self._stream = torch.cuda.Stream(device)
-
-    def _call(self, name: str, *args: object) -> None:
-        _check(self._driver, getattr(self._driver, name)(*args))
-
-    def abort(self) -> None:
-        """End our kernels' waiting for the others, from any thread. What they compute is void."""
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._flags.copy_(self._aborted, non_blocking=True)  # by DMA: all SMs may be waiting
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        """Free it. Nobody may use it any more."""
-        for address in self._opened:
-            self._call("cuIpcCloseMemHandle", address)
-        self._call("cuMemFree_v2", self._own)
-        self._opened = []

@@ -106,7 +106,7 @@ class ModelRunner:
         with self._scope():
             self.load()
             peak = 0 if on_cpu else self.warmup()  # bytes
-            self.num_blocks = group.minimum(self._num_blocks(peak), self.device)
+            self.num_blocks = group.minimum(self._num_blocks(peak))
             longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
             self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
             self._table = SlotTable(config.max_num_seqs, self._max_blocks)
@@ -127,8 +127,9 @@ class ModelRunner:
             and self.model_config.head_dim in HEAD_DIMS
         )
         if fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
-            row_bytes = self.model_config.hidden_size * self.dtype.itemsize
-            self.group.open_peer_memory(self.device, self.config.max_num_seqs, row_bytes)
+            limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+            hidden_size = self.model_config.hidden_size
+            self.group.open_peer_memory(self.device, self.dtype, hidden_size, *limits)
         build = Build(self.dtype, fused, self.group)
         with torch.device(self.device):
             model_class = MODELS[self.model_config.architecture]
@@ -181,9 +182,11 @@ class ModelRunner:
                 config.max_num_seqs * per_seq,
             )
         free, total = torch.cuda.mem_get_info(self.device)
+        others = self.group.peer_bytes
         return memory.num_blocks_for_cuda(
-            block_bytes, total, free, self._weight_bytes(), peak, config.gpu_memory_utilization
-        )
+            block_bytes, total, free, self._weight_bytes() + others, peak + others,
+            config.gpu_memory_utilization,
+        )  # fmt: skip
 
     def warmup(self) -> int:
         """Run the largest steps and a small one, so that every prefill kernel is compiled.

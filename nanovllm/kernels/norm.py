@@ -33,7 +33,7 @@ def _rms_norm_kernel(
     if SIZE > 1:
         x = x.to(dtype)
         x = all_reduce_row(x, peers_ptr, epochs_ptr, row, cols, mask, WIDTH, ROWS, RANK, SIZE)
-    if ADD or SIZE > 1:
+    if ADD or SIZE > 1 or PARTS > 1:
         # Round as the stored results are rounded, so that fused and plain agree.
         x = x.to(dtype).to(tl.float32)
         if ADD:
@@ -52,15 +52,20 @@ def _launch(
     weight: torch.Tensor,
     eps: float,
     peers: PeerMemory | None,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
     T, M = x.numel() // parts // x.shape[-1], x.shape[-1]
-    shape = x.shape if parts == 1 and peers is None else (T, M)
-    out = torch.empty(shape, dtype=weight.dtype, device=x.device)
-    total = x if residual is None and peers is None else torch.empty_like(out)
+    if parts == 1:
+        x = x.contiguous()
+    if out is None:
+        shape = x.shape if parts == 1 and peers is None else (T, M)
+        out = torch.empty(shape, dtype=weight.dtype, device=x.device)
+    sums = residual is not None or peers is not None or parts > 1
+    total = torch.empty_like(out) if sums else x
     BLOCK = triton.next_power_of_2(M)
     _rms_norm_kernel[(T,)](
-        x, x if residual is None else residual.contiguous(), weight, out, total, eps, T * M,
+        x, x if residual is None else residual.contiguous(), weight, out, total, eps,
+        x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
         num_warps=min(16, max(1, BLOCK // 512)), **peer_options(peers, x), **pdl_options(x),
     )  # fmt: skip
@@ -69,7 +74,7 @@ def _launch(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`. x: [..., M]; weight: [M]."""
-    return _launch(x, 1, None, weight, eps, None)[0]
+    return _launch(x, 1, None, weight, eps, None, None)[0]
 
 
 def add_rms_norm(
@@ -78,12 +83,14 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     peers: PeerMemory | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm(x + residual)`, and `x + residual`; both new tensors: [T, M].
 
     Args:
-        x: [T, M], or S partial results [S, T, M], which are summed first.
+        x: [T, M], or S partial results [S, T, M], which are summed first; rows are adjacent.
         residual: [T, M]; None for 0.
         peers: sum x over these ranks, too; T is at most their `max_rows`.
+        out: where the first result goes.
     """
-    return _launch(x, len(x) if x.dim() == 3 else 1, residual, weight, eps, peers)
+    return _launch(x, len(x) if x.dim() == 3 else 1, residual, weight, eps, peers, out)

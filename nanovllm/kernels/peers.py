@@ -1,4 +1,4 @@
-"""Exchange of rows between the GPUs of a model, inside kernels.
+"""Exchange between the GPUs of a model, inside kernels.
 
 One program exchanges one row: it pushes its own into the memory of the others (`PeerMemory`), tells
 them by a flag, and waits for theirs. Rows have counters of their own, so programs do not wait for
@@ -99,3 +99,26 @@ def all_reduce_row(
             ).to(tl.float32)
     tl.store(epochs_ptr + row, epoch)
     return total
+
+
+@triton.jit(do_not_specialize=["address", "epoch"])
+def _signal_kernel(address, epoch):
+    flag_ptr = address.to(tl.pointer_type(tl.int64))
+    tl.atomic_xchg(flag_ptr, epoch.to(tl.int64), sem="release", scope="sys")
+
+
+def signal(address: int, epoch: int) -> None:
+    """Set the flag at an address, in any GPU's memory, once what was launched before has ended."""
+    _signal_kernel[(1,)](address, epoch, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["index", "epoch"])
+def _wait_kernel(flags_ptr, index, epoch):
+    seen = tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")
+    while seen < epoch:
+        seen = tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")
+
+
+def wait_for(flags: torch.Tensor, index: int, epoch: int) -> None:
+    """Let what is launched next wait until one of flags: [n] int64 has reached `epoch`."""
+    _wait_kernel[(1,)](flags, index, epoch, num_warps=1)

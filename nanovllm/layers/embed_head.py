@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.distributed.bulk import Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer, Shard
 from nanovllm.layers.linear import linear, sum_over_ranks
@@ -37,14 +38,14 @@ class VocabParallelEmbedding(Layer):
     def shards(self, param: nn.Parameter) -> list[Shard]:
         return [Shard(param.data[: len(self.vocab)], 0, self.vocab.start, self.vocab_size)]
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] int32 -> [T, M], or [1, T, M] (see `sum_over_ranks`)."""
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
+        """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
         if self.build.group.size == 1:
             return F.embedding(input_ids, self.weight)
         row = input_ids - self.vocab.start
         ours = (row >= 0) & (row < len(self.vocab))
         hidden = F.embedding(row.where(ours, 0), self.weight)
-        return sum_over_ranks(hidden.masked_fill_(~ours.unsqueeze(1), 0), self.build)
+        return sum_over_ranks(hidden.masked_fill_(~ours.unsqueeze(1), 0), self.build.group)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

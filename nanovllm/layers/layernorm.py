@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from nanovllm.distributed.bulk import Gathered, Hidden, Scattered
 from nanovllm.layers.base import Build, Layer
 
 
@@ -29,13 +30,21 @@ class RMSNorm(Layer):
         return self.weight * h.to(x.dtype)
 
     def add_forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Hidden, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor | Gathered, torch.Tensor]:
         """Normalise `x + residual`; returns that and the sum. Neither input is changed.
 
         The first layer of a model has no residual yet: None stands for zero. With `fused`, x may
-        be partial results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks.
+        be partial results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks;
+        or `Scattered`: then both results are of this rank's rows, and the first is being gathered.
         """
+        if isinstance(x, Scattered):
+            from nanovllm.kernels.norm import add_rms_norm
+
+            out = x.exchange.own_rows(x.num_rows)
+            _, total = add_rms_norm(x.partial, residual, self.weight, self.eps, out=out)
+            return x.exchange.gather(x.num_rows), total
+        assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
         if residual is None and x.dim() == 2:
             return self(x), x
         if self.build.fused:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.distributed.bulk import Gathered, Hidden, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer, Shard
 
@@ -21,13 +22,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
-def sum_over_ranks(x: torch.Tensor, build: Build) -> torch.Tensor:
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
     """Sum x: [T, M] over the ranks. Where kernels exchange rows, the norm that follows does it:
-    x is returned as partial results [1, T, M] then.
+    x is returned as partial results then, [1, T, M] or `Scattered`.
     """
-    if build.group.size > 1 and build.fused and build.group.can_exchange(x):
+    if bulk := group.bulk_for(x):
+        return bulk.scatter(len(x), lambda rows, out: out.copy_(x[rows]))
+    if group.can_exchange(x):
         return x.unsqueeze(0)
-    return build.group.all_reduce(x)
+    return group.all_reduce(x)
 
 
 class Rows(NamedTuple):
@@ -68,6 +71,13 @@ class ReplicatedLinear(Layer):
             return kernels.linear(x, self.weight)
         return linear(x, self.weight, self.bias)
 
+    def _into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """The plain product of many rows, into `out`."""
+        if bias is None:
+            torch.mm(x, self.weight.T, out=out)
+        else:
+            torch.addmm(bias, x, self.weight.T, out=out)
+
 
 class ColumnParallelLinear(ReplicatedLinear):
     """Split along its outputs. It may pack several projections, each split on its own.
@@ -87,6 +97,15 @@ class ColumnParallelLinear(ReplicatedLinear):
             for target, rows in zip(targets, self.outputs, strict=True)
         ]
 
+    def forward(self, x: torch.Tensor | Gathered) -> torch.Tensor:
+        """[T, in] -> [T, out]"""
+        if not isinstance(x, Gathered):
+            return super().forward(x)
+        out = x.rows.new_empty(len(x.rows), len(self.weight))
+        for rows in x.parts():
+            self._into(out[rows], x.rows[rows], self.bias)
+        return out
+
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input as one product, each split evenly.
@@ -98,6 +117,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool, build: Build) -> None:
         outputs = [Rows.of(size, build.group) for size in output_sizes]
         super().__init__(input_size, outputs, bias, build)
+
+    def gated(self, x: Hidden) -> torch.Tensor:
+        """`silu(gate) * up` of two packed projections, by our kernels: [T, in] -> [T, out / 2]"""
+        from nanovllm.kernels.activation import silu_and_mul
+        from nanovllm.kernels.linear import gated_linear
+
+        if isinstance(x, Gathered):
+            return silu_and_mul(self(x))
+        assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
+        return gated_linear(x, self.weight)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -151,14 +180,19 @@ class RowParallelLinear(ReplicatedLinear):
             return [Shard.whole(param.data)]
         return [Shard(param.data, 1, self.inputs.held.start, self.inputs.total)]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]; `fused` also [S, T, out], for `RMSNorm.add_forward` to sum."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor | Scattered:  # type: ignore[override]
+        """[T, in] -> [T, out]; `fused` also [S, T, out] or `Scattered`, for `RMSNorm.add_forward`
+        to sum.
+        """
         group = self.build.group
+        bias = self.bias if group.rank == 0 else None
+        if bulk := group.bulk_for(x):
+            return bulk.scatter(len(x), lambda rows, out: self._into(out, x[rows], bias))
         if self.fused:
             from nanovllm.kernels import linear as kernels
 
             partial = group.size == 1 or group.can_exchange(x)
             out = kernels.linear(x, self.weight, partial)
         else:
-            out = linear(x, self.weight, self.bias if group.rank == 0 else None)
-        return out if out.dim() == 3 else sum_over_ranks(out, self.build)
+            out = linear(x, self.weight, bias)
+        return out if out.dim() == 3 else sum_over_ranks(out, group)

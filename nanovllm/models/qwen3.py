@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.distributed.bulk import Gathered, Hidden
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build
@@ -48,7 +49,7 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb = rotary_emb
         self.attn = Attention(backend, head_dim)
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
         """positions: [T]; hidden: [T, M]. Returns [T, M]."""
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         q, k, v = qkv.split(self.head_counts, dim=1)
@@ -81,12 +82,10 @@ class Qwen3MLP(nn.Module):
         self.act_fn = SiluAndMul()
         self.fused = build.fused
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Hidden) -> Hidden:
         """[T, M] -> [T, M]"""
         if self.fused:
-            from nanovllm.kernels.linear import gated_linear
-
-            return self.down_proj(gated_linear(hidden, self.gate_up_proj.weight))
+            return self.down_proj(self.gate_up_proj.gated(hidden))
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
 
 
@@ -108,10 +107,10 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm_args)
 
     def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, hidden: Hidden, residual: torch.Tensor | None
+    ) -> tuple[Hidden, torch.Tensor]:
         """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair; with `fused`,
-        hidden may be partial results [S, T, M] (see `RowParallelLinear`).
+        hidden may be partial results (see `RowParallelLinear`).
         """
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
         hidden = self.self_attn(positions, hidden)
@@ -136,11 +135,12 @@ class Qwen3Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """input_ids, positions: [T] int32. Returns [T, M]."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        hidden: Hidden = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return self.norm.add_forward(hidden, residual)[0]
+        hidden, _ = self.norm.add_forward(hidden, residual)
+        return hidden.whole() if isinstance(hidden, Gathered) else hidden
 
 
 class Qwen3ForCausalLM(nn.Module):

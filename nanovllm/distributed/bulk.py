@@ -1,0 +1,178 @@
+"""`BulkExchange`: the ranks' sums in large steps, hidden behind the matrix products.
+
+The T rows of a step are divided into parts, one for each rank, its owner (sequence parallelism;
+Korthikanti et al., 2022). A row-parallel product computes the parts of the other ranks first, and
+the GPU's copy engines push each to its owner while the next is computed (`scatter`). The owner sums
+and normalises its part, and pushes it to all others (`gather`) while the column-parallel product
+that follows begins with the part that is there already. No multiprocessor spends time on copies.
+
+Every buffer can be single: a rank pushes into it again only after it has seen a part that its owner
+computed from what was pushed before.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from nanovllm.distributed.peer_memory import FLAG_BYTES, PeerRegion, Share
+
+MIN_ROWS = 2048  # of a step: below, parts are too small to hide anything
+ROUND = 16  # rows of a part are a multiple of it
+
+
+class Scattered(NamedTuple):
+    """Partial results of a row-parallel product: of this rank's part of the step's rows, by all.
+
+    Attributes:
+        partial: [size, n, M], to be summed over the ranks.
+        num_rows: T, of all ranks.
+        exchange: that brought them.
+    """
+
+    partial: torch.Tensor
+    num_rows: int
+    exchange: "BulkExchange"
+
+
+class Gathered(NamedTuple):
+    """Normalised rows of all ranks, those of the others on their way.
+
+    Attributes:
+        rows: [T, M]; each part may be read once `parts` has given it.
+        epoch: of the exchange.
+        exchange: that brings them.
+    """
+
+    rows: torch.Tensor
+    epoch: int
+    exchange: "BulkExchange"
+
+    def parts(self) -> Iterator[slice]:
+        """The parts of the rows, this rank's first."""
+        return self.exchange.arrivals(len(self.rows), self.epoch)
+
+    def whole(self) -> torch.Tensor:
+        """All rows [T, M]; the next step overwrites them."""
+        for _ in self.parts():
+            pass
+        return self.rows
+
+
+Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
+
+
+class BulkExchange:
+    """The buffers, copies and flags of one rank.
+
+    Its region holds flags of what has arrived from each rank, partial results, and rows:
+
+        flags [2, size] int64 | received [size, max_part, M] | rows [max_rows, M]
+
+    Args:
+        rank, size: which of how many ranks this is.
+        device: its GPU.
+        max_rows: rows of the largest step.
+        hidden_size: M, elements of a row.
+        dtype: of the rows.
+        share: see `PeerRegion`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        max_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        share: Share,
+    ) -> None:
+        self.rank, self.size, self._epoch = rank, size, 0
+        self._order = [(rank + 1 + i) % size for i in range(size)]  # the others first, then this
+        max_part = len(self._part(0, max_rows))
+        self._part_bytes = max_part * hidden_size * dtype.itemsize
+        row_bytes = hidden_size * dtype.itemsize
+        data_bytes = size * self._part_bytes + max_rows * row_bytes
+        self.region = PeerRegion(rank, device, 2 * size, data_bytes, share)
+        rows = self.region.data.view(dtype).view(-1, hidden_size)
+        # [size, max_part, M]: the ranks' results for our part, ours among them.
+        self._received = rows[: size * max_part].view(size, max_part, hidden_size)
+        self._rows = rows[size * max_part :]  # [max_rows, M]
+        self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
+        self._copies = torch.cuda.Stream(device)
+
+    def applies(self, num_rows: int) -> bool:
+        """Whether a step of so many rows goes this way."""
+        return MIN_ROWS <= num_rows <= len(self._rows)
+
+    def _part(self, owner: int, num_rows: int) -> range:
+        size = -(-num_rows // (self.size * ROUND)) * ROUND
+        return range(min(owner * size, num_rows), min((owner + 1) * size, num_rows))
+
+    def _slice(self, owner: int, num_rows: int) -> slice:
+        part = self._part(owner, num_rows)
+        return slice(part.start, part.stop)
+
+    def scatter(self, num_rows: int, compute: Callable[[slice, torch.Tensor], object]) -> Scattered:
+        """Compute this rank's results for all rows, and give each owner those of its part.
+
+        Args:
+            num_rows: T.
+            compute: writes the results for a slice of the rows into a tensor [n, M].
+        """
+        self._epoch += 1
+        for owner in self._order:
+            rows = self._slice(owner, num_rows)
+            buffer = self._received[owner] if owner == self.rank else self._outgoing[owner]
+            out = buffer[: rows.stop - rows.start]
+            compute(rows, out)
+            if owner != self.rank:
+                self._push(out, owner, self.rank * self._part_bytes, 0)
+        self._wait(0, [peer for peer in self._order if peer != self.rank], self._epoch)
+        partial = self._received[:, : len(self._part(self.rank, num_rows))]
+        return Scattered(partial, num_rows, self)
+
+    def own_rows(self, num_rows: int) -> torch.Tensor:
+        """Where this rank's normalised rows [n, M] go, before `gather`."""
+        return self._rows[self._slice(self.rank, num_rows)]
+
+    def gather(self, num_rows: int) -> Gathered:
+        """Give this rank's normalised rows to all others."""
+        own, part = self.own_rows(num_rows), self._part(self.rank, num_rows)
+        offset = self.size * self._part_bytes + part.start * own.stride(0) * own.itemsize
+        for peer in self._order[:-1]:
+            self._push(own, peer, offset, 1)
+        return Gathered(self._rows[:num_rows], self._epoch, self)
+
+    def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
+        """The parts of `num_rows` gathered rows, this rank's first, the others as they arrive."""
+        for owner in self._order[-1:] + self._order[:-1]:
+            if owner != self.rank:
+                self._wait(1, [owner], epoch)
+            yield self._slice(owner, num_rows)
+
+    def _wait(self, kind: int, peers: list[int], epoch: int) -> None:
+        from nanovllm.kernels.peers import wait_for
+
+        for peer in peers:
+            wait_for(self.region.flags, kind * self.size + peer, epoch)
+
+    def _push(self, rows: torch.Tensor, peer: int, offset: int, kind: int) -> None:
+        """Copy rows into the data of a peer, and set its flag, beside what we compute."""
+        from nanovllm.kernels.peers import signal
+
+        self._copies.wait_stream(torch.cuda.current_stream())
+        flags = self.region.addresses[peer]
+        data = flags + FLAG_BYTES * 2 * self.size
+        with torch.cuda.stream(self._copies):
+            self.region.call(
+                "cuMemcpyDtoDAsync_v2",
+                ctypes.c_uint64(data + offset),
+                ctypes.c_uint64(rows.data_ptr()),
+                ctypes.c_size_t(rows.nbytes),
+                ctypes.c_void_p(self._copies.cuda_stream),
+            )
+            flag = flags + FLAG_BYTES * (kind * self.size + self.rank)
+            signal(flag, self._epoch)

@@ -1,0 +1,186 @@
+"""Tensor parallelism on several CUDA devices: sums inside kernels, beside copies, and by NCCL."""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_reference import MAX_TOKENS, make_prompts, reference_greedy
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.layers.embed_head import ParallelLMHead
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+SEED = 11
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64}
+SIZES = [2, pytest.param(4, marks=pytest.mark.skipif("torch.cuda.device_count() < 4"))]
+MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches beside them
+    "all": {},
+    "nccl": {"disable_custom_all_reduce": True},
+    "eager": {"enforce_eager": True},
+    "synchronous": {"overlap": False},
+    "plain-kernels": {"fused_kernels": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", SIZES)
+def test_float32_tokens_are_those_of_the_reference(
+    size: int, mode: str, tiny: str, reference: Any
+) -> None:
+    """Chunked prefill beside decodes, and a pool so small that sequences wait."""
+    prompts = make_prompts()
+    options = {**SMALL, "max_num_batched_tokens": 64, "num_kvcache_blocks": 90, **MODES[mode]}
+    with LLM(
+        tiny, dtype="float32", kvcache_block_size=16, tensor_parallel_size=size, **options
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        metrics = llm.metrics()
+    assert metrics["tensor_parallel_size"] == size
+    assert (metrics["num_graph_replays"] > 0) == (mode != "eager")
+    by_nccl = mode in ("nccl", "plain-kernels")
+    assert metrics["all_reduce"] == ("nccl" if by_nccl else "peer memory and nccl")
+    expected = [reference_greedy(reference, prompt) for prompt in prompts]
+    assert [output["token_ids"] for output in outputs] == expected
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four layers in the width of Qwen3-0.6B."""
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    path: Path = tmp_path_factory.mktemp("wide")
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["all", "nccl"])
+@pytest.mark.parametrize("size", SIZES)
+def test_log_probabilities_of_large_and_small_steps(
+    size: int, mode: str, wide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 0.05 of transformers in bf16: steps of thousands of rows, whose sums hide behind the
+    products, of a few hundred, and graph decode."""
+    rng = random.Random(SEED)
+    taps: list[torch.Tensor] = []
+    buffer = torch.zeros(64, 1024, dtype=torch.bfloat16, device="cuda")
+    forward = ParallelLMHead.forward
+
+    def tapped(head: ParallelLMHead, hidden: torch.Tensor) -> torch.Tensor:
+        n = min(64, len(hidden))
+        buffer[:n].copy_(hidden[:n])  # also out of graphs
+        return forward(head, hidden)
+
+    monkeypatch.setattr(ParallelLMHead, "forward", tapped)
+    reference = Qwen3ForCausalLM.from_pretrained(wide, torch_dtype=torch.bfloat16).cuda()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    worst = 0.0
+    options = {**SMALL, **MODES[mode], "overlap": False, "tensor_parallel_size": size}
+    with LLM(wide, **options) as llm:
+        for lengths in ([900, 700, 650, 333], [3000], [300, 20, 1], [9]):
+            prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
+            for prompt in prompts:
+                llm.add_request(prompt, params)
+            outputs, taps = [], []
+            while not llm.is_finished():
+                outputs += llm.step()
+                taps.append(buffer[: len(prompts)].clone())
+            outputs.sort(key=lambda output: output.request_id)
+            assert len(taps) == 3
+            for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                out = output["token_ids"]
+                hidden = torch.stack([tap[row] for tap in taps])
+                with torch.no_grad():
+                    got = reference.lm_head(hidden).float().log_softmax(-1)
+                    ids = torch.tensor([prompt + out[:-1]], device="cuda")
+                    wanted = reference(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+                steps = torch.arange(len(out), device="cuda")
+                worst = max(worst, float((got - wanted)[steps, out].abs().max()))
+                assert float((wanted.max(-1).values - wanted[steps, out]).max()) < 0.05
+        assert llm.metrics()["num_graph_replays"] > 0
+    print(size, mode, "largest difference of a log-probability:", worst)
+    assert worst < 0.05
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sampled_tokens_follow_the_request_not_the_number_of_gpus(size: int, tiny: str) -> None:
+    prompts = make_prompts()[:16]
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    outputs = []
+    for ranks in (1, size):
+        with LLM(tiny, dtype="float32", tensor_parallel_size=ranks, **SMALL) as llm:
+            drawn = llm.generate(prompts, params, use_tqdm=False)
+            outputs.append([output["token_ids"] for output in drawn])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("mode", ["all", "nccl", "eager"])
+@pytest.mark.parametrize("moment", ["prefill", "decode", "between"])
+def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
+    moment: str, mode: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of rank 0 that wait for the dead are ended, the memory comes back, and another
+    engine works."""
+    before = torch.cuda.mem_get_info(0)[0]
+    options = {"tensor_parallel_size": 2, **MODES[mode], **SMALL}
+    llm = LLM(tiny, **options)
+    [worker] = llm.executor._workers._workers
+    run, calls = llm.model_runner.run, []
+
+    def killing(plan: Any) -> Any:
+        calls.append(plan)
+        if len(calls) == {"prefill": 1, "decode": 5}[moment]:
+            os.kill(worker.process.pid, signal.SIGKILL)
+        return run(plan)
+
+    if moment == "between":
+        llm.add_request(list(range(200)), GREEDY)
+        llm.step()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+    else:
+        monkeypatch.setattr(llm.model_runner, "run", killing)
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as error:
+        while moment == "between":
+            llm.step()
+        llm.generate([[5] * 100] * 20, SamplingParams(max_tokens=500, ignore_eos=True), False)
+    assert (error.value.rank, error.value.exit_code) == (1, -9)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.step()
+    monkeypatch.undo()
+    del run, llm
+    assert not os.path.exists(f"/proc/{worker.process.pid}")
+    assert not os.listdir("/dev/shm")
+    with LLM(tiny, **options) as llm:
+        assert llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
+    assert before - torch.cuda.mem_get_info(0)[0] < 1 << 30
+
+
+def test_defect_12_two_engines_at_once(tiny: str) -> None:
+    options = {"tensor_parallel_size": 2, **SMALL}
+    engines = [LLM(tiny, **options) for _ in range(2)]
+    for llm in engines:
+        for _ in range(3):
+            llm.add_request("127+345=", GREEDY)
+    texts: list[str] = []
+    while not all(llm.is_finished() for llm in engines):
+        for llm in engines:
+            texts += [output["text"] for output in llm.step()]
+    for llm in engines:
+        llm.exit()
+    assert texts == ["472"] * 6
