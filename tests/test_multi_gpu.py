@@ -163,7 +163,6 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
     with pytest.raises(RuntimeError, match="closed"):
         llm.step()
     monkeypatch.undo()
-    del run, llm
     assert not os.path.exists(f"/proc/{worker.process.pid}")
     assert not os.listdir("/dev/shm")
     with LLM(tiny, **options) as llm:

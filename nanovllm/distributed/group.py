@@ -134,6 +134,8 @@ class Group:
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
+        if self.name == "nccl" and self._backend is not None:
+            self._backend.abort()
         for region in self._regions:
             region.close()
         self.peers = self.bulk = self._backend = self._store = None

@@ -67,7 +67,7 @@ def _launch(
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,
         x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
-        num_warps=min(16, max(1, BLOCK // 512)), **peer_options(peers, x), **pdl_options(x),
+        num_warps=min(16, max(1, BLOCK // 512)), **peer_options(peers, out), **pdl_options(x),
     )  # fmt: skip
     return out, total
 

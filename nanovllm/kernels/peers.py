@@ -19,7 +19,7 @@ from nanovllm.distributed.peer_memory import PeerMemory
 
 
 def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of a kernel that exchanges rows of the dtype of x; None for one rank."""
+    """Keyword arguments of a kernel that pushes rows of the dtype of x; `peers` None: to nobody."""
     if peers is None:
         return {"peers_ptr": x, "epochs_ptr": x, "WIDTH": 0, "ROWS": 0, "RANK": 0, "SIZE": 1}
     return {
