@@ -18,7 +18,6 @@ import torch
 
 from nanovllm.distributed.peer_memory import FLAG_BYTES, PeerRegion, Share
 
-MIN_ROWS = 2048  # of a step: below, parts are too small to hide anything
 ROUND = 16  # rows of a part are a multiple of it
 
 
@@ -103,10 +102,6 @@ class BulkExchange:
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
         self._copies = torch.cuda.Stream(device)
 
-    def applies(self, num_rows: int) -> bool:
-        """Whether a step of so many rows goes this way."""
-        return MIN_ROWS <= num_rows <= len(self._rows)
-
     def _part(self, owner: int, num_rows: int) -> range:
         size = -(-num_rows // (self.size * ROUND)) * ROUND
         return range(min(owner * size, num_rows), min((owner + 1) * size, num_rows))
@@ -167,12 +162,13 @@ class BulkExchange:
         flags = self.region.addresses[peer]
         data = flags + FLAG_BYTES * 2 * self.size
         with torch.cuda.stream(self._copies):
-            self.region.call(
-                "cuMemcpyDtoDAsync_v2",
-                ctypes.c_uint64(data + offset),
-                ctypes.c_uint64(rows.data_ptr()),
-                ctypes.c_size_t(rows.nbytes),
-                ctypes.c_void_p(self._copies.cuda_stream),
-            )
+            if len(rows):  # the last parts of a small step may be empty
+                self.region.call(
+                    "cuMemcpyDtoDAsync_v2",
+                    ctypes.c_uint64(data + offset),
+                    ctypes.c_uint64(rows.data_ptr()),
+                    ctypes.c_size_t(rows.nbytes),
+                    ctypes.c_void_p(self._copies.cuda_stream),
+                )
             flag = flags + FLAG_BYTES * (kind * self.size + self.rank)
             signal(flag, self._epoch)

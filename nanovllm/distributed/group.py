@@ -19,6 +19,12 @@ from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
 
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the caller's process with a worker's
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the same
+    "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
+}
+
 
 class LostContactError(RuntimeError):
     """A collective has failed, most likely because another rank has died."""
@@ -48,18 +54,15 @@ class Group:
         self._store, self._device = store, device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
-            with _environment(
-                TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
-            ):
-                # Its threads would end the caller's process when a worker dies.
+            with _environment(NCCL_ENVIRONMENT):
                 options = dist.ProcessGroupNCCL.Options()
                 self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+                self.all_reduce(torch.zeros(1, device=device))  # connects
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = FOREVER
             self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first call
 
     def open_peer_memory(
         self,
@@ -96,8 +99,8 @@ class Group:
         return self.peers is not None and len(x) <= self.peers.max_rows
 
     def bulk_for(self, x: torch.Tensor) -> BulkExchange | None:
-        """What sums x: [T, M] if it is large, None if it is not."""
-        return self.bulk if self.bulk is not None and self.bulk.applies(len(x)) else None
+        """What sums x: [T, M] if that is too large for `can_exchange`."""
+        return None if self.can_exchange(x) else self.bulk
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by its sum over the ranks."""
@@ -166,7 +169,7 @@ def _losing_contact() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _environment(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -135,7 +135,8 @@ class DecodeGraphs:
                 compute(inputs)  # kernels compile, libraries allocate
                 torch.cuda.synchronize(device)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                # Other threads, those that watch the workers, may use CUDA meanwhile.
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     self._tokens[size] = compute(inputs)
                 self._graphs[size] = graph
                 pool = pool or graph.pool()
