@@ -75,7 +75,7 @@ class BulkExchange:
         max_rows: rows of the largest step.
         hidden_size: M, elements of a row.
         dtype: of the rows.
-        share: see `PeerRegion`.
+        abort, share: see `PeerRegion`.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class BulkExchange:
         max_rows: int,
         hidden_size: int,
         dtype: torch.dtype,
+        abort: torch.Tensor,
         share: Share,
     ) -> None:
         self.rank, self.size, self._epoch = rank, size, 0
@@ -94,7 +95,7 @@ class BulkExchange:
         self._part_bytes = max_part * hidden_size * dtype.itemsize
         row_bytes = hidden_size * dtype.itemsize
         data_bytes = size * self._part_bytes + max_rows * row_bytes
-        self.region = PeerRegion(rank, device, 2 * size, data_bytes, share)
+        self.region = PeerRegion(rank, device, 2 * size, data_bytes, abort, share)
         rows = self.region.data.view(dtype).view(-1, hidden_size)
         # [size, max_part, M]: the ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
@@ -151,8 +152,10 @@ class BulkExchange:
     def _wait(self, kind: int, peers: list[int], epoch: int) -> None:
         from nanovllm.kernels.peers import wait_for
 
+        flags = self.region.addresses[self.rank]
         for peer in peers:
-            wait_for(self.region.flags, kind * self.size + peer, epoch)
+            flag = flags + FLAG_BYTES * (kind * self.size + peer)
+            wait_for(flag, epoch, self.region.abort_address)
 
     def _push(self, rows: torch.Tensor, peer: int, offset: int, kind: int) -> None:
         """Copy rows into the data of a peer, and set its flag, beside what we compute."""

@@ -48,6 +48,7 @@ class Group:
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
+        self._abort: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks; blocks until all are there."""
@@ -77,9 +78,10 @@ class Group:
         reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
         if self.minimum(int(reachable)):
             who = self.rank, self.size, device
-            row_bytes = hidden_size * dtype.itemsize
-            self.peers = PeerMemory(*who, max_num_seqs, row_bytes, self._share)
-            self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, self._share)
+            self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            how = self._abort, self._share
+            self.peers = PeerMemory(*who, max_num_seqs, hidden_size * dtype.itemsize, *how)
+            self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, *how)
 
     @property
     def _regions(self) -> list[PeerRegion]:
@@ -130,8 +132,8 @@ class Group:
 
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread."""
-        for region in self._regions:
-            region.abort()
+        if self._abort is not None:
+            self._abort.fill_(1)
         if self.name == "nccl" and self._backend is not None:
             self._backend.abort()
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-ABORTED = 1 << 62  # larger than any epoch: kernels that wait see it and go on
 FLAG_BYTES = 8
 
 Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
@@ -37,14 +36,23 @@ class PeerRegion:
         device: its GPU.
         num_flags: flags at the beginning, int64, 0 at first.
         data_bytes: bytes behind them, a multiple of 8.
+        abort: [1] int64 in pinned memory: once it is not 0, kernels no longer wait. The driver is
+            not needed to set it, which matters: it may be waiting itself, for such a kernel.
         share: exchanges what the others need to open the region.
 
     Attributes:
         addresses: where each rank's region begins in this process.
+        abort_address: where kernels find `abort`.
     """
 
     def __init__(
-        self, rank: int, device: torch.device, num_flags: int, data_bytes: int, share: Share
+        self,
+        rank: int,
+        device: torch.device,
+        num_flags: int,
+        data_bytes: int,
+        abort: torch.Tensor,
+        share: Share,
     ) -> None:
         self.rank = rank
         self.num_bytes = FLAG_BYTES * num_flags + data_bytes
@@ -63,9 +71,8 @@ class PeerRegion:
             for peer, data in enumerate(share(bytes(handle)))
         ]
         words = torch.as_tensor(_Raw(self._own.value, self.num_bytes // 8), device=device)
-        self.flags, self.data = words[:num_flags], words[num_flags:]  # int64
-        self._aborted = torch.full((num_flags,), ABORTED, dtype=torch.int64).pin_memory()
-        self._stream = torch.cuda.Stream(device)
+        self.data = words[num_flags:]  # int64
+        self.abort_address = abort.data_ptr()  # the same for host and GPU
 
     def _open(self, data: bytes) -> int:
         address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(data)
@@ -81,12 +88,6 @@ class PeerRegion:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(result, ctypes.byref(message))
             raise RuntimeError(f"{name}: {(message.value or b'unknown error').decode()}")
-
-    def abort(self) -> None:
-        """End our kernels' waiting for the others, from any thread. What they compute is void."""
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self.flags.copy_(self._aborted, non_blocking=True)  # by DMA: all SMs may be waiting
-        self._stream.synchronize()
 
     def close(self) -> None:
         """Free it. Nobody may use it any more."""
@@ -111,10 +112,10 @@ class PeerMemory:
         device: its GPU.
         max_rows: rows of the largest exchange.
         row_bytes: bytes of a row, a multiple of 16.
-        share: see `PeerRegion`.
+        abort, share: see `PeerRegion`.
 
     Attributes:
-        addresses: [size] int64, where each rank's region begins.
+        addresses: [size + 1] int64, where each rank's region begins, and where `abort` is.
         epochs: [max_rows] int64, the calls so far in which each row was exchanged.
     """
 
@@ -125,10 +126,12 @@ class PeerMemory:
         device: torch.device,
         max_rows: int,
         row_bytes: int,
+        abort: torch.Tensor,
         share: Share,
     ) -> None:
         self.rank, self.size, self.max_rows, self.row_bytes = rank, size, max_rows, row_bytes
         data_bytes = 2 * size * max_rows * row_bytes
-        self.region = PeerRegion(rank, device, max_rows * size, data_bytes, share)
-        self.addresses = torch.tensor(self.region.addresses, dtype=torch.int64, device=device)
+        self.region = PeerRegion(rank, device, max_rows * size, data_bytes, abort, share)
+        addresses = [*self.region.addresses, self.region.abort_address]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(max_rows, dtype=torch.int64, device=device)

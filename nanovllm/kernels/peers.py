@@ -44,6 +44,22 @@ def _data(peers_ptr, rank, dtype: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
+def wait_flag(flag_ptr, epoch, abort_ptr):
+    """Wait until a flag has reached `epoch`, or the word at `abort_ptr` is set.
+
+    That word is in the host's memory, so it is looked at seldom.
+    """
+    polls = 0
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while seen < epoch:
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % 1024 == 0:
+            aborted = tl.atomic_add(abort_ptr, 0, sem="acquire", scope="sys")
+            seen = tl.where(aborted != 0, epoch, seen)
+
+
+@triton.jit
 def push_row(
     x, peers_ptr, row, epoch, cols, mask,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -63,10 +79,7 @@ def push_row(
             tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            flag_ptr = _flags(peers_ptr, RANK) + row * SIZE + peer
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            while seen < epoch:
-                seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+            wait_flag(_flags(peers_ptr, RANK) + row * SIZE + peer, epoch, _flags(peers_ptr, SIZE))
     tl.debug_barrier()
 
 
@@ -112,13 +125,14 @@ def signal(address: int, epoch: int) -> None:
     _signal_kernel[(1,)](address, epoch, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["index", "epoch"])
-def _wait_kernel(flags_ptr, index, epoch):
-    seen = tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")
-    while seen < epoch:
-        seen = tl.atomic_add(flags_ptr + index, 0, sem="acquire", scope="sys")
+@triton.jit(do_not_specialize=["flag", "abort", "epoch"])
+def _wait_kernel(flag, abort, epoch):
+    pointer: tl.constexpr = tl.pointer_type(tl.int64)
+    wait_flag(flag.to(pointer), epoch.to(tl.int64), abort.to(pointer))
 
 
-def wait_for(flags: torch.Tensor, index: int, epoch: int) -> None:
-    """Let what is launched next wait until one of flags: [n] int64 has reached `epoch`."""
-    _wait_kernel[(1,)](flags, index, epoch, num_warps=1)
+def wait_for(flag: int, epoch: int, abort: int) -> None:
+    """Let what is launched next wait until the flag at an address has reached `epoch`, or the word
+    at address `abort` is set.
+    """
+    _wait_kernel[(1,)](flag, abort, epoch, num_warps=1)
