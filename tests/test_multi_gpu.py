@@ -3,6 +3,9 @@
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +171,31 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
     with LLM(tiny, **options) as llm:
         assert llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
     assert before - torch.cuda.mem_get_info(0)[0] < 1 << 30
+
+
+CRASH = """
+import os, signal, sys
+from nanovllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=256, max_num_seqs=64)
+print(llm.executor._workers._workers[0].process.pid, os.listdir("/dev/shm"), flush=True)
+llm.add_request([5] * 100, SamplingParams(max_tokens=500, ignore_eos=True))
+llm.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_defect_12_a_crash_of_the_caller_leaves_nothing(tiny: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, tiny], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    worker, names = done.stdout.split(maxsplit=1)
+    assert names.strip() == "[]"
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{worker}"), "the worker outlives its engine"
+    assert not os.listdir("/dev/shm")
 
 
 def test_defect_12_two_engines_at_once(tiny: str) -> None:

@@ -7,7 +7,7 @@ NCCL between GPUs, Gloo between processes on a CPU. The process groups are built
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +58,8 @@ class Group:
             with _environment(NCCL_ENVIRONMENT):
                 options = dist.ProcessGroupNCCL.Options()
                 self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-                self.all_reduce(torch.zeros(1, device=device))  # connects
+                self.all_reduce(torch.zeros(1, device=device)).item()  # connects all ranks
+            _unlink_shared_memory()
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -143,7 +144,7 @@ class Group:
             self._backend.abort()
         for region in self._regions:
             region.close()
-        self.peers = self.bulk = self._backend = self._store = None
+        self.peers = self.bulk = self._backend = self._store = self._abort = None
 
 
 def listen() -> tuple[dist.Store, int]:
@@ -160,6 +161,17 @@ def listen() -> tuple[dist.Store, int]:
 def join(port: int) -> dist.Store:
     """The same store in another process."""
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=FOREVER)
+
+
+def _unlink_shared_memory() -> None:
+    """Take the names from NCCL's shared memory, which all ranks have opened: a crash would leave
+    them in /dev/shm.
+    """
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        names = {line.split()[-1] for line in maps if "/dev/shm/nccl-" in line}
+    for name in names:
+        with suppress(FileNotFoundError):  # another rank was first
+            os.unlink(name)
 
 
 @contextmanager

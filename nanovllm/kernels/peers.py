@@ -127,8 +127,8 @@ def signal(address: int, epoch: int) -> None:
 
 @triton.jit(do_not_specialize=["flag", "abort", "epoch"])
 def _wait_kernel(flag, abort, epoch):
-    pointer: tl.constexpr = tl.pointer_type(tl.int64)
-    wait_flag(flag.to(pointer), epoch.to(tl.int64), abort.to(pointer))
+    flag_ptr = flag.to(tl.pointer_type(tl.int64))
+    wait_flag(flag_ptr, epoch.to(tl.int64), abort.to(tl.pointer_type(tl.int64)))
 
 
 def wait_for(flag: int, epoch: int, abort: int) -> None:
