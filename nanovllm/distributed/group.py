@@ -6,6 +6,7 @@ NCCL between GPUs, Gloo between processes on a CPU. The process groups are built
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,6 +19,7 @@ from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
 
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
+SETTLE = 0.02  # seconds
 
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the caller's process with a worker's
@@ -48,6 +50,7 @@ class Group:
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
+        self._is_aborted = False
         self._abort: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
@@ -108,7 +111,7 @@ class Group:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by its sum over the ranks."""
         if self._backend is not None:
-            with _losing_contact():
+            with self._losing_contact():
                 self._backend.allreduce([x]).wait()
         return x
 
@@ -117,7 +120,7 @@ class Group:
         if self._backend is None:
             return x.unsqueeze(0)
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with _losing_contact():
+        with self._losing_contact():
             self._backend.allgather([parts], [x.contiguous()]).wait()
         return torch.stack(parts)
 
@@ -131,11 +134,22 @@ class Group:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         return [bytes(row) for row in self.all_gather(own).cpu().numpy()]
 
+    @contextmanager
+    def _losing_contact(self) -> Iterator[None]:
+        if self._is_aborted:  # NCCL would try to meet the others again, for ever
+            raise LostContactError("another rank has died")
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostContactError(f"lost contact with another rank: {error}") from error
+
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread."""
+        self._is_aborted = True
         if self._abort is not None:
             self._abort.fill_(1)
         if self.name == "nccl" and self._backend is not None:
+            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
             self._backend.abort()
 
     def close(self) -> None:
@@ -172,14 +186,6 @@ def _unlink_shared_memory() -> None:
     for name in names:
         with suppress(FileNotFoundError):  # another rank was first
             os.unlink(name)
-
-
-@contextmanager
-def _losing_contact() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostContactError(f"lost contact with another rank: {error}") from error
 
 
 @contextmanager
