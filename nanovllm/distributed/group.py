@@ -6,6 +6,7 @@ NCCL between GPUs, Gloo between processes on a CPU. The process groups are built
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,7 +51,7 @@ class Group:
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
-        self._is_aborted = False
+        self._abort_lock, self._is_aborted = threading.Lock(), False
         self._abort: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
@@ -145,17 +146,19 @@ class Group:
 
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread."""
-        self._is_aborted = True
-        if self._abort is not None:
-            self._abort.fill_(1)
-        if self.name == "nccl" and self._backend is not None:
-            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-            self._backend.abort()
+        with self._abort_lock:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+            if self._abort is not None:
+                self._abort.numpy()[0] = 1
+            if self.name == "nccl" and self._backend is not None:
+                time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
+                self._backend.abort()
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
-        if self.name == "nccl" and self._backend is not None:
-            self._backend.abort()
+        self.abort()  # NCCL's own end would warn and wait
         for region in self._regions:
             region.close()
         self.peers = self.bulk = self._backend = self._store = self._abort = None
