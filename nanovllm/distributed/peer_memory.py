@@ -87,7 +87,8 @@ class PeerRegion:
         if result:
             message = ctypes.c_char_p()
             self._driver.cuGetErrorString(result, ctypes.byref(message))
-            raise RuntimeError(f"{name}: {(message.value or b'unknown error').decode()}")
+            reason = (message.value or b"unknown error").decode()
+            raise RuntimeError(f"{name}: {reason}; disable_custom_all_reduce=True does without it")
 
     def close(self) -> None:
         """Free it. Nobody may use it any more."""
