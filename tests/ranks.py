@@ -91,12 +91,12 @@ class ThreadedExecutor:
     def wait(self, tokens: PendingTokens) -> list[int]:
         return tokens.wait()
 
-    def take_logits(self) -> torch.Tensor:
-        """The logits seen since the last call, over the whole vocabulary: [n, V]."""
+    def take_logits(self) -> list[torch.Tensor]:
+        """The logits seen since the last call, by rank: [n, len(vocab)]."""
         parts = [torch.cat(sampler.logits) for sampler in self.samplers]
         for sampler in self.samplers:
             sampler.logits.clear()
-        return torch.cat(parts, dim=1)
+        return parts
 
     def close(self) -> None:
         for runner in self.runners:

@@ -52,6 +52,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "shard": "100KB",
     },
     "uneven": {"vocab_size": 180, "num_key_value_heads": 2},
+    "wide": {  # its products are oneDNN's
+        "vocab_size": 1060,
+        "hidden_size": 512,
+        "intermediate_size": 1100,
+        "initializer_range": 0.1,
+    },
     "one layer": {"num_hidden_layers": 1, "max_position_embeddings": 8192},
     "long": {"max_position_embeddings": 1024},
     "eight heads": {
@@ -248,37 +254,39 @@ def test_defect_11_messages_do_not_grow_with_cached_prompts(
 # -- log-probabilities and memory, with ranks in threads ------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "size"), [*(("eight heads", n) for n in (1, 2, 4, 8)), ("wide", 2)]
+)
 @pytest.mark.usefixtures("threads")
-def test_log_probabilities_are_those_of_transformers(size: int, make: Any) -> None:
+def test_log_probabilities_are_those_of_transformers(name: str, size: int, make: Any) -> None:
     """Within 1e-4 over the whole vocabulary, for prefill in chunks and for decode: an error that
     greedy tokens hide would bend what is sampled.
     """
-    path = make("eight heads")
+    path, V = make(name), CHECKPOINTS[name]["vocab_size"]
     oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     print("seed", SEED)
     rng = random.Random(SEED)
     with LLM(path, tensor_parallel_size=size, **SMALL) as llm:
         ranks = ranks_of(llm)
         assert len(ranks.runners) == size
-        columns = [len(local_vocab(131, runner.group)) for runner in ranks.runners]
-        assert [logits.shape[1] for logits in map(_first_logits, ranks.runners)] == columns
-        assert sum(columns) == 131 and sum(n > 0 for n in columns) >= min(size, 3)
+        columns = [len(local_vocab(V, runner.group)) for runner in ranks.runners]
+        assert sum(columns) == V and sum(n > 0 for n in columns) >= min(size, 3)
+        weights = [runner.model.lm_head.weight for runner in ranks.runners]
+        onednn = name == "wide" and torch.backends.mkldnn.is_available()
+        assert {weight.is_mkldnn for weight in weights} == {onednn}
         for length in (1, 16, 17, 90):
-            prompt = [rng.randrange(131) for _ in range(length)]
+            prompt = [rng.randrange(V) for _ in range(length)]
             (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
-            found = ranks.take_logits()
+            parts = ranks.take_logits()
+            assert [part.shape[1] for part in parts] == columns
+            found = torch.cat(parts, dim=1)
             with torch.inference_mode():
                 ids = torch.tensor([prompt + output["token_ids"][:-1]])
                 logits = oracle(ids).logits[0, length - 1 :]
-            assert found.shape == logits.shape == (5, 131)
+            assert found.shape == logits.shape == (5, V)
             torch.testing.assert_close(
                 found.log_softmax(-1), logits.log_softmax(-1), atol=1e-4, rtol=0
             )
-
-
-def _first_logits(runner: ModelRunner) -> torch.Tensor:
-    return runner.model.compute_logits(torch.zeros(1, runner.model_config.hidden_size))
 
 
 @pytest.mark.usefixtures("threads", "low_guesses")
