@@ -101,6 +101,7 @@ class ThreadedExecutor:
     def close(self) -> None:
         for runner in self.runners:
             runner.exit()
+            runner.group.close()
         self.runners = []
 
 

@@ -12,6 +12,7 @@ from nanovllm.engine.executor import OVERHEAD
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
 
 
 def message_bytes(plan: StepPlan) -> int:
@@ -149,8 +150,9 @@ def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
     """The short successor of a long sequence sees its own blocks, temperature and key only."""
     table = SlotTable(1, 8)
     batches = []
-    for blocks in ([7, 6, 5, 4], [2]):
+    for blocks, temperature in (([7, 6, 5, 4], 1.0), ([2], 0.5)):
         seq = make_seq(len(blocks) * 4)
+        seq.sampling_params = SamplingParams(temperature=temperature)
         seq.slot, seq.block_table = 0, blocks
         plan = plan_step([ScheduledSequence(seq, 0, len(seq), True)])
         table.update(plan)
@@ -158,5 +160,6 @@ def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
     seq, batch = batches[1]
     assert batch.block_tables.tolist() == [[2]]
     assert batch.slot_mapping.tolist() == [8, 9, 10, 11]
+    assert batch.temperatures.tolist() == [0.5]
     assert batch.random_keys.view(np.uint32)[:, 0].tolist() == list(seq.random_key)
     assert seq.random_key != batches[0][0].random_key

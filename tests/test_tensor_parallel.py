@@ -314,3 +314,17 @@ def test_kv_heads_are_divided_or_repeated(make: Any) -> None:
         with LLM(make("uneven"), tensor_parallel_size=size, **SMALL) as llm:
             for runner in ranks_of(llm).runners:
                 assert runner.kv_cache.shape == (2, 2, 32, 16, heads, 32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.usefixtures("threads")
+def test_ranks_sum_in_16_bits_too(dtype: str, tiny: str) -> None:
+    """As good as one rank is: within a few roundings of its logits, and the sum is right."""
+    found = []
+    for size in (1, 2):
+        with LLM(tiny, tensor_parallel_size=size, dtype=dtype, num_kvcache_blocks=4) as llm:
+            assert llm.generate(["127+345="], GREEDY, use_tqdm=False)[0]["text"] == "472"
+            found.append(torch.cat(ranks_of(llm).take_logits(), dim=1).float())
+    scale = found[0].abs().max()
+    assert (found[0] - found[1]).abs().max() < 0.02 * scale
+    assert not torch.equal(*found), "nothing was split"
