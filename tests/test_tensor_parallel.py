@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from ranks import ranks_of, threads_fixture  # noqa: F401
 from test_reference import GREEDY, make_prompts, reference_greedy
+from transformers import Qwen3ForCausalLM
 
 from checkpoints import SMALL, greedy, make_checkpoint, run_steps, tokens
 from checkpoints import reference as continuation
@@ -186,6 +186,7 @@ def test_the_embedded_checkpoint_token_for_token(tiny: str, reference: Any, size
     prompts = [prompt for prompt in make_prompts() if len(prompt) < 100][:40:2]
     prompts += [prompts[-1] + prompts[0]] * 2
     options: dict[str, Any] = {
+        "device": "cpu",  # for workers, too: they see the GPUs that are hidden from this process
         "kvcache_block_size": 16,
         "num_kvcache_blocks": 14,
         "max_num_seqs": 12,
@@ -220,6 +221,7 @@ def test_defect_11_messages_do_not_grow_with_cached_prompts(
 
     monkeypatch.setattr(Channel, "write", record)
     options: dict[str, Any] = {
+        "device": "cpu",
         "kvcache_block_size": block_size,
         "num_kvcache_blocks": 4096 // block_size + 3 * num_seqs,
         "max_num_seqs": num_seqs,
@@ -263,7 +265,7 @@ def test_log_probabilities_are_those_of_transformers(name: str, size: int, make:
     greedy tokens hide would bend what is sampled.
     """
     path, V = make(name), CHECKPOINTS[name]["vocab_size"]
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    oracle = Qwen3ForCausalLM.from_pretrained(path, torch_dtype=torch.float32)
     print("seed", SEED)
     rng = random.Random(SEED)
     with LLM(path, tensor_parallel_size=size, **SMALL) as llm:
