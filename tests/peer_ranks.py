@@ -30,7 +30,9 @@ class SharedMemory:
             torch.from_file(str(region), shared=True, size=num_bytes, dtype=torch.uint8)
             for region in region_files(directory, size)
         ]
-        self.addresses = torch.tensor([region.data_ptr() for region in self.regions])
+        self.abort = torch.zeros(1, dtype=torch.int64)
+        parts = [*self.regions, self.abort]
+        self.addresses = torch.tensor([part.data_ptr() for part in parts])
         self.epochs = torch.zeros(max_rows, dtype=torch.int64)
 
 
@@ -52,6 +54,7 @@ class Job(NamedTuple):
     max_rows: int
     row_bytes: int
     calls: list[dict[str, Any]]
+    aborted: bool = False  # the word is set that tells kernels not to wait
 
 
 class Done(NamedTuple):
@@ -68,6 +71,7 @@ def serve(connection: Connection) -> None:
         job = connection.recv()
         try:
             peers: Any = SharedMemory(*job[:5])
+            peers.abort.fill_(job.aborted)
             results = [
                 sample(**call, peers=peers) if "span" in call else add_rms_norm(**call, peers=peers)
                 for call in job.calls

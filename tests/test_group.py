@@ -32,7 +32,7 @@ def test_collectives(size: int) -> None:
         for _ in range(3):
             counted = group.all_reduce(torch.full((2,), rank + 1))
         gathered = group.all_gather(xs[rank].double().T)  # its rows are not adjacent
-        return summed, counted, gathered, group.minimum(values[rank], CPU)
+        return summed, counted, gathered, group.minimum(values[rank])
 
     for summed, counted, gathered, smallest in on_all_ranks(size, exchange):
         torch.testing.assert_close(summed.double(), sum(x.double() for x in xs))
@@ -66,7 +66,7 @@ def test_one_rank_has_no_process_group() -> None:
     x = torch.ones(2)
     assert group.all_reduce(x) is x
     assert group.all_gather(x).shape == (1, 2)
-    assert group.minimum(5, CPU) == 5
+    assert group.minimum(5) == 5
     assert group.describe() == "none"
     assert not group.can_exchange(x)
 

@@ -14,6 +14,7 @@ from peer_ranks import EPS, Job, RankProcesses, region_files
 from test_sampling_kernel import interpreted, oracle_draw
 
 from nanovllm.distributed.group import Group
+from nanovllm.kernels.peers import signal, wait_for
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 
 pytestmark = interpreted
@@ -186,3 +187,27 @@ def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path)
         for (mixed, _), (single, _) in zip(together, alone, strict=True):
             for found, wanted in zip(mixed.results[kind::2], single.results, strict=True):
                 assert torch.equal(found[0], wanted[0])
+
+
+def test_defect_13_nobody_waits_for_a_rank_that_is_gone(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    """Once the word in the host's memory is set, kernels end without what they wait for."""
+    norms, (_, samples) = norm_inputs(1, 2, torch.float32, 1), sample_inputs(1, 2, 120)
+    (job, _) = jobs(tmp_path, torch.float32, [[norms[0], samples[0]], []])
+    ((answer, _),) = processes.run([job._replace(aborted=True)])
+    assert len(answer.results) == 2
+
+
+def test_flags_between_kernels() -> None:
+    """Setting a flag by its address, and waiting for it or for the end of all waiting."""
+    flags = torch.tensor([0, 7, 0])
+    abort = torch.zeros(1, dtype=torch.int64)
+    addresses = [flags.data_ptr() + 8 * i for i in range(3)]
+    signal(addresses[2], 5)
+    assert flags.tolist() == [0, 7, 5]
+    for address in addresses[1:]:
+        wait_for(address, 5, abort.data_ptr())
+    abort.fill_(1)
+    wait_for(addresses[0], 5, abort.data_ptr())
+    assert flags.tolist() == [0, 7, 5]
