@@ -124,6 +124,8 @@ def test_dummy_shapes_are_the_published_ones(
         "attention_backend": "triton",
         "enforce_eager": True,
         "device": "auto",
+        "tensor_parallel_size": 1,
+        "disable_custom_all_reduce": False,
         "kvcache_block_size": 256,
     }
 

@@ -21,8 +21,8 @@ def local_vocab(vocab_size: int, group: Group) -> range:
     """The tokens of this rank: whole spans of the vocabulary, for the last ranks fewer or none."""
     span = vocab_span(vocab_size)
     per_rank = -(-vocab_size // (span * group.size)) * span
-    start = min(group.rank * per_rank, vocab_size)
-    return range(start, min(start + per_rank, vocab_size))
+    start = group.rank * per_rank
+    return range(start, min(start + per_rank, vocab_size)) if start < vocab_size else range(0)
 
 
 class VocabParallelEmbedding(Layer):

@@ -1,0 +1,117 @@
+"""Ranks as threads of the test process, so that a test sees the logits and the memory of each."""
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, TypeVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.distributed import group as group_module
+from nanovllm.distributed.group import Group
+from nanovllm.engine import llm_engine
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.plan import mark_sent, plan_step
+from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.model_config import ModelConfig
+
+T = TypeVar("T")
+PATIENCE = 60  # seconds, after which a rank that waits for one that failed gives up
+
+
+def on_all_ranks(size: int, function: Callable[[int], T]) -> list[T]:
+    """What `function` returns for each rank, called on all at once. The first error is raised."""
+    with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        calls: list[Future[T]] = [pool.submit(function, rank) for rank in range(size)]
+        for call in wait(calls, return_when="FIRST_EXCEPTION").done:
+            call.result()
+        return [call.result() for call in calls]
+
+
+def connected_groups(size: int) -> list[Group]:
+    """Groups that have met, by rank."""
+    groups = [Group(rank, size) for rank in range(size)]
+    if size > 1:
+        store, patience = dist.HashStore(), timedelta(seconds=PATIENCE)
+        with mock.patch.object(group_module, "FOREVER", patience):
+            on_all_ranks(size, lambda rank: groups[rank].connect(store, torch.device("cpu")))
+    return groups
+
+
+class RecordingSampler:
+    """Samples, and keeps the logits that it saw, one tensor [n, len(vocab)] for each call."""
+
+    def __init__(self, sampler: Callable[..., torch.Tensor]) -> None:
+        self.sampler = sampler
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, *args: Any) -> torch.Tensor:
+        self.logits.append(logits.clone())
+        return self.sampler(logits, *args)
+
+
+class ThreadedExecutor:
+    """`Executor` with all ranks in this process. Plans are pickled as they are for workers."""
+
+    is_broken = False
+
+    def __init__(self, config: Config, model_config: ModelConfig) -> None:
+        self.config, self.model_config = config, model_config
+        self.runners: list[ModelRunner] = []
+        self.samplers: list[RecordingSampler] = []
+
+    def start(self) -> ModelRunner:
+        size = self.config.tensor_parallel_size
+        groups = connected_groups(size)
+        self.runners = on_all_ranks(
+            size, lambda rank: ModelRunner(self.config, self.model_config, groups[rank])
+        )
+        for runner in self.runners:
+            self.samplers.append(RecordingSampler(runner.sampler))
+            runner.sampler = self.samplers[-1]  # type: ignore[assignment]
+        return self.runners[0]
+
+    def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
+        message = pickle.dumps(plan_step(scheduled), protocol=pickle.HIGHEST_PROTOCOL)
+        tokens = on_all_ranks(
+            len(self.runners), lambda rank: self.runners[rank].run(pickle.loads(message))
+        )
+        mark_sent(scheduled)
+        everyone = [pending.wait() for pending in tokens]
+        assert everyone == [everyone[0]] * len(everyone), "the ranks go on with different tokens"
+        return tokens[0]
+
+    def wait(self, tokens: PendingTokens) -> list[int]:
+        return tokens.wait()
+
+    def take_logits(self) -> list[torch.Tensor]:
+        """The logits seen since the last call, by rank: [n, len(vocab)]."""
+        parts = [torch.cat(sampler.logits) for sampler in self.samplers]
+        for sampler in self.samplers:
+            sampler.logits.clear()
+        return parts
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.exit()
+            runner.group.close()
+        self.runners = []
+
+
+def ranks_of(llm: LLM) -> ThreadedExecutor:
+    """The ranks of an engine that was built under `threads`."""
+    assert isinstance(llm.executor, ThreadedExecutor)
+    return llm.executor
+
+
+@pytest.fixture(name="threads")
+def threads_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have their ranks in threads."""
+    monkeypatch.setattr(llm_engine, "Executor", ThreadedExecutor)

@@ -1,0 +1,133 @@
+"""What the ranks do together, and how they divide a vocabulary and heads."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import connected_groups, on_all_ranks
+
+from nanovllm.distributed.group import Group, join, listen
+from nanovllm.layers.base import Build
+from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
+from nanovllm.layers.linear import RowParallelLinear, local_kv_heads
+
+CPU = torch.device("cpu")
+SEED = 29
+SIZES = range(1, 9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_collectives(size: int) -> None:
+    """Sums, stacks and minima are those of all ranks, whatever the dtype and however often."""
+    groups = connected_groups(size)
+    xs = [torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    values = [7, 3, 9, 4][:size]
+
+    def exchange(rank: int) -> tuple[Any, ...]:
+        group = groups[rank]
+        summed = xs[rank].clone()
+        assert group.all_reduce(summed) is summed, "it takes the place of the part"
+        for _ in range(3):
+            counted = group.all_reduce(torch.full((2,), rank + 1))
+        gathered = group.all_gather(xs[rank].double().T)  # its rows are not adjacent
+        return summed, counted, gathered, group.minimum(values[rank])
+
+    for summed, counted, gathered, smallest in on_all_ranks(size, exchange):
+        torch.testing.assert_close(summed.double(), sum(x.double() for x in xs))
+        assert counted.tolist() == [sum(range(1, size + 1))] * 2
+        assert gathered.dtype is torch.float64 and gathered.shape == (size, 5, 3)
+        assert all(torch.equal(part, x.double().T) for part, x in zip(gathered, xs, strict=True))
+        assert smallest == min(values) and type(smallest) is int
+    assert {group.describe() for group in groups} == {"gloo" if size > 1 else "none"}
+    for group in groups:
+        group.close()
+
+
+def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
+    """A fixed port let the ranks of two engines meet each other, or one of them fail."""
+    stores = [listen() for _ in range(2)]
+    assert stores[0][1] != stores[1][1]
+    groups = [[Group(rank, 2) for rank in range(2)] for _ in stores]
+
+    def meet(who: int) -> float:
+        (store, port), rank = stores[who // 2], who % 2
+        group = groups[who // 2][rank]
+        group.connect(store if rank == 0 else join(port), CPU)
+        return float(group.all_reduce(torch.tensor([10.0 ** (who // 2)])))
+
+    assert on_all_ranks(4, meet) == [2, 2, 20, 20]
+
+
+def test_one_rank_has_no_process_group() -> None:
+    """Defect 12: a single GPU took a port, and failed if it was taken."""
+    group = Group()
+    x = torch.ones(2)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x).shape == (1, 2)
+    assert group.minimum(5) == 5
+    assert group.describe() == "none"
+    assert not group.can_exchange(x)
+
+
+def test_ranks_divide_every_vocabulary() -> None:
+    """Every token on exactly one rank, in order, in whole spans: what is sampled must not depend
+    on how many ranks sample it.
+    """
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    sizes = [*range(1, 700), *(rng.randint(700, 300_000) for _ in range(300)), 32_000, 151_936]
+    uneven = empty = 0
+    for V in sizes:
+        span = vocab_span(V)
+        assert 16 <= span <= 4096 and span & (span - 1) == 0
+        for size in SIZES:
+            parts = [local_vocab(V, Group(rank, size)) for rank in range(size)]
+            assert all(part.start % span == 0 for part in parts)
+            filled = [part for part in parts if len(part)]
+            assert parts[: len(filled)] == filled, "the empty ones come last"
+            assert filled[0].start == 0 and filled[-1].stop == V
+            assert all(a.stop == b.start for a, b in pairwise(filled))
+            assert all(len(part) == len(filled[0]) for part in filled[:-1])
+            uneven += len({len(part) for part in filled}) > 1
+            empty += len(filled) < size
+    assert uneven and empty
+    for size in SIZES:  # a large one is shared by all
+        assert all(len(local_vocab(151_936, Group(rank, size))) for rank in range(size))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 1), (8, 2), (8, 4), (8, 8), (16, 4)])
+def test_query_heads_meet_their_kv_head(num_heads: int, num_kv_heads: int) -> None:
+    """Query head h belongs to KV head h * Hkv // Hq, on whichever rank it is."""
+    for size in (1, 2, 4, 8):
+        per_rank = num_heads // size
+        for rank in range(size):
+            heads = local_kv_heads(num_kv_heads, Group(rank, size))
+            queries = range(rank * per_rank, (rank + 1) * per_rank)
+            assert list(heads) == sorted({h * num_kv_heads // num_heads for h in queries})
+
+
+def test_a_bias_is_added_once() -> None:
+    """Added on each rank, that of a row-parallel layer would count once for each of them."""
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = ((3, 8), (6, 8), (6,))
+    x, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    for size in (1, 2, 4):
+        groups = connected_groups(size)
+
+        def forward(rank: int, size: int = size, groups: list[Group] = groups) -> torch.Tensor:
+            layer = RowParallelLinear(8, 6, True, Build(torch.float64, False, groups[rank]))
+            columns = slice(rank * 8 // size, (rank + 1) * 8 // size)
+            layer.weight.data.copy_(weight[:, columns])
+            layer.bias.data.copy_(bias)
+            return layer(x[:, columns])
+
+        for out in on_all_ranks(size, forward):
+            torch.testing.assert_close(out, x @ weight.T + bias)
+
+
+def test_a_rank_without_tokens_has_no_logits() -> None:
+    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4)))
+    assert len(head.vocab) == 0
+    assert head(torch.ones(5, 8)).shape == (5, 0)

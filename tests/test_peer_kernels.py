@@ -1,0 +1,213 @@
+"""Kernels that exchange rows between ranks, in Triton's interpreter: a rank is a process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from peer_ranks import EPS, Job, RankProcesses, region_files
+from test_sampling_kernel import interpreted, oracle_draw
+
+from nanovllm.distributed.group import Group
+from nanovllm.kernels.peers import signal, wait_for
+from nanovllm.layers.embed_head import local_vocab, vocab_span
+
+pytestmark = interpreted
+
+SEED = 31
+MAX_ROWS = 8
+M = 40
+ROWS = [6, 2, 8, 1, 8]  # of the calls, in turn: rows have different numbers of calls
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses(3)
+    yield processes
+    processes.close()
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED * 1000 + seed))
+
+
+def jobs(directory: Path, dtype: torch.dtype, calls: list[list[dict[str, Any]]]) -> list[Job]:
+    size = len(calls)
+    return [
+        Job(directory, rank, size, MAX_ROWS, M * dtype.itemsize, calls[rank])
+        for rank in range(size)
+    ]
+
+
+def norm_inputs(i: int, size: int, dtype: torch.dtype, parts: int) -> list[dict[str, Any]]:
+    """By rank, those of call i. Every third call has no residual."""
+    T = ROWS[i]
+    weight = randn(M, seed=i).to(dtype)
+    residual = None if i % 3 == 2 else randn(T, M, seed=100 + i).to(dtype)
+    xs = [randn(parts, T, M, seed=200 + 10 * i + rank) for rank in range(size)]
+    return [
+        {
+            # Partial results of a product are float32 whatever the dtype; a whole one is not.
+            "x": x if parts > 1 else x.to(dtype),
+            "residual": residual,
+            "weight": weight,
+            "eps": EPS,
+        }
+        for x in xs
+    ]
+
+
+@pytest.mark.parametrize("parts", [1, 4], ids=["whole", "partial"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_norm_sums_over_the_ranks(
+    processes: RankProcesses, size: int, dtype: torch.dtype, parts: int, tmp_path: Path
+) -> None:
+    """Against float64, call after call through both buffers; ranks agree bit by bit, since a rank
+    that goes on with other numbers ends with other tokens.
+    """
+    calls = [norm_inputs(i, size, dtype, parts) for i in range(len(ROWS))]
+    by_rank = [[call[rank] for call in calls] for rank in range(size)]
+    done = [answer for answer, _ in processes.run(jobs(tmp_path, dtype, by_rank))]
+    for i, call in enumerate(calls):
+        total = sum(inputs["x"].double().sum(0) for inputs in call)
+        residual, weight = call[0]["residual"], call[0]["weight"]
+        total = total if residual is None else total + residual
+        normed = torch.nn.functional.rms_norm(total, (M,), weight.double(), EPS)
+        for answer in done:
+            found_normed, found_total = answer.results[i]
+            assert found_normed.dtype == found_total.dtype == dtype
+            tolerance = TOLERANCE[dtype]
+            for found, wanted in ((found_total, total), (found_normed, normed)):
+                torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+            assert torch.equal(found_normed, done[0].results[i][0])
+            assert torch.equal(found_total, done[0].results[i][1])
+    exchanged = [sum(row < T for T in ROWS) for row in range(MAX_ROWS)]
+    assert [answer.epochs for answer in done] == [exchanged] * size
+    assert len(set(exchanged)) > 2
+    for rank in range(size):
+        check_memory(tmp_path, rank, calls, dtype)
+
+
+def check_memory(
+    directory: Path, rank: int, calls: list[list[dict[str, Any]]], dtype: torch.dtype
+) -> None:
+    """Each row that the others gave to a rank last lies whole in its own place: where rows overlap,
+    it is a matter of luck whether they are read before they are overwritten.
+    """
+    size = len(calls[0])
+    region = np.fromfile(region_files(directory, size)[rank], np.uint8)
+    data = torch.from_numpy(region[8 * MAX_ROWS * size :]).view(dtype)
+    data = data.view(2, size, MAX_ROWS, M)
+    for row in range(MAX_ROWS):
+        those = [call for call in calls if row < call[0]["x"].shape[1]]
+        for number in (len(those) - 1, len(those)):  # the last two calls, from 1
+            for peer in set(range(size)) - {rank}:
+                pushed = those[number - 1][peer]["x"][:, row].float().sum(0).to(dtype)
+                found = data[number % 2, peer, row]
+                torch.testing.assert_close(found, pushed, atol=TOLERANCE[dtype], rtol=0)
+
+
+def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """The whole logits [n, V] of call i, and by rank its arguments. Row 0 is greedy, with ties."""
+    n = ROWS[i]
+    rng = np.random.default_rng(SEED + i)
+    logits = rng.normal(0, 2, (n, V)).astype(np.float32)
+    logits[0, [V // 2, V - 1, V // 4]] = 9
+    temperatures = np.linspace(0, 1.5, n, dtype=np.float32)
+    calls = []
+    for rank in range(size):
+        vocab = local_vocab(V, Group(rank, size))
+        calls.append(
+            {
+                "logits": torch.from_numpy(logits[:, vocab.start : vocab.stop].copy()),
+                "temperatures": torch.from_numpy(temperatures),
+                "keys": torch.arange(2 * n, dtype=torch.int32).view(2, n) * 77 + i,
+                "positions": torch.arange(n, dtype=torch.int32) + 5,
+                "slots": torch.arange(n, 0, -1, dtype=torch.int32),
+                "table": torch.full((n + 2,), -5, dtype=torch.int32),
+                "span": vocab_span(V),
+                "start": vocab.start,
+            }
+        )
+    return logits, calls
+
+
+@pytest.mark.parametrize("V", [120, 20], ids=["shared", "last-rank-empty"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_best_of_all_ranks_is_drawn(
+    processes: RankProcesses, size: int, V: int, tmp_path: Path
+) -> None:
+    """What the oracle draws from the whole vocabulary: two GPUs write the text that one writes."""
+    inputs = [sample_inputs(i, size, V) for i in range(len(ROWS))]
+    by_rank = [[calls[rank] for _, calls in inputs] for rank in range(size)]
+    sizes = [call["logits"].shape[1] for call in inputs[0][1]]
+    assert sum(sizes) == V and (0 in sizes) == (V == 20 and size == 3)
+    answers = processes.run(jobs(tmp_path, torch.float32, by_rank))
+    drawn_by: set[int] = set()
+    num_clear = 0
+    for i, (logits, calls) in enumerate(inputs):
+        everyone = [answer.results[i][0] for answer, _ in answers]
+        drawn = everyone[0]
+        assert all(torch.equal(tokens, drawn) for tokens in everyone)
+        for _, tables in answers:
+            assert tables[i].tolist() == [-5, *drawn.flip(0).tolist(), -5]
+        assert int(drawn[0]) == V // 4, "the first of equals"
+        starts = [c["start"] for c in calls if c["logits"].shape[1]]
+        drawn_by |= set(np.searchsorted(starts, drawn.numpy(), "right").tolist())
+        if len(drawn) == 1:
+            continue
+        call = calls[0]
+        keys = call["keys"].numpy().view(np.uint32)[:, 1:]
+        temperatures, positions = call["temperatures"].numpy()[1:], call["positions"].numpy()[1:]
+        wanted, lead = oracle_draw(logits[1:], temperatures, keys, positions, vocab_span(V))
+        clear = lead > 1e-4  # not decided by the rounding of float32
+        num_clear += clear.sum()
+        assert (drawn[1:].numpy() == wanted)[clear].all()
+    assert num_clear > 0.9 * (sum(ROWS) - len(ROWS))
+    assert len(drawn_by) == sum(n > 0 for n in sizes), "every rank has won"
+
+
+def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path) -> None:
+    """A step's norms and its sampling take turns on the same rows."""
+    calls: list[list[dict[str, Any]]] = [[], []]
+    for i in range(len(ROWS)):
+        norms, (_, samples) = norm_inputs(i, 2, torch.float32, 1), sample_inputs(i, 2, 120)
+        for rank in range(2):
+            calls[rank] += [norms[rank], samples[rank]]
+    together = processes.run(jobs(tmp_path, torch.float32, calls))
+    for kind in (0, 1):
+        alone = processes.run(jobs(tmp_path, torch.float32, [c[kind::2] for c in calls]))
+        for (mixed, _), (single, _) in zip(together, alone, strict=True):
+            for found, wanted in zip(mixed.results[kind::2], single.results, strict=True):
+                assert torch.equal(found[0], wanted[0])
+
+
+def test_defect_13_nobody_waits_for_a_rank_that_is_gone(
+    processes: RankProcesses, tmp_path: Path
+) -> None:
+    """Once the word in the host's memory is set, kernels end without what they wait for."""
+    norms, (_, samples) = norm_inputs(1, 2, torch.float32, 1), sample_inputs(1, 2, 120)
+    (job, _) = jobs(tmp_path, torch.float32, [[norms[0], samples[0]], []])
+    ((answer, _),) = processes.run([job._replace(aborted=True)])
+    assert len(answer.results) == 2
+
+
+def test_flags_between_kernels() -> None:
+    """Setting a flag by its address, and waiting for it or for the end of all waiting."""
+    flags = torch.tensor([0, 7, 0])
+    abort = torch.zeros(1, dtype=torch.int64)
+    addresses = [flags.data_ptr() + 8 * i for i in range(3)]
+    signal(addresses[2], 5)
+    assert flags.tolist() == [0, 7, 5]
+    for address in addresses[1:]:
+        wait_for(address, 5, abort.data_ptr())
+    abort.fill_(1)
+    wait_for(addresses[0], 5, abort.data_ptr())
+    assert flags.tolist() == [0, 7, 5]

@@ -1,0 +1,332 @@
+"""A model that is split over ranks computes what it computes in one piece.
+
+With workers where processes matter, else with ranks in threads (`ranks.py`), whose logits can be
+read. The oracle is transformers.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import ranks_of, threads_fixture  # noqa: F401
+from test_reference import GREEDY, make_prompts, reference_greedy
+from transformers import Qwen3ForCausalLM
+
+from checkpoints import SMALL, greedy, make_checkpoint, run_steps, tokens
+from checkpoints import reference as continuation
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.admission import LengthEstimator
+from nanovllm.engine.channel import Channel
+from nanovllm.engine.executor import OVERHEAD
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.plan import max_plan_bytes
+from nanovllm.layers.embed_head import local_vocab
+
+SEED = 17
+
+# Prompts with a common prefix and of many lengths, greedy but for the last four.
+SHARED = list(range(33))
+PROMPTS = [[*SHARED, 50 + i] for i in range(3)] + [[i + 1] * (11 * i + 1) for i in range(5)]
+PROMPTS += [[*SHARED, 99], [3, 1, 4, 1, 5], [77] * 20, [8]]
+LENGTHS = [20, 9, 30, 30, 1, 25, 12, 6, 16, 24, 20, 28]
+NUM_GREEDY = 8
+PARAMS = [greedy(n) for n in LENGTHS[:NUM_GREEDY]] + [
+    SamplingParams(temperature=t, max_tokens=n)
+    for t, n in zip([2.0, 4.0, 3.0, 0.7], LENGTHS[NUM_GREEDY:], strict=True)
+]
+
+# Two with a common block of 256, two that outgrow their first.
+LONG_PROMPTS = [[*(7 * i % 100 for i in range(260)), 50 + i] for i in range(2)]
+LONG_PROMPTS += [[(5 * i + j) % 90 for i in range(250)] for j in (1, 2)]
+LONG_PARAMS = [greedy(n) for n in (24, 24, 12, 12)]
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    # The last of two ranks has fewer tokens than the first, the last of four has none.
+    "odd": {
+        "vocab_size": 131,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "shard": "100KB",
+    },
+    "uneven": {"vocab_size": 180, "num_key_value_heads": 2},
+    "wide": {  # its products are oneDNN's
+        "vocab_size": 1060,
+        "hidden_size": 512,
+        "intermediate_size": 1100,
+        "initializer_range": 0.1,
+    },
+    "one layer": {"num_hidden_layers": 1, "max_position_embeddings": 8192},
+    "long": {"max_position_embeddings": 1024},
+    "eight heads": {
+        "vocab_size": 131,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Builds the checkpoints of this file, once each."""
+    built: dict[str, Path] = {}
+
+    def build(name: str) -> Path:
+        if name not in built:
+            path = tmp_path_factory.mktemp("parallel") / name.replace(" ", "-")
+            built[name] = make_checkpoint(path, seed=SEED, **CHECKPOINTS[name])
+        return built[name]
+
+    return build
+
+
+@pytest.fixture
+def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission that expects one token of everybody, so that preemption has work."""
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+
+
+def run(path: Path, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Generate. The engine's books are right after each step."""
+    with LLM(path, **{**SMALL, **options}) as llm:
+        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+        found = run_steps(llm)
+        return [found[i] for i in ids], llm.metrics()
+
+
+def wanted(path: Path, prompts: Any, params: Any) -> list[list[int]]:
+    return [
+        continuation(path, prompt, p.max_tokens) for prompt, p in zip(prompts, params, strict=True)
+    ]
+
+
+# -- with workers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("uneven", 2, {}),
+        ("odd", 2, {"mixed_steps": False, "overlap": True}),
+        ("odd", 4, {"overlap": True}),
+        ("uneven", 4, {"mixed_steps": False}),
+    ],
+    ids=["two", "two-odd-prefill-first-overlap", "four-odd-overlap", "four-prefill-first"],
+)
+@pytest.mark.usefixtures("low_guesses")
+def test_tokens_do_not_depend_on_the_number_of_ranks(
+    name: str, size: int, options: dict[str, Any], make: Any
+) -> None:
+    """Chunks, prefix hits and preemption at once. What is sampled is what one rank samples: a user
+    who adds a GPU must not get other texts.
+    """
+    path = make(name)
+    options = {"max_num_batched_tokens": 24, "num_kvcache_blocks": 9, **options}
+    assert max(map(len, PROMPTS)) > 24
+    found, metrics = run(path, PROMPTS, PARAMS, tensor_parallel_size=size, **options)
+    assert metrics["tensor_parallel_size"] == size
+    assert metrics["all_reduce"] == "gloo"
+    assert metrics["num_preemptions"] > 0
+    assert metrics["num_cached_tokens"] > 0
+    greedy_tokens = wanted(path, PROMPTS, PARAMS)
+    assert found[:NUM_GREEDY] == greedy_tokens[:NUM_GREEDY]
+    assert found == run(path, PROMPTS, PARAMS, **options)[0]
+    sampled = zip(found[NUM_GREEDY:-1], greedy_tokens[NUM_GREEDY:-1], strict=True)
+    assert all(len(set(drawn)) > 8 and drawn != best for drawn, best in sampled), "no chance"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.usefixtures("low_guesses")
+def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
+    overlap: bool, make: Any
+) -> None:
+    """Workers had been told a sequence's tokens once; after a preemption they computed garbage."""
+    path = make("uneven")
+    prompts = [[9 * i + j for i in range(14)] for j in range(6)]  # distinct: nothing is cached
+    params = [greedy(30)] * 6
+    found, metrics = run(
+        path, prompts, params, tensor_parallel_size=2, num_kvcache_blocks=7, overlap=overlap,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    assert metrics["overlap"] == overlap
+    assert metrics["num_preemptions"] > 1
+    assert metrics["num_prefill_tokens"] > sum(map(len, prompts)), "nothing was computed again"
+    assert found == wanted(path, prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4, "overlap": True}),
+        (4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
+        (2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
+    ],
+    ids=["256-two", "256-four", "32-two"],
+)
+@pytest.mark.usefixtures("low_guesses")
+def test_defect_9_every_rank_has_the_block_size_of_the_engine(
+    size: int, options: dict[str, Any], make: Any
+) -> None:
+    """Workers kept a default of their own and wrote keys and values into other slots."""
+    path = make("long")
+    options = {"max_model_len": 640, "max_num_batched_tokens": 100, **options}
+    found, metrics = run(path, LONG_PROMPTS, LONG_PARAMS, tensor_parallel_size=size, **options)
+    assert found == wanted(path, LONG_PROMPTS, LONG_PARAMS)
+    assert metrics["num_cached_tokens"] >= 256
+    assert metrics["num_preemptions"] > 0
+    assert metrics["num_steps"] > sum(map(len, LONG_PROMPTS)) // 100
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.usefixtures("low_guesses")
+def test_the_embedded_checkpoint_token_for_token(tiny: str, reference: Any, size: int) -> None:
+    prompts = [prompt for prompt in make_prompts() if len(prompt) < 100][:40:2]
+    prompts += [prompts[-1] + prompts[0]] * 2
+    options: dict[str, Any] = {
+        "device": "cpu",  # for workers, too: they see the GPUs that are hidden from this process
+        "kvcache_block_size": 16,
+        "num_kvcache_blocks": 14,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 40,
+    }
+    with LLM(tiny, tensor_parallel_size=size, **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        metrics = llm.metrics()
+        texts = [output["text"] for output in llm.generate(["127+345="], GREEDY, use_tqdm=False)]
+    assert tokens(outputs) == [reference_greedy(reference, prompt) for prompt in prompts]
+    assert texts == ["472"]
+    assert metrics["num_preemptions"] > 0
+    assert metrics["num_cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_defect_11_messages_do_not_grow_with_cached_prompts(
+    block_size: int, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 cached prompts of 4,096 tokens overflowed a fixed message, and the workers waited for
+    ever. A step sends what is new, and where nothing is, 4,096 tokens cost what 64 cost.
+    """
+    path, num_seqs, max_len = make("one layer"), 64, 4352
+    sent: list[int] = []
+    capacities: set[int] = set()
+    write = Channel.write
+
+    def record(self: Channel, message: bytes) -> None:
+        sent.append(len(message))
+        capacities.add(self._capacity)
+        write(self, message)
+
+    monkeypatch.setattr(Channel, "write", record)
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "kvcache_block_size": block_size,
+        "num_kvcache_blocks": 4096 // block_size + 3 * num_seqs,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": 4160,
+        "max_model_len": max_len,
+    }
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    long = [rng.randrange(128) for _ in range(4096)]
+    params, per_step = greedy(4), {}
+    with LLM(path, tensor_parallel_size=2, **options) as llm:
+        llm.generate([[*long, 0]], greedy(1), use_tqdm=False)
+        for shared in (long, long[:64]):
+            sent.clear()
+            prompts = [[*shared, i] for i in range(num_seqs)]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            cached = {output.num_cached_tokens for output in outputs}
+            assert cached == {len(shared) // block_size * block_size}
+            for i in (0, 63):
+                want = continuation(path, prompts[i], params.max_tokens)
+                assert outputs[i]["token_ids"] == want
+            assert len(sent) >= 4
+            per_step[len(shared)] = sent[-2:]  # decodes that need no new block
+            bound = max_plan_bytes(num_seqs, 4160, -(-max_len // block_size)) + OVERHEAD
+            assert capacities == {bound}
+            assert max(sent) <= bound
+        assert llm.metrics()["num_preemptions"] == 0
+    assert per_step[64] == per_step[4096], per_step
+    assert max(per_step[64]) < 64 * 40 + OVERHEAD
+
+
+# -- log-probabilities and memory, with ranks in threads ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [*(("eight heads", n) for n in (1, 2, 4, 8)), ("wide", 2)]
+)
+@pytest.mark.usefixtures("threads")
+def test_log_probabilities_are_those_of_transformers(name: str, size: int, make: Any) -> None:
+    """Within 1e-4 over the whole vocabulary, for prefill in chunks and for decode: an error that
+    greedy tokens hide would bend what is sampled.
+    """
+    path, V = make(name), CHECKPOINTS[name]["vocab_size"]
+    oracle = Qwen3ForCausalLM.from_pretrained(path, torch_dtype=torch.float32)
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    with LLM(path, tensor_parallel_size=size, **SMALL) as llm:
+        ranks = ranks_of(llm)
+        assert len(ranks.runners) == size
+        columns = [len(local_vocab(V, runner.group)) for runner in ranks.runners]
+        assert sum(columns) == V and sum(n > 0 for n in columns) >= min(size, 3)
+        weights = [runner.model.lm_head.weight for runner in ranks.runners]
+        onednn = name == "wide" and torch.backends.mkldnn.is_available()
+        assert {weight.is_mkldnn for weight in weights} == {onednn}
+        for length in (1, 16, 17, 90):
+            prompt = [rng.randrange(V) for _ in range(length)]
+            (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
+            parts = ranks.take_logits()
+            assert [part.shape[1] for part in parts] == columns
+            found = torch.cat(parts, dim=1)
+            with torch.inference_mode():
+                ids = torch.tensor([prompt + output["token_ids"][:-1]])
+                logits = oracle(ids).logits[0, length - 1 :]
+            assert found.shape == logits.shape == (5, V)
+            torch.testing.assert_close(
+                found.log_softmax(-1), logits.log_softmax(-1), atol=1e-4, rtol=0
+            )
+
+
+@pytest.mark.usefixtures("threads", "low_guesses")
+def test_defect_2_ranks_agree_on_the_smallest_number_of_blocks(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank sized its pool by its own memory; one then wrote beyond the end of its own."""
+    path = make("uneven")
+    by_rank = [12, 9, 10, 11]
+    monkeypatch.setattr(ModelRunner, "_num_blocks", lambda self, peak: by_rank[self.group.rank])
+    options = {**SMALL, "max_num_batched_tokens": 24, "num_kvcache_blocks": -1}
+    with LLM(path, tensor_parallel_size=4, **options) as llm:
+        assert [runner.num_blocks for runner in ranks_of(llm).runners] == [9] * 4
+        assert [runner.kv_cache.shape[2] for runner in ranks_of(llm).runners] == [9] * 4
+        assert llm.metrics()["num_kvcache_blocks"] == len(llm.scheduler.block_manager.blocks) == 9
+        outputs = llm.generate(PROMPTS[:8], PARAMS[:8], use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] > 0
+    assert tokens(outputs) == wanted(path, PROMPTS[:8], PARAMS[:8])
+
+
+@pytest.mark.usefixtures("threads")
+def test_kv_heads_are_divided_or_repeated(make: Any) -> None:
+    """A rank holds its share of the KV heads and no more: memory is why a model is split."""
+    for size, heads in ((1, 2), (2, 1), (4, 1)):
+        with LLM(make("uneven"), tensor_parallel_size=size, **SMALL) as llm:
+            for runner in ranks_of(llm).runners:
+                assert runner.kv_cache.shape == (2, 2, 32, 16, heads, 32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.usefixtures("threads")
+def test_ranks_sum_in_16_bits_too(dtype: str, tiny: str) -> None:
+    """As good as one rank is: within a few roundings of its logits, and the sum is right."""
+    found = []
+    for size in (1, 2):
+        with LLM(tiny, tensor_parallel_size=size, dtype=dtype, num_kvcache_blocks=4) as llm:
+            assert llm.generate(["127+345="], GREEDY, use_tqdm=False)[0]["text"] == "472"
+            found.append(torch.cat(ranks_of(llm).take_logits(), dim=1).float())
+    scale = found[0].abs().max()
+    assert (found[0] - found[1]).abs().max() < 0.02 * scale
+    assert not torch.equal(*found), "nothing was split"
