@@ -8,7 +8,10 @@ import pytest
 
 from checkpoints import SMALL, TINY
 
-HOST_MODULES = ("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs")
+HOST_MODULES = (
+    *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
+    *("plan", "channel", "workers"),
+)
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
 
 
