@@ -39,6 +39,7 @@ class Group:
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
+        self._is_aborted = False
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks; blocks until all are there."""
@@ -50,12 +51,14 @@ class Group:
             ):
                 # Its threads would end the caller's process when a worker dies.
                 options = dist.ProcessGroupNCCL.Options()
-                self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+                with _losing_contact():
+                    self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = FOREVER
-            self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            with _losing_contact():
+                self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first call
 
     def open_peer_memory(self, device: torch.device, max_rows: int, row_bytes: int) -> None:
@@ -104,10 +107,16 @@ class Group:
 
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread."""
+        self._is_aborted = True
         if self.peers is not None:
             self.peers.abort()
         if self.name == "nccl" and self._backend is not None:
             self._backend.abort()
+
+    def check(self) -> None:
+        """LostContactError after `abort`, for work that does not talk to the other ranks."""
+        if self._is_aborted:
+            raise LostContactError("another rank has died")
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
@@ -130,6 +139,11 @@ def listen() -> tuple[dist.Store, int]:
 def join(port: int) -> dist.Store:
     """The same store in another process."""
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=FOREVER)
+
+
+def arrival(rank: int) -> str:
+    """The key that a rank sets in the store when it is ready to meet the others."""
+    return f"rank {rank} is there"
 
 
 @contextmanager

@@ -1,0 +1,529 @@
+"""Workers of a tensor-parallel engine under faults: the error, and that nothing is left behind."""
+
+import contextlib
+import gc
+import importlib.util
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tqdm
+
+from checkpoints import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    add_all,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    edit_tensors,
+    greedy,
+    reference,
+    references,
+    run_steps,
+    tokens,
+)
+from nanovllm import LLM, WorkerError
+from nanovllm.engine import llm_engine
+from nanovllm.engine import workers as workers_module
+from nanovllm.engine.channel import NUM_SLOTS
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.workers import Workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
+
+TP2 = {**SMALL, "tensor_parallel_size": 2}
+TP4 = {**SMALL, "tensor_parallel_size": 4}
+DEADLINE = 60  # seconds, only to turn a hang into a failure
+
+# -- what an engine could leave behind -------------------------------------------------------------
+
+
+def children():
+    """Processes whose parent this one is, zombies among them."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
+
+
+def fds(pid="self"):
+    """What the descriptors of a process stand for."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.append(os.readlink(fd))
+    return found
+
+
+def listeners(pid="self"):
+    """Local addresses (hexadecimal) on which a process listens."""
+    sockets, found = set(fds(pid)), set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+def traces():
+    """All of it, for comparison."""
+    gc.collect()
+    kinds = Counter(link.partition(":")[0] for link in fds())
+    return {
+        "children": children(),
+        "/dev/shm": set(os.listdir("/dev/shm")),
+        "listeners": listeners(),
+        "descriptors": {kind: n for kind, n in kinds.items() if not kind.startswith("/")},
+        "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},
+    }
+
+
+def num_native_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="session")
+def warm(checkpoint):
+    """What PyTorch and tqdm start once and keep is there."""
+    with LLM(checkpoint, **TP2) as llm:
+        llm.generate(PROMPTS, PARAMS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(warm):
+    """Whatever a test does: no process, thread, descriptor or port is left, and no memory."""
+    before, num_threads = traces(), num_native_threads()
+
+    def check():
+        assert traces() == before
+        wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
+
+    yield check
+    check()
+
+
+def within_deadline(function):
+    """Its result; a hang fails the test."""
+    results, errors = [], []
+
+    def work():
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert not thread.is_alive(), "hangs"
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+def pids(llm):
+    """The workers' processes."""
+    return [worker.process.pid for worker in llm.executor._workers._workers]
+
+
+def assert_closed(llm):
+    with pytest.raises(RuntimeError, match="this engine is closed: build a new LLM"):
+        llm.generate([PROMPT])
+
+
+# -- faults in a worker ----------------------------------------------------------------------------
+
+# Runs at the start of every Python process that has its directory on PYTHONPATH, but this one: when
+# a module of the library has been imported, it makes one function of it fail on one rank.
+SITECUSTOMIZE = """
+import importlib.util, sys
+
+def fault():
+    import os, time, torch
+    with open({died!r}, "w") as file:
+        file.write(str(time.monotonic()))
+    {what}
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != {module!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def execute_and_patch(module):
+            execute(module)
+            patch(module)
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+def patch(module):
+    *path, name = {where!r}.split(".")
+    owner = module
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+    def wrapped(*args, **kwargs):
+        ranks = [getattr(getattr(arg, "group", arg), "rank", None) for arg in args]
+        if {rank} not in ranks:
+            return original(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == {call} and not {after}:
+            fault()
+        result = original(*args, **kwargs)
+        if len(calls) == {call}:
+            fault()
+        return result
+    setattr(owner, name, wrapped)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+SERVE = "nanovllm.engine.worker:_serve"
+CONNECT = "nanovllm.distributed.group:Group.connect"
+LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
+SIZE = "nanovllm.engine.model_runner:ModelRunner._num_blocks"
+RUN = "nanovllm.engine.model_runner:ModelRunner.run"
+
+FAULTS = {  # what happens: exit code and what the error says
+    "raise": ("raise LookupError('injected')", 1, "LookupError: injected"),
+    "host memory": ("raise MemoryError('injected')", 1, "MemoryError: injected"),
+    "GPU memory": ("raise torch.OutOfMemoryError('injected')", 1, "OutOfMemoryError: injected"),
+    "kill": ("os.kill(os.getpid(), 9)", -9, "was killed by SIGKILL"),
+    "abort": ("os.abort()", -6, "was killed by SIGABRT"),
+    "leave": ("os._exit(0)", 0, "ended with exit code 0"),
+}
+
+
+@pytest.fixture
+def inject(tmp_path, monkeypatch):
+    """Makes the k-th call of a function fail in workers that start from now on."""
+
+    def inject(where, what, *, rank=1, call=1, after=False):
+        module, _, where = where.partition(":")
+        folder = tmp_path / "injected"
+        folder.mkdir(exist_ok=True)
+        died = folder / "died"
+        code = SITECUSTOMIZE.format(
+            died=str(died), what=what, module=module, where=where, rank=rank, call=call, after=after
+        )
+        (folder / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        return died
+
+    return inject
+
+
+def use(engines, path, **options):
+    """All that callers do, over several steps."""
+    with LLM(path, **options) as llm:
+        engines.append(llm)
+        add_all(llm)
+        run_steps(llm)
+
+
+CASES = [
+    ("before the ranks meet", SERVE, "raise", {}),
+    ("before the ranks meet", SERVE, "kill", {}),
+    ("while the ranks meet", CONNECT, "raise", {}),
+    ("while the ranks meet", CONNECT, "kill", {}),
+    ("just after the ranks met", CONNECT, "kill", {"after": True}),
+    ("loading", LOAD, "GPU memory", {}),
+    ("loading", LOAD, "kill", {}),
+    ("KV-cache sizing", SIZE, "host memory", {}),
+    ("prefill", RUN, "GPU memory", {}),
+    ("prefill", RUN, "kill", {}),
+    ("decode", RUN, "raise", {"call": 5}),
+    ("decode", RUN, "leave", {"call": 5}),
+    ("after a step", RUN, "abort", {"call": 5, "after": True}),
+    ("exit", SERVE, "raise", {"after": True}),
+    ("exit", SERVE, "kill", {"after": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "options"),
+    [case[1:] for case in CASES],
+    ids=[f"{case[0]}-{case[2]}" for case in CASES],
+)
+def test_defect_13_dead_worker_gives_an_error_that_names_it(
+    where, fault, options, inject, checkpoint, nothing_left, record_property
+):
+    """A dead worker meant a hang. With overlap, a step may be under way when it dies."""
+    what, exit_code, message = FAULTS[fault]
+    died, engines = inject(where, what, **options), []
+    with pytest.raises(WorkerError) as caught:
+        within_deadline(lambda: use(engines, checkpoint, **TP2, overlap=True))
+    took = time.monotonic() - float(died.read_text())
+    record_property("seconds to WorkerError", took)
+    print(f"{took:.2f} s from the death to the error")
+    error = caught.value
+    assert (error.rank, error.exit_code) == (1, exit_code)
+    assert "the worker of rank 1" in str(error)
+    assert message in str(error)
+    assert bool(error.worker_traceback) == ("raise" in what)
+    nothing_left()  # while the error is held
+    for llm in engines:
+        assert_closed(llm)
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "rank", "options"),
+    [
+        (CONNECT, "kill", 2, {}),
+        (LOAD, "raise", 3, {}),
+        (RUN, "kill", 2, {}),
+        (RUN, "raise", 1, {"call": 5}),
+    ],
+    ids=["meeting", "loading", "prefill", "decode"],
+)
+def test_error_names_the_rank_that_died(where, fault, rank, options, inject, checkpoint):
+    """The others lose contact with it, and with each other, and end by that."""
+    what, exit_code, message = FAULTS[fault]
+    inject(where, what, rank=rank, **options)
+    with pytest.raises(WorkerError, match=message) as caught:
+        within_deadline(lambda: use([], checkpoint, **TP4))
+    assert (caught.value.rank, caught.value.exit_code) == (rank, exit_code)
+
+
+@pytest.mark.parametrize("moment", ["set", "wait"])
+def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint):
+    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waits for
+    it without end, and nothing can interrupt that.
+    """
+    store = f"""\
+    from torch.distributed import Store
+    class Fragile(Store):
+        def __init__(self, store):
+            super().__init__()
+            self.store, self.sets = store, 0
+        def set(self, key, value):
+            self.sets += 1
+            if self.sets == 2 and {moment!r} == "set":
+                os.kill(os.getpid(), 9)
+            self.store.set(key, value)
+        def wait(self, *args):
+            os.kill(os.getpid(), 9)
+    from nanovllm.distributed import group
+    join = group.join
+    group.join = lambda port: Fragile(join(port))"""
+    inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        within_deadline(lambda: LLM(checkpoint, **TP2))
+
+
+def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch):
+    """Loading takes long and talks to nobody: it went on to the end without the dead worker."""
+    inject(LOAD, "raise LookupError('injected')")
+    executors, loaded = [], []
+    launch = Executor.launch
+    monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
+
+    def copy(name, *args):
+        loaded.append(name)
+        wait_until(lambda: executors[0]._group._is_aborted)
+
+    monkeypatch.setattr("nanovllm.utils.loader._copy", copy)
+    with pytest.raises(WorkerError, match="injected"):
+        LLM(checkpoint, **TP2)
+    assert len(loaded) == 1
+    executors.clear()
+
+
+@pytest.mark.parametrize("then", ["step", "exit"])
+def test_death_between_two_calls(then, checkpoint, nothing_left):
+    """While the caller does something else; the next call says so, whichever it is."""
+    llm = LLM(checkpoint, **TP2)
+    add_all(llm)
+    llm.step()
+    os.kill(pids(llm)[0], signal.SIGKILL)
+    if then == "exit":  # `step` shall meet it noticed or not
+        wait_until(lambda: llm.executor._workers.failure)
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        within_deadline(getattr(llm, then))
+    assert_closed(llm)
+    llm.exit()
+    nothing_left()
+    with LLM(checkpoint, **TP2) as llm:
+        assert_usable(llm, checkpoint)
+
+
+def test_worker_that_cannot_start(checkpoint, monkeypatch, tmp_path):
+    """A Python that ends at once, before it has read a byte, and one that is not there."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match="exit code 1"):
+        within_deadline(lambda: LLM(checkpoint, **TP2))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        LLM(checkpoint, **TP2)
+
+
+# -- faults in the caller's process ----------------------------------------------------------------
+
+
+def test_mistake_in_a_checkpoint_is_a_plain_value_error(checkpoint, tmp_path, monkeypatch):
+    """All ranks meet it, the others first. Whose death is noticed when must not matter."""
+    path = copy_checkpoint(checkpoint, tmp_path / "broken")
+    edit_tensors(path, model__norm__weight=None)
+    load, launch, executors = ModelRunner.load, Executor.launch, []
+    monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
+
+    def late(runner):
+        wait_until(lambda: executors[0]._workers.failure)
+        load(runner)
+
+    for load_here in (load, late):
+        monkeypatch.setattr(ModelRunner, "load", load_here)
+        with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.norm\.weight"):
+            LLM(path, **TP2)
+        executors.clear()
+
+
+def test_error_of_rank_0_closes_the_engine(checkpoint, monkeypatch, nothing_left):
+    """The others wait for it in the middle of a step, and are not waited for."""
+    llm = LLM(checkpoint, **TP2)
+    add_all(llm)
+    run_steps(llm, 2)
+    monkeypatch.setattr(workers_module, "PATIENCE", 10 * DEADLINE)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "run", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            within_deadline(llm.step)
+        patch.undo()
+    assert_closed(llm)
+    nothing_left()
+
+
+def interrupt_at(monkeypatch, owner, name, k=1, *, after=False):
+    """Ctrl-C in the k-th call of a function, before or after its work."""
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == k and not after:
+            signal.raise_signal(signal.SIGINT)
+        result = original(*args, **kwargs)
+        if len(calls) == k and after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
+    """Half a step, done by some ranks only, left them out of step for ever: wrong tokens, hangs."""
+    with LLM(checkpoint, **TP2, overlap=True) as llm:
+        points = [
+            (llm.executor._workers, "call", False),
+            (llm.executor._workers, "call", True),
+            (llm.model_runner, "run", True),
+            (llm.executor, "wait", False),
+            (llm.executor, "wait", True),
+            (llm.scheduler, "postprocess", False),
+        ]
+        for owner, name, after in points:
+            for k in (1, 4):
+                with monkeypatch.context() as patch:
+                    calls = interrupt_at(patch, owner, name, k, after=after)
+                    with pytest.raises(KeyboardInterrupt):
+                        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+                    assert len(calls) == k, name
+                assert_usable(llm, checkpoint)
+        pressed = []
+        mine = signal.signal(signal.SIGINT, lambda *args: pressed.append(args[0]))
+        try:  # the caller's own handler, that does not raise
+            interrupt_at(monkeypatch, llm.model_runner, "run", 2)
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        finally:
+            signal.signal(signal.SIGINT, mine)
+        assert pressed == [signal.SIGINT]
+        assert tokens(outputs) == references(checkpoint)
+
+
+INTERRUPTED = [
+    (workers_module, "_popen", False),
+    (workers_module, "_popen", True),
+    (Workers, "_start", True),
+    (llm_engine, "load_tokenizer", False),
+    (Executor, "_connect", False),
+    (ModelRunner, "load", False),
+    (ModelRunner, "allocate_kv_cache", True),
+    (Scheduler, "__init__", False),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), INTERRUPTED)
+def test_ctrl_c_in_construction_leaves_nothing(owner, name, after, checkpoint, monkeypatch):
+    """Workers that have been started, or half started, ran on."""
+    monkeypatch.setattr(workers_module, "PATIENCE", DEADLINE)  # they are not waited for
+    begin = time.monotonic()
+    calls = interrupt_at(monkeypatch, owner, name, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(checkpoint, **TP2)
+    assert calls
+    assert time.monotonic() - begin < DEADLINE
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatch):
+    """`del llm` freed nothing, and `exit()` twice raised."""
+    llm = LLM(checkpoint, **TP2)
+    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(checkpoint)
+    llm.exit()
+    nothing_left()
+    llm.exit()
+    assert_closed(llm)
+
+    with LLM(checkpoint, **TP2, overlap=True) as llm:
+        add_all(llm)
+        run_steps(llm, 2)  # the workers may still be in the second
+    nothing_left()
+
+    llm = LLM(checkpoint, **TP2)
+    llm.me = llm
+    add_all(llm)
+    llm.step()
+    del llm
+    nothing_left()
+
+    llm = LLM(checkpoint, **TP2)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Workers, "_kill")
+        with pytest.raises(KeyboardInterrupt):
+            llm.exit()
+    nothing_left()
+
+
+def test_exit_does_not_wait_for_a_stuck_worker(checkpoint, monkeypatch, nothing_left):
+    """One that does not end by itself is killed; nobody has lost anything by that."""
+    monkeypatch.setattr(workers_module, "PATIENCE", 0.1)
+    llm = LLM(checkpoint, **TP2)
+    os.kill(pids(llm)[0], signal.SIGSTOP)
+    within_deadline(lambda: llm.exit() or True)
+    nothing_left()
