@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
-import importlib.util
+import inspect
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import tqdm
 
+import nanovllm
 from checkpoints import (
     PARAMS,
     PROMPT,
@@ -27,7 +29,6 @@ from checkpoints import (
     checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_tensors,
-    greedy,
     reference,
     references,
     run_steps,
@@ -527,3 +528,285 @@ def test_exit_does_not_wait_for_a_stuck_worker(checkpoint, monkeypatch, nothing_
     os.kill(pids(llm)[0], signal.SIGSTOP)
     within_deadline(lambda: llm.exit() or True)
     nothing_left()
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+PRELUDE = """
+import atexit, contextlib, ctypes, os, resource, signal, sys, threading
+from pathlib import Path
+started = []
+{at_exit}  # after what is registered later
+from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.engine import workers
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.model_runner import ModelRunner
+{children}
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+popen = workers._popen
+def record(*args):
+    process = popen(*args)
+    started.append(process.pid)
+    return process
+workers._popen = record
+def build():
+    return LLM({path!r}, overlap=True, **{options})
+def generate(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    return llm.generate([{prompt}], params, use_tqdm=False)[0]["token_ids"]
+"""
+
+
+@pytest.fixture
+def start_script(checkpoint, tmp_path):
+    """Starts a script after the prelude, as a file or on standard input, and gives its process."""
+    started = []
+
+    def start(code, *, at_exit="", by_stdin=False):
+        prelude = PRELUDE.format(
+            children=inspect.getsource(children),
+            path=str(checkpoint),
+            options=TP2,
+            prompt=PROMPT,
+            at_exit=at_exit,
+        )
+        file = tmp_path / f"script{len(started)}.py"
+        file.write_text(prelude + textwrap.dedent(code))
+        script = subprocess.Popen(
+            [sys.executable, "-" if by_stdin else str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])},
+            text=True,
+        )
+        if by_stdin:
+            script.stdin.write(file.read_text())
+            script.stdin.flush()
+        started.append(script)
+        return script
+
+    yield start
+    for script in started:
+        script.kill()
+        script.communicate()
+
+
+CRASHES = {
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+    "os._exit": ("os._exit(7)", 7),
+    "segmentation fault": ("ctypes.string_at(0)", -11),
+}
+# Where the caller is: `reach` prints the processes, and crashes when it is told to.
+MOMENTS = {
+    "while workers start": "Executor._connect = lambda *args: reach(); build()",
+    "while workers load": "ModelRunner.load = lambda self: reach(); build()",
+    "idle": "llm = build(); reach()",
+    "within a step": "llm = build(); llm.model_runner.run = lambda plan: reach(); generate(llm)",
+    "with a child": """
+llm = build()
+def run(plan):
+    child = os.fork()
+    if not child:
+        signal.pause()
+    reach(child)
+llm.model_runner.run = run
+generate(llm)
+""",
+}
+
+
+def test_defect_12_crash_of_the_caller_leaves_nothing(start_script, checkpoint):
+    """Workers of a crashed caller ran on, and the name of their memory made later starts fail. A
+    child that it forked holds all of its sockets open.
+    """
+    pairs = zip(MOMENTS, [*CRASHES, "SIGKILL"], strict=True)
+    scripts = {}
+    for moment, crash in pairs:
+        code = f"""
+def reach(child=0):
+    print(child, *started, flush=True)
+    sys.stdin.readline()
+    {CRASHES[crash][0]}
+{MOMENTS[moment]}
+"""
+        scripts[f"{crash} {moment}"] = (start_script(code), CRASHES[crash][1])
+    for name, (script, exit_code) in scripts.items():
+        child, worker = map(int, script.stdout.readline().split())
+        pidfd = os.pidfd_open(worker)
+        try:
+            script.stdin.write("\n")
+            script.stdin.flush()
+            assert script.wait(DEADLINE) == exit_code, name
+            assert select.select([pidfd], [], [], DEADLINE)[0], f"{name}: the worker lives"
+        finally:
+            os.close(pidfd)
+            if child:
+                os.kill(child, signal.SIGKILL)
+        script.communicate(timeout=DEADLINE)  # nobody holds its pipes
+    with LLM(checkpoint, **TP2) as llm:
+        assert_usable(llm, checkpoint)
+
+
+SCRIPTS = {  # code, exit code, the last line of standard error
+    "without a guard, without exit": ("llm = build(); print(generate(llm))", 0, ""),
+    "on standard input": ("llm = build(); print(generate(llm))", 0, ""),
+    "in a thread": ("threading.Thread(target=lambda: print(generate(build()))).start()", 0, ""),
+    "ended by sys.exit": ("llm = build(); print(generate(llm)); llm.step(); sys.exit(3)", 3, ""),
+    "ended by an error": ("llm = build(); print(generate(llm)); 1 / 0", 1, "ZeroDivisionError"),
+    "with a daemon thread in a step": (
+        """
+        llm, ready = build(), threading.Event()
+        print(generate(llm))
+        def work():
+            while True:
+                generate(llm)
+                ready.set()
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+        """,
+        0,
+        None,  # the thread may tell of its end
+    ),
+    "with SIGPIPE as in a shell's filter": (
+        """
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        llm = build()
+        print(generate(llm))
+        os.kill(started[0], signal.SIGKILL)
+        try:
+            generate(llm)
+        except WorkerError:
+            sys.exit(5)
+        """,
+        5,
+        "",
+    ),
+    "with a child that leaves first": (
+        """
+        llm = build()
+        child = os.fork()
+        if not child:
+            llm.exit()  # is the parent's
+            del llm
+            sys.exit(6)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+        print(generate(llm))
+        """,
+        0,
+        "",
+    ),
+}
+
+
+def test_scripts_start_and_end_cleanly(start_script, checkpoint):
+    """Whatever a script looks like and however it ends: as many workers as it needs and no more,
+    right tokens, its own exit code, and no worker that keeps its pipes open. All at once, too.
+    """
+    count = """
+def count():
+    if os.getpid() == me:
+        print(len(started), len(children()), *started)
+me = os.getpid()
+atexit.register(count)"""
+    scripts = {
+        name: start_script(code, at_exit=count, by_stdin=name == "on standard input")
+        for name, (code, _, _) in SCRIPTS.items()
+    }
+    for name, script in scripts.items():
+        out, err = script.communicate(timeout=DEADLINE)
+        found, _, left = out.partition("\n")
+        assert found == str(reference(checkpoint, PROMPT, 6)), (name, out, err)
+        num_started, num_left, worker = left.split()
+        assert (num_started, num_left) == ("1", "0"), name
+        assert not Path("/proc", worker).exists(), name
+        _, exit_code, last_line = SCRIPTS[name]
+        assert script.returncode == exit_code, (name, err)
+        if last_line is not None:
+            assert err.strip().rpartition("\n")[2].startswith(last_line), (name, err)
+            assert last_line or not err, (name, err)
+
+
+# -- several engines, slow workers -----------------------------------------------------------------
+
+
+def test_defect_12_engines_share_nothing(checkpoint):
+    """A fixed port and a fixed name of shared memory allowed one engine on a host, and one rank had
+    a process group, too.
+    """
+    with LLM(checkpoint, **SMALL) as alone:
+        assert not children()
+        assert not listeners()
+        with LLM(checkpoint, **TP2) as one, LLM(checkpoint, **TP2) as two:
+            engines, done = [alone, one, two], [{}, {}, {}]
+            for llm in engines:
+                add_all(llm)
+            while not all(llm.is_finished() for llm in engines):
+                for llm, outputs in zip(engines, done, strict=True):
+                    outputs.update(run_steps(llm, 1))
+            for outputs in done:
+                assert [outputs[i] for i in sorted(outputs)] == references(checkpoint)
+            assert children() == {*pids(one), *pids(two)}
+            for pid in ("self", *pids(one), *pids(two)):
+                assert all(address.startswith("0100007F:") for address in listeners(pid)), "public"
+                named = re.findall(r"/dev/shm/\S+$", Path(f"/proc/{pid}/maps").read_text(), re.M)
+                assert not named
+            one.exit()
+            assert_usable(two, checkpoint)
+
+
+def test_defect_11_stuck_worker_loses_no_message(checkpoint):
+    """Rank 0 runs ahead until the channel is full, and goes on when the worker does."""
+    with LLM(checkpoint, **TP2) as llm:
+        workers, sent = llm.executor._workers, []
+        total = 10 * NUM_SLOTS
+
+        def send():
+            for i in range(total):
+                workers.call("__setattr__", f"note{i}", i)
+                sent.append(i)
+            return True
+
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        wait_until(lambda: len(sent) == NUM_SLOTS)
+        assert not workers._channel.has_room()
+        os.kill(pids(llm)[0], signal.SIGCONT)
+        thread.join(DEADLINE)
+        assert len(sent) == total
+        for i in range(total):
+            workers.call("__delattr__", f"note{i}")  # an error if it did not get that one
+        assert_usable(llm, checkpoint)
+
+        results = []
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        thread = threading.Thread(
+            target=lambda: results.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False)),
+            daemon=True,
+        )
+        thread.start()
+        wait_until(lambda: llm.scheduler.running)
+        os.kill(pids(llm)[0], signal.SIGCONT)
+        thread.join(DEADLINE)
+        assert tokens(results[0]) == references(checkpoint)
+
+
+def resident_memory():
+    """MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.slow
+def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
+    """What each leaves behind adds up overnight."""
+    expected, memory = references(checkpoint), []
+    for _ in range(200):
+        with LLM(checkpoint, **TP2) as llm:
+            assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        nothing_left()
+        memory.append(resident_memory())
+    shown = ", ".join(f"{memory[i]:.1f}" for i in (0, 9, 49, 99, 199))
+    print(f"resident memory after 1, 10, 50, 100 and 200 engines: {shown} MiB")
+    assert memory[199] < memory[49] + 10
