@@ -683,11 +683,27 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         5,
         "",
     ),
+    "ended by a handler in the middle of a step": (
+        """
+        workers.PATIENCE = 1000  # the workers wait for this rank, and are not waited for
+        signal.signal(signal.SIGTERM, lambda *args: sys.exit(4))
+        llm = build()
+        print(generate(llm))
+        llm.model_runner.run = lambda plan: signal.raise_signal(signal.SIGTERM)
+        generate(llm)
+        """,
+        4,
+        "",
+    ),
     "with a child that leaves first": (
         """
         llm = build()
         child = os.fork()
         if not child:
+            try:
+                generate(llm)
+            except RuntimeError as error:
+                assert "forked" in str(error)
             llm.exit()  # is the parent's
             del llm
             sys.exit(6)
