@@ -52,12 +52,12 @@ DEADLINE = 60  # seconds, only to turn a hang into a failure
 # -- what an engine could leave behind -------------------------------------------------------------
 
 
-def children():
-    """Processes whose parent this one is, zombies among them."""
+def children(parent=0):
+    """Processes whose parent that one is (0: this one), zombies among them."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == (parent or os.getpid()):
                 found.add(int(stat.parent.name))
     return found
 
@@ -122,7 +122,9 @@ def nothing_left(warm):
         assert traces() == before
         wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
 
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     yield check
+    signal.signal(signal.SIGINT, handler)
     check()
 
 
@@ -164,6 +166,7 @@ import importlib.util, sys
 
 def fault():
     import os, time, torch
+    from pathlib import Path
     with open({died!r}, "w") as file:
         file.write(str(time.monotonic()))
     {what}
@@ -310,6 +313,48 @@ def test_error_names_the_rank_that_died(where, fault, rank, options, inject, che
     assert (caught.value.rank, caught.value.exit_code) == (rank, exit_code)
 
 
+# Loses its connections first, so that another rank ends before it.
+DIES_LATE = f"""\
+import contextlib, socket
+{inspect.getsource(children)}
+for fd in map(int, os.listdir("/proc/self/fd")):
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=os.dup(fd))
+        if sock.family == socket.AF_INET and sock.getpeername():  # listens not
+            sock.shutdown(socket.SHUT_RDWR)
+while not any("Z" in Path(f"/proc/{{pid}}/stat").read_text() for pid in children(os.getppid())):
+    time.sleep(0.001)
+raise LookupError("injected")"""
+
+
+def test_error_does_not_name_a_rank_that_ended_before(inject, checkpoint, monkeypatch):
+    """Losing contact is a consequence, even if it is noticed before its cause."""
+    monkeypatch.setattr(workers_module, "GRACE", DEADLINE)
+    inject(RUN, textwrap.indent(DIES_LATE, "    ").strip(), rank=2)
+    with pytest.raises(WorkerError, match="LookupError: injected") as caught:
+        within_deadline(lambda: use([], checkpoint, **TP4))
+    assert caught.value.rank == 2
+
+
+def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
+    """Rank 0 waits for ranks that do not answer, while another one dies."""
+    llm = LLM(checkpoint, **TP4)
+    add_all(llm)
+    first, second, third = pids(llm)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(third, signal.SIGSTOP)
+    wait = llm.model_runner.run
+
+    def run(plan):
+        os.kill(second, signal.SIGKILL)
+        return wait(plan)
+
+    llm.model_runner.run = run
+    with pytest.raises(WorkerError, match="SIGKILL") as caught:
+        within_deadline(llm.step)
+    assert caught.value.rank == 2
+
+
 @pytest.mark.parametrize("moment", ["set", "wait"])
 def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint):
     """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waits for
@@ -374,9 +419,18 @@ def test_death_between_two_calls(then, checkpoint, nothing_left):
 
 def test_worker_that_cannot_start(checkpoint, monkeypatch, tmp_path):
     """A Python that ends at once, before it has read a byte, and one that is not there."""
+    popen = workers_module._popen
+
+    def ended(*args):
+        process = popen(*args)
+        process.wait()
+        return process
+
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WorkerError, match="exit code 1"):
-        within_deadline(lambda: LLM(checkpoint, **TP2))
+    for start in (popen, ended):
+        monkeypatch.setattr(workers_module, "_popen", start)
+        with pytest.raises(WorkerError, match="exit code 1"):
+            within_deadline(lambda: LLM(checkpoint, **TP2))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(FileNotFoundError):
         LLM(checkpoint, **TP2)
@@ -653,7 +707,6 @@ SCRIPTS = {  # code, exit code, the last line of standard error
     "without a guard, without exit": ("llm = build(); print(generate(llm))", 0, ""),
     "on standard input": ("llm = build(); print(generate(llm))", 0, ""),
     "in a thread": ("threading.Thread(target=lambda: print(generate(build()))).start()", 0, ""),
-    "ended by sys.exit": ("llm = build(); print(generate(llm)); llm.step(); sys.exit(3)", 3, ""),
     "ended by an error": ("llm = build(); print(generate(llm)); 1 / 0", 1, "ZeroDivisionError"),
     "with a daemon thread in a step": (
         """
@@ -693,6 +746,25 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         generate(llm)
         """,
         4,
+        "",
+    ),
+    "with Ctrl-C in its terminal": (
+        """
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        llm = build()
+        run = llm.model_runner.run
+        def interrupted(plan):
+            llm.model_runner.run = run
+            os.killpg(0, signal.SIGINT)
+            return run(plan)
+        llm.model_runner.run = interrupted
+        try:
+            generate(llm)
+        except KeyboardInterrupt:
+            print(generate(llm))
+        """,
+        0,
         "",
     ),
     "with a child that leaves first": (

@@ -51,8 +51,7 @@ class Group:
             ):
                 # Its threads would end the caller's process when a worker dies.
                 options = dist.ProcessGroupNCCL.Options()
-                with _losing_contact():
-                    self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+                self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
