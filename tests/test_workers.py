@@ -41,6 +41,7 @@ from nanovllm.engine.channel import NUM_SLOTS
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
@@ -496,7 +497,7 @@ def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
             (llm.executor._workers, "call", False),
             (llm.executor._workers, "call", True),
             (llm.model_runner, "run", True),
-            (llm.executor, "wait", False),
+            (PendingTokens, "wait", False),
             (llm.executor, "wait", True),
             (llm.scheduler, "postprocess", False),
         ]
@@ -569,7 +570,7 @@ def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatc
 
     llm = LLM(checkpoint, **TP2)
     with monkeypatch.context() as patch:
-        interrupt_at(patch, Workers, "_kill")
+        interrupt_at(patch, Workers, "close")
         with pytest.raises(KeyboardInterrupt):
             llm.exit()
     nothing_left()
