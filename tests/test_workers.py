@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, WorkerError
+from nanovllm.distributed import group
 from nanovllm.engine import llm_engine
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.channel import NUM_SLOTS
@@ -357,9 +359,9 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
 
 
 @pytest.mark.parametrize("moment", ["set", "wait"])
-def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint):
-    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waits for
-    it without end, and nothing can interrupt that.
+def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypatch):
+    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited for
+    it without end, and nothing could interrupt that.
     """
     store = f"""\
     from torch.distributed import Store
@@ -373,13 +375,18 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint):
                 os.kill(os.getpid(), 9)
             self.store.set(key, value)
         def wait(self, *args):
-            os.kill(os.getpid(), 9)
+            if self.sets == 2:
+                os.kill(os.getpid(), 9)
+            self.store.wait(*args)
     from nanovllm.distributed import group
     join = group.join
     group.join = lambda port: Fragile(join(port))"""
     inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
+    monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
     with pytest.raises(WorkerError, match="SIGKILL"):
         within_deadline(lambda: LLM(checkpoint, **TP2))
+    # Gloo's wait for a connection has only a time limit to end it: the thread may outlive the error.
+    wait_until(lambda: not any("_meet" in thread.name for thread in threading.enumerate()))
 
 
 def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch):

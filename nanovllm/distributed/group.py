@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from nanovllm.distributed.peer_memory import PeerMemory
 
+MEETING = timedelta(seconds=30)  # for ranks that are all there to connect
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 
 
@@ -42,7 +43,7 @@ class Group:
         self._is_aborted = False
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
-        """Meet the other ranks; blocks until all are there."""
+        """Meet the other ranks, which must be there (`arrival`)."""
         self._store = store
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
@@ -55,10 +56,12 @@ class Group:
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = FOREVER
+            options._timeout = MEETING  # one that dies now would be waited for
             with _losing_contact():
                 self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first call
+        if self.name == "gloo":
+            self._backend._set_default_timeout(FOREVER)
 
     def open_peer_memory(self, device: torch.device, max_rows: int, row_bytes: int) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks."""

@@ -94,6 +94,7 @@ class Executor:
         while not self._store.check(arrivals):
             workers.check()
             time.sleep(POLL_SECONDS)
+        self._store.set(arrival(0), "")
         self._meeting = threading.Thread(target=self._meet, daemon=True)
         self._meeting.start()
         while self._meeting.is_alive():
@@ -104,7 +105,8 @@ class Executor:
 
     def _meet(self) -> None:
         try:
-            # As one of the store's clients, which fails when `close` drops the store.
+            # As one of the store's clients, which fails when `close` drops the store. If a worker
+            # dies just before it connects, Gloo waits for it up to its time limit instead.
             self._group.connect(join(self._port), self._device)
         except BaseException as error:
             self._meeting_error = error

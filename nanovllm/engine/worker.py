@@ -58,7 +58,7 @@ def main(fd: int, parent: int) -> None:
 def _serve(sock: socket.socket, setup: Setup) -> None:
     import torch
 
-    from nanovllm.distributed.group import Group, arrival, join
+    from nanovllm.distributed.group import FOREVER, Group, arrival, join
     from nanovllm.engine.model_runner import ModelRunner, resolve_device
 
     logging.disable(logging.WARNING)  # rank 0 says it
@@ -67,6 +67,7 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     group = Group(setup.rank, size)
     device, store = resolve_device(setup.config.device, group), join(setup.port)
     store.set(arrival(setup.rank), "")
+    store.wait([arrival(0)], FOREVER)  # rank 0 is there when all are
     group.connect(store, device)
     runner = ModelRunner(setup.config, setup.model_config, group)
     channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
