@@ -360,8 +360,8 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
 
 @pytest.mark.parametrize("moment", ["set", "wait"])
 def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypatch):
-    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited for
-    it without end, and nothing could interrupt that.
+    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited
+    for it without end, and nothing could interrupt that.
     """
     store = f"""\
     from torch.distributed import Store
@@ -385,7 +385,7 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypa
     monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
     with pytest.raises(WorkerError, match="SIGKILL"):
         within_deadline(lambda: LLM(checkpoint, **TP2))
-    # Gloo's wait for a connection has only a time limit to end it: the thread may outlive the error.
+    # Only its time limit ends Gloo's wait for a connection: the thread may outlive the error.
     wait_until(lambda: not any("_meet" in thread.name for thread in threading.enumerate()))
 
 
@@ -814,6 +814,7 @@ atexit.register(count)"""
         out, err = script.communicate(timeout=DEADLINE)
         found, _, left = out.partition("\n")
         assert found == str(reference(checkpoint, PROMPT, 6)), (name, out, err)
+        assert left, (name, script.returncode, err)
         num_started, num_left, worker = left.split()
         assert (num_started, num_left) == ("1", "0"), name
         assert not Path("/proc", worker).exists(), name
