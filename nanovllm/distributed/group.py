@@ -19,6 +19,7 @@ from torch import distributed as dist
 from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
 
+MEETING = timedelta(seconds=30)  # for ranks that are all there to connect
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 SETTLE = 0.02  # seconds
 
@@ -55,7 +56,7 @@ class Group:
         self._abort: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
-        """Meet the other ranks; blocks until all are there."""
+        """Meet the other ranks, which must be there (`arrival`)."""
         self._store, self._device = store, device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
@@ -67,8 +68,11 @@ class Group:
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = FOREVER
-            self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            options._timeout = MEETING  # one that dies now would be waited for
+            with self._losing_contact():
+                self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            self.all_reduce(torch.zeros(1))
+            self._backend._set_default_timeout(FOREVER)
 
     def open_peer_memory(
         self,
@@ -137,8 +141,7 @@ class Group:
 
     @contextmanager
     def _losing_contact(self) -> Iterator[None]:
-        if self._is_aborted:  # NCCL would try to meet the others again, for ever
-            raise LostContactError("another rank has died")
+        self.check()  # NCCL would try to meet the others again, for ever
         try:
             yield
         except RuntimeError as error:
@@ -155,6 +158,11 @@ class Group:
             if self.name == "nccl" and self._backend is not None:
                 time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
                 self._backend.abort()
+
+    def check(self) -> None:
+        """LostContactError after `abort`, for work that does not talk to the other ranks."""
+        if self._is_aborted:
+            raise LostContactError("another rank has died")
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
@@ -178,6 +186,11 @@ def listen() -> tuple[dist.Store, int]:
 def join(port: int) -> dist.Store:
     """The same store in another process."""
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=FOREVER)
+
+
+def arrival(rank: int) -> str:
+    """The key that a rank sets in the store when it is ready to meet the others."""
+    return f"rank {rank} is there"
 
 
 def _unlink_shared_memory() -> None:

@@ -15,7 +15,7 @@ import struct
 
 LINE = 64  # bytes of a cache line
 NUM_SLOTS = 4
-_NUMBER = struct.Struct("<q")
+_NUMBER = struct.Struct("q")  # native, so that it is written at once and not byte by byte
 
 
 class Channel:
@@ -43,8 +43,12 @@ class Channel:
     def create(cls, num_readers: int, capacity: int) -> tuple["Channel", int]:
         """The writer's end, and the descriptor for the readers, which is the caller's to close."""
         fd = os.memfd_create("nanovllm")
-        os.ftruncate(fd, cls.num_bytes(num_readers, capacity))
-        return cls(fd, num_readers, capacity), fd
+        try:
+            os.ftruncate(fd, cls.num_bytes(num_readers, capacity))
+            return cls(fd, num_readers, capacity), fd
+        except BaseException:
+            os.close(fd)
+            raise
 
     def _slot(self) -> int:
         return self._num_readers * LINE + self._num_messages % NUM_SLOTS * self._slot_size

@@ -4,29 +4,30 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import torch
 from torch.distributed import Store
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Group, listen
+from nanovllm.distributed.group import Group, arrival, join, listen
 from nanovllm.engine.model_runner import ModelRunner, resolve_device
 from nanovllm.engine.plan import mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import Workers
+from nanovllm.engine.workers import PATIENCE, Workers
 from nanovllm.model_config import ModelConfig
 
 OVERHEAD = 4096  # bytes of a message beside the plan's arrays
+POLL_SECONDS = 0.005  # while the workers start
 
 
 class Executor:
-    """Starts the workers; `start` then builds this process's own rank beside them.
+    """`launch` starts the workers; `start` then builds this process's own rank beside them.
 
     Attributes:
         model_runner: that of rank 0, once started.
@@ -41,22 +42,36 @@ class Executor:
         self._device = resolve_device(config.device, self._group)
         self._workers: Workers | None = None
         self._store: Store | None = None
-        if config.tensor_parallel_size > 1:
-            if not hasattr(os, "memfd_create"):
-                raise ValueError(
-                    f"`tensor_parallel_size` must be 1 on {sys.platform}: workers need Linux, "
-                    f"got {config.tensor_parallel_size}"
-                )
-            self._store, port = listen()
-            max_len = min(config.max_model_len, model_config.max_position_embeddings)
-            plan_bytes = max_plan_bytes(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                -(-max_len // config.kvcache_block_size),
+        self._port = 0  # of the store
+        self._meeting: threading.Thread | None = None
+        self._meeting_error: BaseException | None = None
+        if config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(
+                f"`tensor_parallel_size` must be 1 on {sys.platform}: workers need Linux, "
+                f"got {config.tensor_parallel_size}"
             )
-            num_threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
-            self._workers = Workers(config, model_config, port, num_threads, plan_bytes + OVERHEAD)
-            self._workers.on_failure = self._group.abort
+
+    def launch(self) -> None:
+        """Start the workers, if there are any. Does not wait for them."""
+        config, size = self._config, self._config.tensor_parallel_size
+        if size == 1:
+            return
+        max_len = min(config.max_model_len, self._model_config.max_position_embeddings)
+        plan_bytes = max_plan_bytes(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            -(-max_len // config.kvcache_block_size),
+        )
+        with _uninterrupted():
+            self._store, self._port = listen()
+            self._workers = Workers(
+                config,
+                self._model_config,
+                self._port,
+                max(1, torch.get_num_threads() // size),
+                plan_bytes + OVERHEAD,
+                on_failure=self._group.abort,
+            )
 
     def start(self) -> ModelRunner:
         """Build rank 0, and with all ranks whatever takes them all.
@@ -68,26 +83,33 @@ class Executor:
             if self._workers is not None:
                 self._connect(self._workers)
             self.model_runner = ModelRunner(self._config, self._model_config, self._group)
+            if self._workers is not None:
+                self._workers.check()
         return self.model_runner
 
     def _connect(self, workers: Workers) -> None:
-        """Meet the workers; in a thread, which nothing can interrupt if one of them never comes."""
-        met: Future[None] = Future()
+        """Meet the workers, unless one of them dies: nothing could interrupt that wait."""
+        assert self._store is not None
+        arrivals = [arrival(rank) for rank in range(1, self._group.size)]
+        while not self._store.check(arrivals):
+            workers.check()
+            time.sleep(POLL_SECONDS)
+        self._store.set(arrival(0), "")
+        self._meeting = threading.Thread(target=self._meet, daemon=True)
+        self._meeting.start()
+        while self._meeting.is_alive():
+            workers.check()
+            self._meeting.join(POLL_SECONDS)
+        if self._meeting_error is not None:
+            raise self._meeting_error
 
-        def meet() -> None:
-            try:
-                assert self._store is not None
-                self._group.connect(self._store, self._device)
-                met.set_result(None)
-            except BaseException as error:
-                met.set_exception(error)
-
-        threading.Thread(target=meet, daemon=True).start()
-        while True:
-            try:
-                return met.result(0.02)
-            except NotYet:
-                workers.check()
+    def _meet(self) -> None:
+        try:
+            # As one of the store's clients, which fails when `close` drops the store. If a worker
+            # dies just before it connects, Gloo waits for it up to its time limit instead.
+            self._group.connect(join(self._port), self._device)
+        except BaseException as error:
+            self._meeting_error = error
 
     def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
         """Launch a step on all ranks. Samples one token for each of the sequences that `samples`.
@@ -110,39 +132,63 @@ class Executor:
         Raises:
             WorkerError: if a worker has died.
         """
-        with self._all_or_none():
+        with self._all_or_none(Exception):  # Ctrl-C does no harm here
             token_ids = tokens.wait()
             if self._workers is not None:
                 self._workers.check()  # its death ends the wait, too
         return token_ids
 
     @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
+    def _all_or_none(self, harm: type[BaseException] = BaseException) -> Iterator[None]:
         """All ranks do what happens here. An error on one of them ends an engine of several."""
         try:
             yield
-        except Exception as error:
+        except harm as error:
             if self._workers is None:
                 raise
             self.is_broken = True
             reason = self._workers.reason_of(error)
             if reason is error:
                 raise
+            _clear_frames(error)  # whoever keeps `reason` keeps no tensors and sockets by it
             raise reason from error
 
     def close(self) -> None:
-        """End the workers, and give the memory back. May be called again."""
+        """End the workers, and give the memory back. May be called again.
+
+        Raises:
+            WorkerError: if a worker has died, and no other call has said so.
+        """
         runner, workers = self.model_runner, self._workers
-        if workers is not None:
-            if runner is None or self.is_broken or workers.failure is not None:
-                self._group.abort()
-            else:
+        with _uninterrupted(), ExitStack() as finally_:
+            finally_.callback(self._group.close)
+            finally_.callback(self._leave_store)
+            if runner is not None:
+                finally_.callback(runner.exit)
+            if workers is None:
+                return
+            self._workers = None
+            in_order = runner is not None and not self.is_broken and workers.failure is None
+            finally_.callback(workers.close, kill=not in_order)
+            if runner is not None and in_order:
                 runner.synchronize()  # a step under way needs all ranks to end
-            workers.close()
-        if runner is not None:
-            runner.exit()
-        self._group.close()
-        self._workers = self._store = None
+            else:
+                self._group.abort()
+        if runner is not None and not self.is_broken:
+            workers.check()
+
+    def _leave_store(self) -> None:
+        self._store = None
+        if self._meeting is not None:
+            self._meeting.join(PATIENCE)
+            self._meeting_error = None
+
+
+def _clear_frames(error: BaseException) -> None:
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
 
 
 @contextmanager

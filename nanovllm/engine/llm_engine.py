@@ -77,6 +77,7 @@ class LLMEngine:
             raise
 
     def _start(self) -> None:
+        self.executor.launch()  # what follows runs beside the start of the workers
         self.tokenizer = load_tokenizer(self.config.model)
         self.model_runner = self.executor.start()
         pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size

@@ -138,7 +138,7 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy(self.model, self.config.seed)
         else:
-            load_model(self.model, Path(self.config.model))
+            load_model(self.model, Path(self.config.model), self.group.check)
         if self.config.fused_kernels and can_use_onednn(self.device, self.dtype):
             use_onednn(self.model)
         logger.info(
@@ -293,6 +293,7 @@ class ModelRunner:
 
     def run_model(self, inputs: StepInputs) -> torch.Tensor:
         """The whole step on the device, from token ids to sampled tokens [n] int32."""
+        self.group.check()
         input_ids = inputs.input_ids
         if inputs.context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)

@@ -27,7 +27,6 @@ class Setup(NamedTuple):
     port: int  # of the store through which the ranks meet
     channel_fd: int
     channel_capacity: int
-    parent: int  # process id of rank 0
     num_threads: int  # of PyTorch on the CPU
 
 
@@ -38,13 +37,14 @@ class Report(NamedTuple):
     lost_contact: bool  # another rank's death may be the cause
 
 
-def main(fd: int) -> None:
-    """Serve rank 0, at the other end of the socket `fd`, until it closes it. Does not return."""
+def main(fd: int, parent: int) -> None:
+    """Serve rank 0, process `parent` at the other end of the socket `fd`, until it closes it or is
+    gone. Does not return.
+    """
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sock = socket.socket(fileno=fd)
     try:
-        setup: Setup = receive_object(sock)
-        threading.Thread(target=_end_with_parent, args=(setup.parent,), daemon=True).start()
-        _serve(sock, setup)
+        _serve(sock, receive_object(sock))
     except BaseException as error:
         from nanovllm.distributed.group import LostContactError
 
@@ -58,14 +58,17 @@ def main(fd: int) -> None:
 def _serve(sock: socket.socket, setup: Setup) -> None:
     import torch
 
-    from nanovllm.distributed.group import Group, join
+    from nanovllm.distributed.group import FOREVER, Group, arrival, join
     from nanovllm.engine.model_runner import ModelRunner, resolve_device
 
     logging.disable(logging.WARNING)  # rank 0 says it
     torch.set_num_threads(setup.num_threads)
     size = setup.config.tensor_parallel_size
     group = Group(setup.rank, size)
-    group.connect(join(setup.port), resolve_device(setup.config.device, group))
+    device, store = resolve_device(setup.config.device, group), join(setup.port)
+    store.set(arrival(setup.rank), "")
+    store.wait([arrival(0)], FOREVER)  # rank 0 is there when all are
+    group.connect(store, device)
     runner = ModelRunner(setup.config, setup.model_config, group)
     channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
     while sock.recv(1):
@@ -74,7 +77,9 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The socket tells when rank 0 is gone, but the main thread may be waiting for the device."""
+    """The socket tells when rank 0 is gone, but the main thread may be waiting for the device, and
+    forks of rank 0's process hold the socket open.
+    """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)

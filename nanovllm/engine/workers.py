@@ -52,6 +52,7 @@ class _Worker(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     socket: socket.socket
+    watcher: threading.Thread
 
 
 class Workers:
@@ -62,10 +63,10 @@ class Workers:
         port: of the store through which the ranks meet.
         num_threads: of PyTorch in each, on the CPU.
         message_bytes: the longest message of `call`.
+        on_failure: called when a worker has died, from a thread of ours.
 
     Attributes:
         failure: why the workers cannot be used any more, once one has died.
-        on_failure: called then, from a thread of ours.
     """
 
     def __init__(
@@ -75,49 +76,62 @@ class Workers:
         port: int,
         num_threads: int,
         message_bytes: int,
+        on_failure: Callable[[], None],
     ) -> None:
         self.failure: WorkerError | None = None
-        self.on_failure: Callable[[], None] = lambda: None
-        self._failed, self._closing = threading.Event(), False
+        self._on_failure = on_failure
+        self._pid = os.getpid()
+        self._blame = threading.Lock()  # of who decides which worker is the cause
+        self._blamed, self._failed = threading.Event(), threading.Event()
+        self._closing = self._killed = False  # by `close`
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:
-                setup = Setup(
-                    rank, config, model_config, port, channel_fd, message_bytes, os.getpid(),
-                    num_threads,
-                )  # fmt: skip
-                self._workers.append(_start(setup))
+                self._start(
+                    Setup(rank, config, model_config, port, channel_fd, message_bytes, num_threads)
+                )
         except BaseException:
-            self.close()
+            self.close(kill=True)
             raise
         finally:
             os.close(channel_fd)
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(worker,), daemon=True)
-            for worker in self._workers
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+
+    def _start(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = _popen(theirs.fileno(), setup.channel_fd)
+            except BaseException:
+                ours.close()
+                raise
+        with contextlib.suppress(OSError):  # it has died already: `_watch` says so
+            send_object(ours, setup)
+        watcher = threading.Thread(
+            target=self._watch, args=(setup.rank, process, ours), daemon=True
+        )
+        self._workers.append(_Worker(setup.rank, process, ours, watcher))
+        watcher.start()
 
     def call(self, method: str, *args: Any) -> None:
         """Call a method of every worker's `ModelRunner`, without waiting for it.
 
         Raises:
             WorkerError: if a worker has died.
+            ConnectionError: if that has not been noticed yet; see `reason_of`.
+            RuntimeError: in a fork of the process that has started the workers.
         """
+        if os.getpid() != self._pid:
+            raise RuntimeError("a forked process cannot use its parent's engine: build a new LLM")
         message = pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL)
         while not self._channel.has_room():  # a worker is some steps behind
             self.check()
             time.sleep(1e-4)
-        self._channel.write(message)
-        try:
-            for worker in self._workers:
-                worker.socket.send(b"\1")
-        except OSError:  # its end is closed
-            self._failed.wait(PATIENCE)
         self.check()
+        self._channel.write(message)
+        for worker in self._workers:
+            worker.socket.send(b"\1", socket.MSG_NOSIGNAL)
 
     def check(self) -> None:
         """WorkerError if a worker has died."""
@@ -128,60 +142,78 @@ class Workers:
         """The death of a worker that led to `error`, if there is one; else `error`."""
         from nanovllm.distributed.group import LostContactError
 
-        if isinstance(error, LostContactError):
-            self._failed.wait(PATIENCE)  # the death is about to be noticed
+        if isinstance(error, (LostContactError, ConnectionError)):
+            self._failed.wait(GRACE + PATIENCE)  # the death is about to be noticed
+        elif not isinstance(error, RuntimeError):
+            return error  # not of the device: all ranks meet the same mistake in a checkpoint
         return self.failure or error
 
-    def _watch(self, worker: _Worker) -> None:
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        """Wait for the end of a worker. The first that ends, but for lost contact, is to blame."""
         report = Report("", lost_contact=False)
         with contextlib.suppress(EOFError, OSError):  # it left none
-            report = receive_object(worker.socket)
+            report = receive_object(sock)
         if report.lost_contact:
-            self._failed.wait(GRACE)
-        if self._closing or self.failure is not None:
-            return
-        exit_code = _end(worker.process)
-        self.failure = WorkerError(worker.rank, exit_code, report.traceback)
-        self._failed.set()
+            self._blamed.wait(GRACE)
+        with self._blame:
+            self._blamed.set()
+            exit_code = _end(process)
+            expected = self._killed or (self._closing and exit_code == 0)
+            if expected or self.failure is not None:
+                return
+            self.failure = WorkerError(rank, exit_code, report.traceback)
         for other in self._workers:
             other.process.kill()
-        self.on_failure()
+        self._failed.set()
+        self._on_failure()
 
-    def close(self) -> None:
-        """End all workers. May be called again."""
+    def close(self, kill: bool) -> None:
+        """End all workers: after what they have been called to do, or at once. A worker that fails
+        in that is the `failure`. May be called again.
+        """
         self._closing = True
+        self._failed.set()  # nobody needs to wait any more
+        if kill:
+            self._kill()
         for worker in self._workers:
             with contextlib.suppress(OSError):  # it has ended already
-                worker.socket.shutdown(socket.SHUT_RDWR)
+                worker.socket.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + PATIENCE
+        self._join_watchers(deadline)
+        self._kill()  # those that are stuck
+        self._join_watchers()
         for worker in self._workers:
-            _end(worker.process)
-        for watcher in self._watchers:
-            if watcher is not threading.current_thread():
-                watcher.join()
-        for worker in self._workers:
+            worker.process.wait()
             worker.socket.close()
         self._workers = []
         self._channel.close()
 
+    def _kill(self) -> None:
+        self._killed = True
+        for worker in self._workers:
+            worker.process.kill()
 
-def _start(setup: Setup) -> _Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        fd = theirs.fileno()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from nanovllm.engine.worker import main; main({fd})"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=(fd, setup.channel_fd),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "TQDM_DISABLE": "1"},
-            start_new_session=True,  # Ctrl-C is for rank 0
-        )
-    send_object(ours, setup)
-    return _Worker(setup.rank, process, ours)
+    def _join_watchers(self, deadline: float = float("inf")) -> None:
+        for worker in self._workers:
+            if worker.watcher.is_alive() and worker.watcher is not threading.current_thread():
+                left = max(0.0, deadline - time.monotonic())
+                worker.watcher.join(min(left, threading.TIMEOUT_MAX))
+
+
+def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    code = (
+        f"import sys; sys.path[:] = {path!r}; "
+        f"from nanovllm.engine.worker import main; main({fd}, {os.getpid()})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        pass_fds=(fd, channel_fd),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TQDM_DISABLE": "1"},
+        start_new_session=True,  # Ctrl-C is for rank 0
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

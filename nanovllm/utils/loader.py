@@ -3,7 +3,7 @@
 Knows safetensors files and the model's packed-module mapping; knows nothing of the engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -86,9 +86,9 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-def load_model(model: nn.Module, directory: Path) -> None:
+def load_model(model: nn.Module, directory: Path, check: Callable[[], None] = lambda: None) -> None:
     """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
-    tensor only the part that this rank holds is read.
+    tensor only the part that this rank holds is read. `check` is called before each, and may raise.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
@@ -106,21 +106,29 @@ def load_model(model: nn.Module, directory: Path) -> None:
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     by_file = sorted(targets, key=files.__getitem__)
+    for file, names in groupby(by_file, key=files.__getitem__):
+        with _open(file) as tensors:
+            present = set(tensors.keys())
+            for name in names:
+                if name not in present:
+                    raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
+                _check_shape(name, tensors.get_slice(name), targets[name])
     with startup_bar(by_file, "Loading weights", "tensor") as bar:
         for file, names in groupby(bar, key=files.__getitem__):
             with _open(file) as tensors:
-                present = set(tensors.keys())
                 for name in names:
-                    if name not in present:
-                        raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
+                    check()
                     _copy(name, tensors.get_slice(name), targets[name])
 
 
-def _copy(name: str, source: Any, shard: Shard) -> None:
-    """Fill `shard` from `source`, a slice of safetensors or a tensor."""
+def _check_shape(name: str, source: Any, shard: Shard) -> None:
     shape = list(source.get_shape())
     if shape != shard.full_shape:
         raise ValueError(f"tensor {name} has shape {shape}, config.json implies {shard.full_shape}")
+
+
+def _copy(name: str, source: Any, shard: Shard) -> None:
+    """Fill `shard` from `source`, a slice of safetensors."""
     tensor = source[_part(shard)]
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")

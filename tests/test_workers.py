@@ -1,0 +1,909 @@
+"""Workers of a tensor-parallel engine under faults: the error, and that nothing is left behind."""
+
+import contextlib
+import gc
+import inspect
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import tqdm
+
+import nanovllm
+from checkpoints import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    add_all,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    edit_tensors,
+    reference,
+    references,
+    run_steps,
+    tokens,
+)
+from nanovllm import LLM, WorkerError
+from nanovllm.distributed import group
+from nanovllm.engine import llm_engine
+from nanovllm.engine import workers as workers_module
+from nanovllm.engine.channel import NUM_SLOTS
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.engine.workers import Workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
+
+TP2 = {**SMALL, "tensor_parallel_size": 2}
+TP4 = {**SMALL, "tensor_parallel_size": 4}
+DEADLINE = 60  # seconds, only to turn a hang into a failure
+
+# -- what an engine could leave behind -------------------------------------------------------------
+
+
+def children(parent=0):
+    """Processes whose parent that one is (0: this one), zombies among them."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == (parent or os.getpid()):
+                found.add(int(stat.parent.name))
+    return found
+
+
+def fds(pid="self"):
+    """What the descriptors of a process stand for."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.append(os.readlink(fd))
+    return found
+
+
+def listeners(pid="self"):
+    """Local addresses (hexadecimal) on which a process listens."""
+    sockets, found = set(fds(pid)), set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+def traces():
+    """All of it, for comparison."""
+    gc.collect()
+    kinds = Counter(link.partition(":")[0] for link in fds())
+    return {
+        "children": children(),
+        "/dev/shm": set(os.listdir("/dev/shm")),
+        "listeners": listeners(),
+        "descriptors": {kind: n for kind, n in kinds.items() if not kind.startswith("/")},
+        "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},
+    }
+
+
+def num_native_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="session")
+def warm(checkpoint):
+    """What PyTorch and tqdm start once and keep is there."""
+    with LLM(checkpoint, **TP2) as llm:
+        llm.generate(PROMPTS, PARAMS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(warm):
+    """Whatever a test does: no process, thread, descriptor or port is left, and no memory."""
+    before, num_threads = traces(), num_native_threads()
+
+    def check():
+        assert traces() == before
+        wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    yield check
+    signal.signal(signal.SIGINT, handler)
+    check()
+
+
+def within_deadline(function):
+    """Its result; a hang fails the test."""
+    results, errors = [], []
+
+    def work():
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert not thread.is_alive(), "hangs"
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+def pids(llm):
+    """The workers' processes."""
+    return [worker.process.pid for worker in llm.executor._workers._workers]
+
+
+def assert_closed(llm):
+    with pytest.raises(RuntimeError, match="this engine is closed: build a new LLM"):
+        llm.generate([PROMPT])
+
+
+# -- faults in a worker ----------------------------------------------------------------------------
+
+# Runs at the start of every Python process that has its directory on PYTHONPATH, but this one: when
+# a module of the library has been imported, it makes one function of it fail on one rank.
+SITECUSTOMIZE = """
+import importlib.util, sys
+
+def fault():
+    import os, time, torch
+    from pathlib import Path
+    with open({died!r}, "w") as file:
+        file.write(str(time.monotonic()))
+    {what}
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != {module!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def execute_and_patch(module):
+            execute(module)
+            patch(module)
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+def patch(module):
+    *path, name = {where!r}.split(".")
+    owner = module
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+    def wrapped(*args, **kwargs):
+        ranks = [getattr(getattr(arg, "group", arg), "rank", None) for arg in args]
+        if {rank} not in ranks:
+            return original(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == {call} and not {after}:
+            fault()
+        result = original(*args, **kwargs)
+        if len(calls) == {call}:
+            fault()
+        return result
+    setattr(owner, name, wrapped)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+SERVE = "nanovllm.engine.worker:_serve"
+CONNECT = "nanovllm.distributed.group:Group.connect"
+LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
+SIZE = "nanovllm.engine.model_runner:ModelRunner._num_blocks"
+RUN = "nanovllm.engine.model_runner:ModelRunner.run"
+
+FAULTS = {  # what happens: exit code and what the error says
+    "raise": ("raise LookupError('injected')", 1, "LookupError: injected"),
+    "host memory": ("raise MemoryError('injected')", 1, "MemoryError: injected"),
+    "GPU memory": ("raise torch.OutOfMemoryError('injected')", 1, "OutOfMemoryError: injected"),
+    "kill": ("os.kill(os.getpid(), 9)", -9, "was killed by SIGKILL"),
+    "abort": ("os.abort()", -6, "was killed by SIGABRT"),
+    "leave": ("os._exit(0)", 0, "ended with exit code 0"),
+}
+
+
+@pytest.fixture
+def inject(tmp_path, monkeypatch):
+    """Makes the k-th call of a function fail in workers that start from now on."""
+
+    def inject(where, what, *, rank=1, call=1, after=False):
+        module, _, where = where.partition(":")
+        folder = tmp_path / "injected"
+        folder.mkdir(exist_ok=True)
+        died = folder / "died"
+        code = SITECUSTOMIZE.format(
+            died=str(died), what=what, module=module, where=where, rank=rank, call=call, after=after
+        )
+        (folder / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+        return died
+
+    return inject
+
+
+def use(engines, path, **options):
+    """All that callers do, over several steps."""
+    with LLM(path, **options) as llm:
+        engines.append(llm)
+        add_all(llm)
+        run_steps(llm)
+
+
+CASES = [
+    ("before the ranks meet", SERVE, "raise", {}),
+    ("before the ranks meet", SERVE, "kill", {}),
+    ("while the ranks meet", CONNECT, "raise", {}),
+    ("while the ranks meet", CONNECT, "kill", {}),
+    ("just after the ranks met", CONNECT, "kill", {"after": True}),
+    ("loading", LOAD, "GPU memory", {}),
+    ("loading", LOAD, "kill", {}),
+    ("KV-cache sizing", SIZE, "host memory", {}),
+    ("prefill", RUN, "GPU memory", {}),
+    ("prefill", RUN, "kill", {}),
+    ("decode", RUN, "raise", {"call": 5}),
+    ("decode", RUN, "leave", {"call": 5}),
+    ("after a step", RUN, "abort", {"call": 5, "after": True}),
+    ("exit", SERVE, "raise", {"after": True}),
+    ("exit", SERVE, "kill", {"after": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "options"),
+    [case[1:] for case in CASES],
+    ids=[f"{case[0]}-{case[2]}" for case in CASES],
+)
+def test_defect_13_dead_worker_gives_an_error_that_names_it(
+    where, fault, options, inject, checkpoint, nothing_left, record_property
+):
+    """A dead worker meant a hang. With overlap, a step may be under way when it dies."""
+    what, exit_code, message = FAULTS[fault]
+    died, engines = inject(where, what, **options), []
+    with pytest.raises(WorkerError) as caught:
+        within_deadline(lambda: use(engines, checkpoint, **TP2, overlap=True))
+    took = time.monotonic() - float(died.read_text())
+    record_property("seconds to WorkerError", took)
+    print(f"{took:.2f} s from the death to the error")
+    error = caught.value
+    assert (error.rank, error.exit_code) == (1, exit_code)
+    assert "the worker of rank 1" in str(error)
+    assert message in str(error)
+    assert bool(error.worker_traceback) == ("raise" in what)
+    nothing_left()  # while the error is held
+    for llm in engines:
+        assert_closed(llm)
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "rank", "options"),
+    [
+        (CONNECT, "kill", 2, {}),
+        (LOAD, "raise", 3, {}),
+        (RUN, "kill", 2, {}),
+        (RUN, "raise", 1, {"call": 5}),
+    ],
+    ids=["meeting", "loading", "prefill", "decode"],
+)
+def test_error_names_the_rank_that_died(where, fault, rank, options, inject, checkpoint):
+    """The others lose contact with it, and with each other, and end by that."""
+    what, exit_code, message = FAULTS[fault]
+    inject(where, what, rank=rank, **options)
+    with pytest.raises(WorkerError, match=message) as caught:
+        within_deadline(lambda: use([], checkpoint, **TP4))
+    assert (caught.value.rank, caught.value.exit_code) == (rank, exit_code)
+
+
+# Loses its connections first, so that another rank ends before it.
+DIES_LATE = f"""\
+import contextlib, socket
+{inspect.getsource(children)}
+for fd in map(int, os.listdir("/proc/self/fd")):
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=os.dup(fd))
+        if sock.family == socket.AF_INET and sock.getpeername():  # listens not
+            sock.shutdown(socket.SHUT_RDWR)
+while not any("Z" in Path(f"/proc/{{pid}}/stat").read_text() for pid in children(os.getppid())):
+    time.sleep(0.001)
+raise LookupError("injected")"""
+
+
+def test_error_does_not_name_a_rank_that_ended_before(inject, checkpoint, monkeypatch):
+    """Losing contact is a consequence, even if it is noticed before its cause."""
+    monkeypatch.setattr(workers_module, "GRACE", DEADLINE)
+    inject(RUN, textwrap.indent(DIES_LATE, "    ").strip(), rank=2)
+    with pytest.raises(WorkerError, match="LookupError: injected") as caught:
+        within_deadline(lambda: use([], checkpoint, **TP4))
+    assert caught.value.rank == 2
+
+
+def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
+    """Rank 0 waits for ranks that do not answer, while another one dies."""
+    llm = LLM(checkpoint, **TP4)
+    add_all(llm)
+    first, second, third = pids(llm)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(third, signal.SIGSTOP)
+    wait = llm.model_runner.run
+
+    def run(plan):
+        os.kill(second, signal.SIGKILL)
+        return wait(plan)
+
+    llm.model_runner.run = run
+    with pytest.raises(WorkerError, match="SIGKILL") as caught:
+        within_deadline(llm.step)
+    assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize("moment", ["set", "wait"])
+def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypatch):
+    """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited
+    for it without end, and nothing could interrupt that.
+    """
+    store = f"""\
+    from torch.distributed import Store
+    class Fragile(Store):
+        def __init__(self, store):
+            super().__init__()
+            self.store, self.sets = store, 0
+        def set(self, key, value):
+            self.sets += 1
+            if self.sets == 2 and {moment!r} == "set":
+                os.kill(os.getpid(), 9)
+            self.store.set(key, value)
+        def wait(self, *args):
+            if self.sets == 2:
+                os.kill(os.getpid(), 9)
+            self.store.wait(*args)
+    from nanovllm.distributed import group
+    join = group.join
+    group.join = lambda port: Fragile(join(port))"""
+    inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
+    monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        within_deadline(lambda: LLM(checkpoint, **TP2))
+    # Only its time limit ends Gloo's wait for a connection: the thread may outlive the error.
+    wait_until(lambda: not any("_meet" in thread.name for thread in threading.enumerate()))
+
+
+def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch):
+    """Loading takes long and talks to nobody: it went on to the end without the dead worker."""
+    inject(LOAD, "raise LookupError('injected')")
+    executors, loaded = [], []
+    launch = Executor.launch
+    monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
+
+    def copy(name, *args):
+        loaded.append(name)
+        wait_until(lambda: executors[0]._group._is_aborted)
+
+    monkeypatch.setattr("nanovllm.utils.loader._copy", copy)
+    with pytest.raises(WorkerError, match="injected"):
+        LLM(checkpoint, **TP2)
+    assert len(loaded) == 1
+    executors.clear()
+
+
+@pytest.mark.parametrize("then", ["step", "exit"])
+def test_death_between_two_calls(then, checkpoint, nothing_left):
+    """While the caller does something else; the next call says so, whichever it is."""
+    llm = LLM(checkpoint, **TP2)
+    add_all(llm)
+    llm.step()
+    os.kill(pids(llm)[0], signal.SIGKILL)
+    if then == "exit":  # `step` shall meet it noticed or not
+        wait_until(lambda: llm.executor._workers.failure)
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        within_deadline(getattr(llm, then))
+    assert_closed(llm)
+    llm.exit()
+    nothing_left()
+    with LLM(checkpoint, **TP2) as llm:
+        assert_usable(llm, checkpoint)
+
+
+def test_worker_that_cannot_start(checkpoint, monkeypatch, tmp_path):
+    """A Python that ends at once, before it has read a byte, and one that is not there."""
+    popen = workers_module._popen
+
+    def ended(*args):
+        process = popen(*args)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for start in (popen, ended):
+        monkeypatch.setattr(workers_module, "_popen", start)
+        with pytest.raises(WorkerError, match="exit code 1"):
+            within_deadline(lambda: LLM(checkpoint, **TP2))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        LLM(checkpoint, **TP2)
+
+
+# -- faults in the caller's process ----------------------------------------------------------------
+
+
+def test_mistake_in_a_checkpoint_is_a_plain_value_error(checkpoint, tmp_path, monkeypatch):
+    """All ranks meet it, the others first. Whose death is noticed when must not matter."""
+    path = copy_checkpoint(checkpoint, tmp_path / "broken")
+    edit_tensors(path, model__norm__weight=None)
+    load, launch, executors = ModelRunner.load, Executor.launch, []
+    monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
+
+    def late(runner):
+        wait_until(lambda: executors[0]._workers.failure)
+        load(runner)
+
+    for load_here in (load, late):
+        monkeypatch.setattr(ModelRunner, "load", load_here)
+        with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.norm\.weight"):
+            LLM(path, **TP2)
+        executors.clear()
+
+
+def test_error_of_rank_0_closes_the_engine(checkpoint, monkeypatch, nothing_left):
+    """The others wait for it in the middle of a step, and are not waited for."""
+    llm = LLM(checkpoint, **TP2)
+    add_all(llm)
+    run_steps(llm, 2)
+    monkeypatch.setattr(workers_module, "PATIENCE", 10 * DEADLINE)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "run", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            within_deadline(llm.step)
+        patch.undo()
+    assert_closed(llm)
+    nothing_left()
+
+
+def interrupt_at(monkeypatch, owner, name, k=1, *, after=False):
+    """Ctrl-C in the k-th call of a function, before or after its work."""
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == k and not after:
+            signal.raise_signal(signal.SIGINT)
+        result = original(*args, **kwargs)
+        if len(calls) == k and after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
+    """Half a step, done by some ranks only, left them out of step for ever: wrong tokens, hangs."""
+    with LLM(checkpoint, **TP2, overlap=True) as llm:
+        points = [
+            (llm.executor._workers, "call", False),
+            (llm.executor._workers, "call", True),
+            (llm.model_runner, "run", True),
+            (PendingTokens, "wait", False),
+            (llm.executor, "wait", True),
+            (llm.scheduler, "postprocess", False),
+        ]
+        for owner, name, after in points:
+            for k in (1, 4):
+                with monkeypatch.context() as patch:
+                    calls = interrupt_at(patch, owner, name, k, after=after)
+                    with pytest.raises(KeyboardInterrupt):
+                        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+                    assert len(calls) == k, name
+                assert_usable(llm, checkpoint)
+        pressed = []
+        mine = signal.signal(signal.SIGINT, lambda *args: pressed.append(args[0]))
+        try:  # the caller's own handler, that does not raise
+            interrupt_at(monkeypatch, llm.model_runner, "run", 2)
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        finally:
+            signal.signal(signal.SIGINT, mine)
+        assert pressed == [signal.SIGINT]
+        assert tokens(outputs) == references(checkpoint)
+
+
+INTERRUPTED = [
+    (workers_module, "_popen", False),
+    (workers_module, "_popen", True),
+    (Workers, "_start", True),
+    (llm_engine, "load_tokenizer", False),
+    (Executor, "_connect", False),
+    (ModelRunner, "load", False),
+    (ModelRunner, "allocate_kv_cache", True),
+    (Scheduler, "__init__", False),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "after"), INTERRUPTED)
+def test_ctrl_c_in_construction_leaves_nothing(owner, name, after, checkpoint, monkeypatch):
+    """Workers that have been started, or half started, ran on."""
+    monkeypatch.setattr(workers_module, "PATIENCE", DEADLINE)  # they are not waited for
+    begin = time.monotonic()
+    calls = interrupt_at(monkeypatch, owner, name, after=after)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(checkpoint, **TP2)
+    assert calls
+    assert time.monotonic() - begin < DEADLINE
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatch):
+    """`del llm` freed nothing, and `exit()` twice raised."""
+    llm = LLM(checkpoint, **TP2)
+    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(checkpoint)
+    llm.exit()
+    nothing_left()
+    llm.exit()
+    assert_closed(llm)
+
+    with LLM(checkpoint, **TP2, overlap=True) as llm:
+        add_all(llm)
+        run_steps(llm, 2)  # the workers may still be in the second
+    nothing_left()
+
+    llm = LLM(checkpoint, **TP2)
+    llm.me = llm
+    add_all(llm)
+    llm.step()
+    del llm
+    nothing_left()
+
+    llm = LLM(checkpoint, **TP2)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, Workers, "close")
+        with pytest.raises(KeyboardInterrupt):
+            llm.exit()
+    nothing_left()
+
+
+def test_exit_does_not_wait_for_a_stuck_worker(checkpoint, monkeypatch, nothing_left):
+    """One that does not end by itself is killed; nobody has lost anything by that."""
+    monkeypatch.setattr(workers_module, "PATIENCE", 0.1)
+    llm = LLM(checkpoint, **TP2)
+    os.kill(pids(llm)[0], signal.SIGSTOP)
+    within_deadline(lambda: llm.exit() or True)
+    nothing_left()
+
+
+# -- scripts ---------------------------------------------------------------------------------------
+
+PRELUDE = """
+import atexit, contextlib, ctypes, os, resource, signal, sys, threading
+from pathlib import Path
+started = []
+{at_exit}  # after what is registered later
+from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.engine import workers
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.model_runner import ModelRunner
+{children}
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+popen = workers._popen
+def record(*args):
+    process = popen(*args)
+    started.append(process.pid)
+    return process
+workers._popen = record
+def build():
+    return LLM({path!r}, overlap=True, **{options})
+def generate(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    return llm.generate([{prompt}], params, use_tqdm=False)[0]["token_ids"]
+"""
+
+
+@pytest.fixture
+def start_script(checkpoint, tmp_path):
+    """Starts a script after the prelude, as a file or on standard input, and gives its process."""
+    started = []
+
+    def start(code, *, at_exit="", by_stdin=False):
+        prelude = PRELUDE.format(
+            children=inspect.getsource(children),
+            path=str(checkpoint),
+            options=TP2,
+            prompt=PROMPT,
+            at_exit=at_exit,
+        )
+        file = tmp_path / f"script{len(started)}.py"
+        file.write_text(prelude + textwrap.dedent(code))
+        script = subprocess.Popen(
+            [sys.executable, "-" if by_stdin else str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(nanovllm.__file__).parents[1])},
+            text=True,
+        )
+        if by_stdin:
+            script.stdin.write(file.read_text())
+            script.stdin.flush()
+        started.append(script)
+        return script
+
+    yield start
+    for script in started:
+        script.kill()
+        script.communicate()
+
+
+CRASHES = {
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+    "os._exit": ("os._exit(7)", 7),
+    "segmentation fault": ("ctypes.string_at(0)", -11),
+}
+# Where the caller is: `reach` prints the processes, and crashes when it is told to.
+MOMENTS = {
+    "while workers start": "Executor._connect = lambda *args: reach(); build()",
+    "while workers load": "ModelRunner.load = lambda self: reach(); build()",
+    "idle": "llm = build(); reach()",
+    "within a step": "llm = build(); llm.model_runner.run = lambda plan: reach(); generate(llm)",
+    "with a child": """
+llm = build()
+def run(plan):
+    child = os.fork()
+    if not child:
+        signal.pause()
+    reach(child)
+llm.model_runner.run = run
+generate(llm)
+""",
+}
+
+
+def test_defect_12_crash_of_the_caller_leaves_nothing(start_script, checkpoint):
+    """Workers of a crashed caller ran on, and the name of their memory made later starts fail. A
+    child that it forked holds all of its sockets open.
+    """
+    pairs = zip(MOMENTS, [*CRASHES, "SIGKILL"], strict=True)
+    scripts = {}
+    for moment, crash in pairs:
+        code = f"""
+def reach(child=0):
+    print(child, *started, flush=True)
+    sys.stdin.readline()
+    {CRASHES[crash][0]}
+{MOMENTS[moment]}
+"""
+        scripts[f"{crash} {moment}"] = (start_script(code), CRASHES[crash][1])
+    for name, (script, exit_code) in scripts.items():
+        child, worker = map(int, script.stdout.readline().split())
+        pidfd = os.pidfd_open(worker)
+        try:
+            script.stdin.write("\n")
+            script.stdin.flush()
+            assert script.wait(DEADLINE) == exit_code, name
+            assert select.select([pidfd], [], [], DEADLINE)[0], f"{name}: the worker lives"
+        finally:
+            os.close(pidfd)
+            if child:
+                os.kill(child, signal.SIGKILL)
+        script.communicate(timeout=DEADLINE)  # nobody holds its pipes
+    with LLM(checkpoint, **TP2) as llm:
+        assert_usable(llm, checkpoint)
+
+
+SCRIPTS = {  # code, exit code, the last line of standard error
+    "without a guard, without exit": ("llm = build(); print(generate(llm))", 0, ""),
+    "on standard input": ("llm = build(); print(generate(llm))", 0, ""),
+    "in a thread": ("threading.Thread(target=lambda: print(generate(build()))).start()", 0, ""),
+    "ended by an error": ("llm = build(); print(generate(llm)); 1 / 0", 1, "ZeroDivisionError"),
+    "with a daemon thread in a step": (
+        """
+        llm, ready = build(), threading.Event()
+        print(generate(llm))
+        def work():
+            while True:
+                generate(llm)
+                ready.set()
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+        """,
+        0,
+        None,  # the thread may tell of its end
+    ),
+    "with SIGPIPE as in a shell's filter": (
+        """
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        llm = build()
+        print(generate(llm))
+        os.kill(started[0], signal.SIGKILL)
+        try:
+            generate(llm)
+        except WorkerError:
+            sys.exit(5)
+        """,
+        5,
+        "",
+    ),
+    "ended by a handler in the middle of a step": (
+        """
+        workers.PATIENCE = 1000  # the workers wait for this rank, and are not waited for
+        signal.signal(signal.SIGTERM, lambda *args: sys.exit(4))
+        llm = build()
+        print(generate(llm))
+        llm.model_runner.run = lambda plan: signal.raise_signal(signal.SIGTERM)
+        generate(llm)
+        """,
+        4,
+        "",
+    ),
+    "with Ctrl-C in its terminal": (
+        """
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        llm = build()
+        run = llm.model_runner.run
+        def interrupted(plan):
+            llm.model_runner.run = run
+            os.killpg(0, signal.SIGINT)
+            return run(plan)
+        llm.model_runner.run = interrupted
+        try:
+            generate(llm)
+        except KeyboardInterrupt:
+            print(generate(llm))
+        """,
+        0,
+        "",
+    ),
+    "with a child that leaves first": (
+        """
+        llm = build()
+        child = os.fork()
+        if not child:
+            try:
+                generate(llm)
+            except RuntimeError as error:
+                assert "forked" in str(error)
+            llm.exit()  # is the parent's
+            del llm
+            sys.exit(6)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+        print(generate(llm))
+        """,
+        0,
+        "",
+    ),
+}
+
+
+def test_scripts_start_and_end_cleanly(start_script, checkpoint):
+    """Whatever a script looks like and however it ends: as many workers as it needs and no more,
+    right tokens, its own exit code, and no worker that keeps its pipes open. All at once, too.
+    """
+    count = """
+def count():
+    if os.getpid() == me:
+        print(len(started), len(children()), *started)
+me = os.getpid()
+atexit.register(count)"""
+    scripts = {
+        name: start_script(code, at_exit=count, by_stdin=name == "on standard input")
+        for name, (code, _, _) in SCRIPTS.items()
+    }
+    for name, script in scripts.items():
+        out, err = script.communicate(timeout=DEADLINE)
+        found, _, left = out.partition("\n")
+        assert found == str(reference(checkpoint, PROMPT, 6)), (name, out, err)
+        assert left, (name, script.returncode, err)
+        num_started, num_left, worker = left.split()
+        assert (num_started, num_left) == ("1", "0"), name
+        assert not Path("/proc", worker).exists(), name
+        _, exit_code, last_line = SCRIPTS[name]
+        assert script.returncode == exit_code, (name, err)
+        if last_line is not None:
+            assert err.strip().rpartition("\n")[2].startswith(last_line), (name, err)
+            assert last_line or not err, (name, err)
+
+
+# -- several engines, slow workers -----------------------------------------------------------------
+
+
+def test_defect_12_engines_share_nothing(checkpoint):
+    """A fixed port and a fixed name of shared memory allowed one engine on a host, and one rank had
+    a process group, too.
+    """
+    with LLM(checkpoint, **SMALL) as alone:
+        assert not children()
+        assert not listeners()
+        with LLM(checkpoint, **TP2) as one, LLM(checkpoint, **TP2) as two:
+            engines, done = [alone, one, two], [{}, {}, {}]
+            for llm in engines:
+                add_all(llm)
+            while not all(llm.is_finished() for llm in engines):
+                for llm, outputs in zip(engines, done, strict=True):
+                    outputs.update(run_steps(llm, 1))
+            for outputs in done:
+                assert [outputs[i] for i in sorted(outputs)] == references(checkpoint)
+            assert children() == {*pids(one), *pids(two)}
+            for pid in ("self", *pids(one), *pids(two)):
+                assert all(address.startswith("0100007F:") for address in listeners(pid)), "public"
+                named = re.findall(r"/dev/shm/\S+$", Path(f"/proc/{pid}/maps").read_text(), re.M)
+                assert not named
+            one.exit()
+            assert_usable(two, checkpoint)
+
+
+def test_defect_11_stuck_worker_loses_no_message(checkpoint):
+    """Rank 0 runs ahead until the channel is full, and goes on when the worker does."""
+    with LLM(checkpoint, **TP2) as llm:
+        workers, sent = llm.executor._workers, []
+        total = 10 * NUM_SLOTS
+
+        def send():
+            for i in range(total):
+                workers.call("__setattr__", f"note{i}", i)
+                sent.append(i)
+            return True
+
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        wait_until(lambda: len(sent) == NUM_SLOTS)
+        assert not workers._channel.has_room()
+        os.kill(pids(llm)[0], signal.SIGCONT)
+        thread.join(DEADLINE)
+        assert len(sent) == total
+        for i in range(total):
+            workers.call("__delattr__", f"note{i}")  # an error if it did not get that one
+        assert_usable(llm, checkpoint)
+
+        results = []
+        os.kill(pids(llm)[0], signal.SIGSTOP)
+        thread = threading.Thread(
+            target=lambda: results.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False)),
+            daemon=True,
+        )
+        thread.start()
+        wait_until(lambda: llm.scheduler.running)
+        os.kill(pids(llm)[0], signal.SIGCONT)
+        thread.join(DEADLINE)
+        assert tokens(results[0]) == references(checkpoint)
+
+
+def resident_memory():
+    """MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.slow
+def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
+    """What each leaves behind adds up overnight."""
+    expected, memory = references(checkpoint), []
+    for _ in range(200):
+        with LLM(checkpoint, **TP2) as llm:
+            assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+        nothing_left()
+        memory.append(resident_memory())
+    shown = ", ".join(f"{memory[i]:.1f}" for i in (0, 9, 49, 99, 199))
+    print(f"resident memory after 1, 10, 50, 100 and 200 engines: {shown} MiB")
+    assert memory[199] < memory[49] + 10
