@@ -148,16 +148,20 @@ class Group:
             raise LostContactError(f"lost contact with another rank: {error}") from error
 
     def abort(self) -> None:
-        """End what waits for the other ranks, since one of them has died. From any thread."""
+        """End what waits for the other ranks, since one of them has died. From any thread.
+
+        NCCL, once it has ended its kernels, waits here until CUDA graphs with such are gone; a
+        second call does not wait for that.
+        """
         with self._abort_lock:
             if self._is_aborted:
                 return
             self._is_aborted = True
-            if self._abort is not None:
-                self._abort.numpy()[0] = 1
-            if self.name == "nccl" and self._backend is not None:
-                time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-                self._backend.abort()
+        if self._abort is not None:
+            self._abort.numpy()[0] = 1
+        if self.name == "nccl" and self._backend is not None:
+            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
+            self._backend.abort()
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""

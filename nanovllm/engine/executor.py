@@ -160,21 +160,21 @@ class Executor:
             WorkerError: if a worker has died, and no other call has said so.
         """
         runner, workers = self.model_runner, self._workers
-        with _uninterrupted(), ExitStack() as finally_:
+        in_order = runner is not None and not self.is_broken
+        with _uninterrupted(), ExitStack() as finally_:  # the last of these is done first
             finally_.callback(self._group.close)
             finally_.callback(self._leave_store)
-            if runner is not None:
+            if workers is not None:
+                self._workers = None
+                in_order = in_order and workers.failure is None
+                finally_.callback(workers.close, kill=not in_order)
+            if runner is not None:  # while there are workers: a step under way needs all ranks
                 finally_.callback(runner.exit)
-            if workers is None:
-                return
-            self._workers = None
-            in_order = runner is not None and not self.is_broken and workers.failure is None
-            finally_.callback(workers.close, kill=not in_order)
-            if runner is not None and in_order:
-                runner.synchronize()  # a step under way needs all ranks to end
-            else:
-                self._group.abort()
-        if runner is not None and not self.is_broken:
+            if workers is not None and not in_order:
+                finally_.callback(self._group.abort)
+                if runner is not None:
+                    finally_.callback(runner.drop_graphs)  # see `Group.abort`
+        if workers is not None and runner is not None and not self.is_broken:
             workers.check()
 
     def _leave_store(self) -> None:

@@ -353,16 +353,16 @@ class ModelRunner:
         )
         return SamplingMetadata(temperatures.view(torch.float32), keys, positions, slots), rows
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all steps."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def drop_graphs(self) -> None:
+        """Run no CUDA graphs any more."""
+        self.graphs = None
+        gc.collect()
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
         for name in ("graphs", "model", "kv_cache", "last_tokens"):
             self.__dict__.pop(name, None)
         gc.collect()
-        self.synchronize()
         if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
