@@ -736,6 +736,9 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         llm = build()
         print(generate(llm))
         os.kill(started[0], signal.SIGKILL)
+        while not llm.executor._workers.failure:
+            pass
+        workers.Workers.check = lambda self: None  # as if it had not been noticed yet
         try:
             generate(llm)
         except WorkerError:
