@@ -67,6 +67,9 @@ class ThreadedExecutor:
         self.runners: list[ModelRunner] = []
         self.samplers: list[RecordingSampler] = []
 
+    def launch(self) -> None:
+        """No processes here."""
+
     def start(self) -> ModelRunner:
         size = self.config.tensor_parallel_size
         groups = connected_groups(size)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoints import SMALL, checkpoint_fixture, edit_json, make_checkpoint  # noqa: F401
+from checkpoints import SMALL, checkpoint_fixture, edit_tensors, make_checkpoint  # noqa: F401
 from nanovllm import LLM
 from nanovllm.engine import graph_runner
 from nanovllm.utils import progress
@@ -42,9 +42,10 @@ def test_every_tensor_is_counted(shard, load_format, tmp_path, capfd, no_delay):
 
 def test_bar_of_a_load_that_fails_is_closed(tmp_path, capfd, no_delay):
     path = make_checkpoint(tmp_path / "model")
-    edit_json(path / "config.json", intermediate_size=80)
+    down_proj = torch.zeros(64, 96, dtype=torch.int8)
+    edit_tensors(path, model__layers__1__mlp__down_proj__weight=down_proj)
     capfd.readouterr()
-    with pytest.raises(ValueError, match="has shape") as error:
+    with pytest.raises(ValueError, match="quantised") as error:
         LLM(path, **SMALL)
     err = capfd.readouterr().err
     assert error.tb, "which keeps the bar alive"

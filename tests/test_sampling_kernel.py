@@ -83,24 +83,43 @@ def draw(
     n = len(logits)
     slots = torch.arange(n, 0, -1, dtype=torch.int32)
     table = torch.full((n + 2,), -5, dtype=torch.int32)
-    args = (
-        torch.from_numpy(temperatures.astype(np.float32)),
-        torch.from_numpy(np.ascontiguousarray(keys, np.uint32).view(np.int32)),
-        torch.from_numpy(positions.astype(np.int32)),
+    tokens, _ = sample(
+        torch.from_numpy(logits.astype(np.float32)),
+        *tensors(temperatures, keys, positions),
         slots,
         table,
         span,
     )
-    whole = torch.from_numpy(logits.astype(np.float32))
-    tokens, _ = sample(whole, *args)
     assert table.tolist() == [-5, *tokens.flip(0).tolist(), -5], "each token at its slot"
-    # The best of two parts of the vocabulary is the best of the whole.
-    middle = whole.shape[1] // span // 2 * span
-    if middle:
-        first, high = sample(whole[:, :middle].contiguous(), *args)
-        second, higher = sample(whole[:, middle:].contiguous(), *args, start=middle)
-        assert torch.equal(torch.where(higher > high, second, first), tokens)
     return tokens.numpy()
+
+
+def tensors(
+    temperatures: np.ndarray, keys: np.ndarray, positions: np.ndarray
+) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.from_numpy(temperatures.astype(np.float32)),
+        torch.from_numpy(np.ascontiguousarray(keys, np.uint32).view(np.int32)),
+        torch.from_numpy(positions.astype(np.int32)),
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_best_of_two_parts_is_the_best_of_the_whole_vocabulary(temperature) -> None:
+    """What ranks do; the second begins with columns equal to some of the first."""
+    rng, n, V, span = np.random.default_rng(SEED), 60, 70, 16
+    logits = torch.from_numpy(rng.normal(0, 2, (n, V)).astype(np.float32))
+    logits[:10] = 1.0
+    logits[10:20, 5] = logits[10:20, 37] = 9.0
+    keys, positions = rng.integers(0, 2**32, (2, n)), rng.integers(0, 999, n)
+    slots, table = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    args = (*tensors(np.full(n, temperature), keys, positions), slots, table, span)
+    whole, _ = sample(logits, *args)
+    first, high = sample(logits[:, :32].contiguous(), *args)
+    second, higher = sample(logits[:, 32:].contiguous(), *args, start=32)
+    assert torch.equal(torch.where(higher > high, second, first), whole)
+    assert first.max() < 32 <= second.min() and len(set(whole.tolist())) > 5
 
 
 def test_the_oracle_is_philox() -> None:
