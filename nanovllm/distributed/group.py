@@ -22,6 +22,7 @@ from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
 MEETING = timedelta(seconds=30)  # for ranks that are all there to connect
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 SETTLE = 0.02  # seconds
+PATIENCE = 3.0  # seconds for NCCL to end in order
 
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the caller's process with a worker's
@@ -53,7 +54,7 @@ class Group:
         self._backend: Any = None  # a process group of torch.distributed
         self._store: dist.Store | None = None
         self._abort_lock, self._is_aborted = threading.Lock(), False
-        self._abort: torch.Tensor | None = None  # a word that kernels which wait look at
+        self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, which must be there (`arrival`)."""
@@ -87,8 +88,8 @@ class Group:
         reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
         if self.minimum(int(reachable)):
             who = self.rank, self.size, device
-            self._abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            how = self._abort, self._share
+            self._abort_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            how = self._abort_word, self._share
             self.peers = PeerMemory(*who, max_num_seqs, hidden_size * dtype.itemsize, *how)
             self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, *how)
 
@@ -150,18 +151,19 @@ class Group:
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread.
 
-        NCCL, once it has ended its kernels, waits here until CUDA graphs with such are gone; a
-        second call does not wait for that.
+        NCCL, once it has ended its kernels, waits for the end of CUDA graphs that hold such.
         """
         with self._abort_lock:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        if self._abort is not None:
-            self._abort.numpy()[0] = 1
+        if self._abort_word is not None:
+            self._abort_word.numpy()[0] = 1
         if self.name == "nccl" and self._backend is not None:
             time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-            self._backend.abort()
+            aborting = threading.Thread(target=self._backend.abort, daemon=True)
+            aborting.start()
+            aborting.join(PATIENCE)
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""
@@ -173,7 +175,7 @@ class Group:
         self.abort()  # NCCL's own end would warn and wait
         for region in self._regions:
             region.close()
-        self.peers = self.bulk = self._backend = self._store = self._abort = None
+        self.peers = self.bulk = self._backend = self._store = self._abort_word = None
 
 
 def listen() -> tuple[dist.Store, int]:
