@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import connected_groups, on_all_ranks
 
+from nanovllm.distributed.bulk import part_of
 from nanovllm.distributed.group import Group, join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
@@ -131,3 +132,16 @@ def test_a_rank_without_tokens_has_no_logits() -> None:
     head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4)))
     assert len(head.vocab) == 0
     assert head(torch.ones(5, 8)).shape == (5, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_parts_of_large_steps_cover_all_rows_once(size: int) -> None:
+    """Also where the last are empty, and none is longer than that of the largest step."""
+    longest = part_of(0, size, 2000).stop
+    empty = 0
+    for num_rows in range(1, 2000):
+        parts = [part_of(owner, size, num_rows) for owner in range(size)]
+        assert [row for part in parts for row in range(part.start, part.stop)] == [*range(num_rows)]
+        assert max(part.stop - part.start for part in parts) <= longest
+        empty += parts[-1].start == parts[-1].stop
+    assert empty > 0

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import os
+import pickle
 import re
 import select
 import signal
@@ -865,6 +866,7 @@ def test_defect_11_stuck_worker_loses_no_message(checkpoint):
 
         def send():
             for i in range(total):
+                workers.wait_for_room()
                 workers.call("__setattr__", f"note{i}", i)
                 sent.append(i)
             return True
@@ -878,6 +880,7 @@ def test_defect_11_stuck_worker_loses_no_message(checkpoint):
         thread.join(DEADLINE)
         assert len(sent) == total
         for i in range(total):
+            workers.wait_for_room()
             workers.call("__delattr__", f"note{i}")  # an error if it did not get that one
         assert_usable(llm, checkpoint)
 
@@ -911,3 +914,10 @@ def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
     shown = ", ".join(f"{memory[i]:.1f}" for i in (0, 9, 49, 99, 199))
     print(f"resident memory after 1, 10, 50, 100 and 200 engines: {shown} MiB")
     assert memory[199] < memory[49] + 10
+
+
+def test_error_survives_a_pool_of_processes():
+    """Where engines run in workers of somebody else's, errors are pickled on their way."""
+    error = pickle.loads(pickle.dumps(WorkerError(3, -40, "Traceback ...")))
+    assert (error.rank, error.exit_code, error.worker_traceback) == (3, -40, "Traceback ...")
+    assert str(error).startswith("the worker of rank 3 was killed by signal 40 (exit code -40)")

@@ -6,8 +6,10 @@ the GPU's copy engines push each to its owner while the next is computed (`scatt
 and normalises its part, and pushes it to all others (`gather`) while the column-parallel product
 that follows begins with the part that is there already. No multiprocessor spends time on copies.
 
-Every buffer can be single: a rank pushes into it again only after it has seen a part that its owner
-computed from what was pushed before.
+Every buffer can be single, since a rank goes on only when it has seen what others did with the last
+content. Partial results received, and those on their way: the next are pushed after the rows that
+their owner computed from them have come. Gathered rows, and one's own on their way: an owner pushes
+the next after all ranks' next partial results have come, which they computed from these rows.
 """
 
 import ctypes
@@ -62,6 +64,14 @@ class Gathered(NamedTuple):
 Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
 
 
+def part_of(owner: int, size: int, num_rows: int) -> slice:
+    """The rows that belong to a rank, of `size` ranks: equal parts but for the last; they may be
+    empty.
+    """
+    length = -(-num_rows // (size * ROUND)) * ROUND
+    return slice(min(owner * length, num_rows), min((owner + 1) * length, num_rows))
+
+
 class BulkExchange:
     """The buffers, copies and flags of one rank.
 
@@ -91,7 +101,7 @@ class BulkExchange:
     ) -> None:
         self.rank, self.size, self._epoch = rank, size, 0
         self._order = [(rank + 1 + i) % size for i in range(size)]  # the others first, then this
-        max_part = len(self._part(0, max_rows))
+        max_part = self._part(0, max_rows).stop
         self._part_bytes = max_part * hidden_size * dtype.itemsize
         row_bytes = hidden_size * dtype.itemsize
         data_bytes = size * self._part_bytes + max_rows * row_bytes
@@ -103,13 +113,13 @@ class BulkExchange:
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
         self._copies = torch.cuda.Stream(device)
 
-    def _part(self, owner: int, num_rows: int) -> range:
-        size = -(-num_rows // (self.size * ROUND)) * ROUND
-        return range(min(owner * size, num_rows), min((owner + 1) * size, num_rows))
+    @property
+    def outgoing_bytes(self) -> int:
+        """Memory beside the region."""
+        return self._outgoing.nbytes
 
-    def _slice(self, owner: int, num_rows: int) -> slice:
-        part = self._part(owner, num_rows)
-        return slice(part.start, part.stop)
+    def _part(self, owner: int, num_rows: int) -> slice:
+        return part_of(owner, self.size, num_rows)
 
     def scatter(self, num_rows: int, compute: Callable[[slice, torch.Tensor], object]) -> Scattered:
         """Compute this rank's results for all rows, and give each owner those of its part.
@@ -120,19 +130,19 @@ class BulkExchange:
         """
         self._epoch += 1
         for owner in self._order:
-            rows = self._slice(owner, num_rows)
+            rows = self._part(owner, num_rows)
             buffer = self._received[owner] if owner == self.rank else self._outgoing[owner]
             out = buffer[: rows.stop - rows.start]
             compute(rows, out)
             if owner != self.rank:
                 self._push(out, owner, self.rank * self._part_bytes, 0)
         self._wait(0, [peer for peer in self._order if peer != self.rank], self._epoch)
-        partial = self._received[:, : len(self._part(self.rank, num_rows))]
-        return Scattered(partial, num_rows, self)
+        own = self._part(self.rank, num_rows)
+        return Scattered(self._received[:, : own.stop - own.start], num_rows, self)
 
     def own_rows(self, num_rows: int) -> torch.Tensor:
         """Where this rank's normalised rows [n, M] go, before `gather`."""
-        return self._rows[self._slice(self.rank, num_rows)]
+        return self._rows[self._part(self.rank, num_rows)]
 
     def gather(self, num_rows: int) -> Gathered:
         """Give this rank's normalised rows to all others."""
@@ -147,7 +157,7 @@ class BulkExchange:
         for owner in self._order[-1:] + self._order[:-1]:
             if owner != self.rank:
                 self._wait(1, [owner], epoch)
-            yield self._slice(owner, num_rows)
+            yield self._part(owner, num_rows)
 
     def _wait(self, kind: int, peers: list[int], epoch: int) -> None:
         from nanovllm.kernels.peers import wait_for

@@ -4,12 +4,14 @@ NCCL between GPUs, Gloo between processes on a CPU. The process groups are built
 `init_process_group`: that has one group for a whole process, and here each engine has its own.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from nanovllm.distributed.bulk import BulkExchange
-from nanovllm.distributed.peer_memory import PeerMemory, PeerRegion
+from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
 MEETING = timedelta(seconds=30)  # for ranks that are all there to connect
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
@@ -29,6 +31,8 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the same
     "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
 }
+
+_connecting_nccl = threading.Lock()  # one at a time: the environment is the whole process's
 
 
 class LostContactError(RuntimeError):
@@ -61,11 +65,15 @@ class Group:
         self._store, self._device = store, device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
-            with _environment(NCCL_ENVIRONMENT):
-                options = dist.ProcessGroupNCCL.Options()
-                self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-                self.all_reduce(torch.zeros(1, device=device)).item()  # connects all ranks
-            _unlink_shared_memory()
+            with _connecting_nccl:
+                before = _nccl_memory()
+                with _environment(NCCL_ENVIRONMENT):
+                    options = dist.ProcessGroupNCCL.Options()
+                    self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+                    self.all_reduce(torch.zeros(1, device=device)).item()  # connects all ranks
+                for name in _nccl_memory() - before:  # a crash would leave the names in /dev/shm
+                    with suppress(FileNotFoundError):  # another rank was first
+                        os.unlink(name)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -85,12 +93,14 @@ class Group:
     ) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks."""
         others = [peer for peer in range(self.size) if peer != self.rank]
-        reachable = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
-        if self.minimum(int(reachable)):
+        possible = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
+        row_bytes = hidden_size * dtype.itemsize
+        if self.minimum(int(possible and row_bytes % ALIGNMENT == 0)):
             who = self.rank, self.size, device
             self._abort_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             how = self._abort_word, self._share
-            self.peers = PeerMemory(*who, max_num_seqs, hidden_size * dtype.itemsize, *how)
+            max_rows = max_num_seqs + max_num_seqs % 2  # so that rows begin at multiples of 16
+            self.peers = PeerMemory(*who, max_rows, row_bytes, *how)
             self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, *how)
 
     @property
@@ -99,8 +109,9 @@ class Group:
 
     @property
     def peer_bytes(self) -> int:
-        """Memory of this rank's GPU that PyTorch does not know of."""
-        return sum(region.num_bytes for region in self._regions)
+        """Memory of this rank's GPU for exchanges."""
+        outgoing = 0 if self.bulk is None else self.bulk.outgoing_bytes
+        return outgoing + sum(region.num_bytes for region in self._regions)
 
     def describe(self) -> str:
         """How the ranks' results are summed."""
@@ -173,8 +184,9 @@ class Group:
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
         self.abort()  # NCCL's own end would warn and wait
-        for region in self._regions:
-            region.close()
+        with ExitStack() as finally_:  # all of it, whatever fails
+            for region in self._regions:
+                finally_.callback(region.close)
         self.peers = self.bulk = self._backend = self._store = self._abort_word = None
 
 
@@ -199,15 +211,11 @@ def arrival(rank: int) -> str:
     return f"rank {rank} is there"
 
 
-def _unlink_shared_memory() -> None:
-    """Take the names from NCCL's shared memory, which all ranks have opened: a crash would leave
-    them in /dev/shm.
-    """
+def _nccl_memory() -> set[str]:
+    """The files of shared memory that NCCL has opened in this process and that have a name."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        names = {line.split()[-1] for line in maps if "/dev/shm/nccl-" in line}
-    for name in names:
-        with suppress(FileNotFoundError):  # another rank was first
-            os.unlink(name)
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps}
+    return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}
 
 
 @contextmanager

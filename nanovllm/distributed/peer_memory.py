@@ -7,10 +7,12 @@ the process.
 
 import ctypes
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
 FLAG_BYTES = 8
+ALIGNMENT = 16  # bytes of a vector store: rows begin at multiples of it
 
 Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
 
@@ -54,22 +56,27 @@ class PeerRegion:
         abort: torch.Tensor,
         share: Share,
     ) -> None:
-        self.rank = rank
+        self._device = device
         self.num_bytes = FLAG_BYTES * num_flags + data_bytes
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._opened: list[ctypes.c_uint64] = []
         self._own = ctypes.c_uint64()
         size = ctypes.c_size_t(self.num_bytes)
         torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
+        torch.cuda.empty_cache()  # and may need what PyTorch keeps
         self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
         self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), size)
         torch.cuda.synchronize(device)
-        handle = _Handle()
-        self.call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
-        self.addresses = [
-            self._own.value if peer == rank else self._open(data)
-            for peer, data in enumerate(share(bytes(handle)))
-        ]
+        try:
+            handle = _Handle()
+            self.call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            self.addresses = [
+                self._own.value if peer == rank else self._open(data)
+                for peer, data in enumerate(share(bytes(handle)))
+            ]
+        except BaseException:  # another rank may have died meanwhile
+            self.close()
+            raise
         words = torch.as_tensor(_Raw(self._own.value, self.num_bytes // 8), device=device)
         self.data = words[num_flags:]  # int64
         self.abort_address = abort.data_ptr()  # the same for host and GPU
@@ -92,10 +99,11 @@ class PeerRegion:
 
     def close(self) -> None:
         """Free it. Nobody may use it any more."""
-        for address in self._opened:
-            self.call("cuIpcCloseMemHandle", address)
-        self.call("cuMemFree_v2", self._own)
-        self._opened = []
+        with torch.cuda.device(self._device), ExitStack() as finally_:  # all, whatever fails
+            finally_.callback(self.call, "cuMemFree_v2", self._own)
+            for address in self._opened:
+                finally_.callback(self.call, "cuIpcCloseMemHandle", address)
+            self._opened = []
 
 
 class PeerMemory:

@@ -62,6 +62,7 @@ class Channel:
 
     def write(self, message: bytes) -> None:
         """Put a message into the next slot, which must have room."""
+        assert self.has_room(), "a message that a reader has not taken would be lost"
         assert len(message) <= self._capacity, f"{len(message)} bytes for {self._capacity}"
         slot = self._slot()
         _NUMBER.pack_into(self._memory, slot, len(message))

@@ -1,5 +1,7 @@
 """`Executor`: runs steps on all ranks: in this process, and in the workers' if there are any."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -9,9 +11,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import Store
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, arrival, join, listen
@@ -21,6 +23,9 @@ from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, Workers
 from nanovllm.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 OVERHEAD = 4096  # bytes of a message beside the plan's arrays
 POLL_SECONDS = 0.005  # while the workers start
@@ -119,6 +124,9 @@ class Executor:
         """
         assert self.model_runner is not None, "not started"
         plan = plan_step(scheduled)
+        if self._workers is not None:
+            with self._all_or_none(Exception):  # Ctrl-C does no harm here
+                self._workers.wait_for_room()
         with _uninterrupted(), self._all_or_none():
             if self._workers is not None:
                 self._workers.call("run", plan)
@@ -188,7 +196,7 @@ def _clear_frames(error: BaseException) -> None:
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
 
 
 @contextmanager

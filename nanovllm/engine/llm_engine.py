@@ -1,10 +1,11 @@
-"""`LLMEngine`: requests in, outputs out. Owns tokenizer, scheduler and model runner.
+"""`LLMEngine`: requests in, outputs out. Owns tokenizer, scheduler and executor.
 
 The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
 """
 
 import difflib
 import itertools
+import logging
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class StepUnderWay(NamedTuple):
@@ -73,7 +76,7 @@ class LLMEngine:
         try:
             self._start()
         except BaseException:
-            self._close()
+            self._close_quietly()
             raise
 
     def _start(self) -> None:
@@ -164,9 +167,10 @@ class LLMEngine:
             self._check_open()
             try:
                 self._step()
-            finally:
+            except BaseException:
                 if self.executor.is_broken:
-                    self.exit()
+                    self._close_quietly()
+                raise
             finished, self._finished = self._finished, []
             return [self._output(seq) for seq in finished]
 
@@ -330,6 +334,13 @@ class LLMEngine:
         with self._lock:
             self._under_way.clear()
             self._close()
+
+    def _close_quietly(self) -> None:
+        """Close after an error, which matters more than one in closing."""
+        try:
+            self._close()
+        except Exception:
+            logger.warning("the engine could not be closed in order", exc_info=True)
 
     def __enter__(self) -> Self:
         self._check_open()

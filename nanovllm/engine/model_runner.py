@@ -51,11 +51,15 @@ def resolve_device(choice: str, group: Group) -> torch.device:
                 f"`device` must be without an index for tensor_parallel_size {group.size}, got "
                 f"{choice!r}: choose the GPUs by CUDA_VISIBLE_DEVICES"
             )
-        index = device.index if device.index is not None else group.rank
-        if max(index + 1, group.size) > count:
-            needed = f"{choice!r}" if group.size == 1 else f"{choice!r} for {group.size} ranks"
+        if 0 < count < group.size:
             raise ValueError(
-                f"`device` {needed} is not there: PyTorch sees {count} CUDA devices; "
+                f"`tensor_parallel_size` must be at most the number of CUDA devices, {count}, "
+                f"got {group.size}"
+            )
+        index = device.index if device.index is not None else group.rank
+        if index >= count:
+            raise ValueError(
+                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
                 "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
             )
         device = torch.device("cuda", index)
@@ -113,6 +117,7 @@ class ModelRunner:
             self.allocate_kv_cache()
             if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
                 self.capture_cudagraph()
+            group.minimum(0)  # all ranks are there
         self._log_backend()
 
     # -- construction ---------------------------------------------------------------------------

@@ -39,13 +39,23 @@ class WorkerError(RuntimeError):
         self.rank, self.exit_code, self.worker_traceback = rank, exit_code, worker_traceback
         how = f"ended with exit code {exit_code}"
         if exit_code < 0:
-            how = f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code})"
+            how = f"was killed by {_signal_name(-exit_code)} (exit code {exit_code})"
             if exit_code == -signal.SIGKILL:
                 how += "; the system does that when memory runs out"
         super().__init__(
             f"the worker of rank {rank} {how}. This engine is closed: build a new LLM."
             + (f" The worker's traceback:\n{worker_traceback}" if worker_traceback else "")
         )
+
+    def __reduce__(self) -> tuple[type["WorkerError"], tuple[int, int, str]]:
+        return WorkerError, (self.rank, self.exit_code, self.worker_traceback)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 class _Worker(NamedTuple):
@@ -115,7 +125,8 @@ class Workers:
         watcher.start()
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of every worker's `ModelRunner`, without waiting for it.
+        """Call a method of every worker's `ModelRunner`, without waiting for it. There must be
+        room for it.
 
         Raises:
             WorkerError: if a worker has died.
@@ -124,14 +135,20 @@ class Workers:
         """
         if os.getpid() != self._pid:
             raise RuntimeError("a forked process cannot use its parent's engine: build a new LLM")
-        message = pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL)
-        while not self._channel.has_room():  # a worker is some steps behind
-            self.check()
-            time.sleep(1e-4)
         self.check()
-        self._channel.write(message)
+        self._channel.write(pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
         for worker in self._workers:
             worker.socket.send(b"\1", socket.MSG_NOSIGNAL)
+
+    def wait_for_room(self) -> None:
+        """Wait until a call finds room: a worker may be some steps behind.
+
+        Raises:
+            WorkerError: if a worker has died.
+        """
+        while not self._channel.has_room():
+            self.check()
+            time.sleep(1e-4)
 
     def check(self) -> None:
         """WorkerError if a worker has died."""

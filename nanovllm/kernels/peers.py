@@ -6,7 +6,9 @@ each other, and there are two buffers that the calls take in turn: a rank can be
 another, not two, since it waits for the other's flag in every call.
 
 Every rank must make the same calls in the same order, and a kernel must wait for its predecessor
-(`hopper.wait`) before it exchanges.
+(`hopper.wait`) before it exchanges. Programs that wait keep their place on the GPU, which is no
+deadlock: a GPU starts programs in the order of the grid, so the lowest row that some rank has not
+finished is running, or has run, on all.
 """
 
 from typing import Any
@@ -55,8 +57,7 @@ def wait_flag(flag_ptr, epoch, abort_ptr):
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % 1024 == 0:
-            aborted = tl.atomic_add(abort_ptr, 0, sem="acquire", scope="sys")
-            seen = tl.where(aborted != 0, epoch, seen)
+            seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, epoch, seen)
 
 
 @triton.jit
