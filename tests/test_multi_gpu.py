@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
     "eager": {"enforce_eager": True},
     "synchronous": {"overlap": False},
     "plain-kernels": {"fused_kernels": False},
+    "large-steps": {"max_num_seqs": 16},  # of more rows than kernels exchange
 }
 
 
@@ -95,7 +96,7 @@ def test_log_probabilities_of_large_and_small_steps(
     worst = 0.0
     options = {**SMALL, **MODES[mode], "overlap": False, "tensor_parallel_size": size}
     with LLM(wide, **options) as llm:
-        for lengths in ([900, 700, 650, 333], [3000], [300, 20, 1], [9]):
+        for lengths in ([900, 700, 650, 333], [3000], [300, 20, 1], [65], [9]):
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
             for prompt in prompts:
                 llm.add_request(prompt, params)
