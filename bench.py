@@ -246,8 +246,9 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """How results name the model."""
-    return str(args.model or args.dummy or TINY)
+    """How results name the model, and the GPUs if there are several."""
+    name, size = str(args.model or args.dummy or TINY), args.tensor_parallel_size
+    return name if size == 1 else f"{name}, {size} GPUs"
 
 
 def parse_args() -> argparse.Namespace:

@@ -34,6 +34,7 @@ def main() -> None:
     hardware = limits.hardware("NVIDIA H200", itemsize, args.bandwidth, args.flops)
     if hardware is None:
         parser.error("float32 needs --bandwidth and --flops: the H200's are those of 16 bits")
+    hardware = hardware.times(args.tensor_parallel_size)
     print(
         f"{bench.model_name(args)}: {hardware.bandwidth / 1e12:g} TB/s, "
         f"{hardware.flops / 1e12:g} TFLOP/s"

@@ -105,6 +105,17 @@ def test_unknown_hardware_has_no_limit() -> None:
     assert limits.hardware("a CPU", 4, 1e10, 1e11) == limits.Hardware(1e10, 1e11)
 
 
+def test_several_gpus_have_the_limits_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (1, 2):
+        args = ("--dummy", "qwen3-8b", "--only", "bs1", "--tensor-parallel-size", str(size))
+        run(roofline.main, monkeypatch, *args)
+    one, two = capsys.readouterr().out.splitlines()[1::2]
+    seconds = [float(line.split(" limit ")[1].split(" s")[0]) for line in (one, two)]
+    assert seconds[0] == pytest.approx(2 * seconds[1], abs=0.002)
+
+
 # -- the scripts ----------------------------------------------------------------------------------
 
 
