@@ -185,6 +185,7 @@ def test_workloads_are_measured_and_saved(
         assert ("bytes_per_s" in result) == (name != "timed")
 
 
+@pytest.mark.slow
 def test_startup_times_fresh_processes(
     monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
 ) -> None:

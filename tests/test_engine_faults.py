@@ -60,8 +60,9 @@ FAULT_POINTS = {
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    ("k", "after"), [(1, False), (3, False), (3, True)], ids=["first", "third", "after-third"]
+)
 @pytest.mark.parametrize("point", FAULT_POINTS)
 def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint, monkeypatch):
     """Defect 15: whatever is interrupted, and wherever."""

@@ -257,7 +257,12 @@ def test_defect_11_messages_do_not_grow_with_cached_prompts(
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*(("eight heads", n) for n in (1, 2, 4, 8)), ("wide", 2)]
+    ("name", "size"),
+    [
+        *(("eight heads", n) for n in (1, 2, 4)),
+        pytest.param("eight heads", 8, marks=pytest.mark.slow),
+        ("wide", 2),
+    ],
 )
 @pytest.mark.usefixtures("threads")
 def test_log_probabilities_are_those_of_transformers(name: str, size: int, make: Any) -> None:

@@ -270,12 +270,22 @@ CASES = [
     ("exit", SERVE, "raise", {"after": True}),
     ("exit", SERVE, "kill", {"after": True}),
 ]
+LESS_LIKELY = (
+    "while the ranks meet-raise",
+    "loading-kill",
+    "prefill-kill",
+    "decode-leave",
+    "exit-raise",
+)
 
 
 @pytest.mark.parametrize(
     ("where", "fault", "options"),
-    [case[1:] for case in CASES],
-    ids=[f"{case[0]}-{case[2]}" for case in CASES],
+    [
+        pytest.param(*case[1:], id=name, marks=[pytest.mark.slow] if name in LESS_LIKELY else [])
+        for case in CASES
+        for name in [f"{case[0]}-{case[2]}"]
+    ],
 )
 def test_defect_13_dead_worker_gives_an_error_that_names_it(
     where, fault, options, inject, checkpoint, nothing_left, record_property
