@@ -59,6 +59,22 @@ def make_checkpoint(path: Path, *, seed: int = 0, shard: str = "1GB", **override
     return path
 
 
+def qwen3_06b_config(**overrides: Any) -> transformers.Qwen3Config:
+    """The shape of Qwen3-0.6B."""
+    options = {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    }
+    return transformers.Qwen3Config(**{**options, **overrides})
+
+
 def copy_checkpoint(source: Path, path: Path, **changes: Any) -> Path:
     """A copy with other values in config.json."""
     shutil.copytree(source, path, copy_function=shutil.copyfile)

@@ -16,9 +16,9 @@ from test_reference import (
     make_prompts,
     reference_greedy,
 )
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
@@ -182,17 +182,7 @@ def test_bfloat16_still_adds(tiny: str, backend: str) -> None:
 def qwen3_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random checkpoint in the Qwen3-0.6B shape, made by transformers."""
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-    )
+    config = qwen3_06b_config()
     path: Path = tmp_path_factory.mktemp("qwen3-0.6b")
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from test_reference import MAX_TOKENS, make_prompts, reference_greedy
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
+from checkpoints import qwen3_06b_config
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.layers.embed_head import ParallelLMHead
 
@@ -57,17 +58,8 @@ def test_float32_tokens_are_those_of_the_reference(
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four layers in the width of Qwen3-0.6B."""
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
+    changes = {"num_hidden_layers": 4, "max_position_embeddings": 4096}
+    config = qwen3_06b_config(tie_word_embeddings=False, **changes)
     path: Path = tmp_path_factory.mktemp("wide")
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     return str(path)

@@ -56,13 +56,12 @@ class Group:
         self.bulk: BulkExchange | None = None
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
-        self._store: dist.Store | None = None
         self._abort_lock, self._is_aborted = threading.Lock(), False
         self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, which must be there (`arrival`)."""
-        self._store, self._device = store, device
+        self._device = device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
             with _connecting_nccl:
@@ -85,7 +84,6 @@ class Group:
 
     def open_peer_memory(
         self,
-        device: torch.device,
         dtype: torch.dtype,
         hidden_size: int,
         max_num_seqs: int,
@@ -93,10 +91,10 @@ class Group:
     ) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks."""
         others = [peer for peer in range(self.size) if peer != self.rank]
-        possible = all(torch.cuda.can_device_access_peer(device, peer) for peer in others)
+        possible = all(torch.cuda.can_device_access_peer(self._device, peer) for peer in others)
         row_bytes = hidden_size * dtype.itemsize
         if self.minimum(int(possible and row_bytes % ALIGNMENT == 0)):
-            who = self.rank, self.size, device
+            who = self.rank, self.size, self._device
             self._abort_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             how = self._abort_word, self._share
             max_rows = max_num_seqs + max_num_seqs % 2  # so that rows begin at multiples of 16
@@ -187,7 +185,7 @@ class Group:
         with ExitStack() as finally_:  # all of it, whatever fails
             for region in self._regions:
                 finally_.callback(region.close)
-        self.peers = self.bulk = self._backend = self._store = self._abort_word = None
+        self.peers = self.bulk = self._backend = self._abort_word = None
 
 
 def listen() -> tuple[dist.Store, int]:

@@ -29,15 +29,18 @@ class Channel:
 
     def __init__(self, fd: int, num_readers: int, capacity: int) -> None:
         self._num_readers, self._capacity = num_readers, capacity
-        self._slot_size = -(-(_NUMBER.size + capacity) // LINE) * LINE
+        self._slot_size = self._slot_bytes(capacity)
         self._memory = mmap.mmap(fd, self.num_bytes(num_readers, capacity))
         self._num_messages = 0  # sent or received at this end
 
     @staticmethod
-    def num_bytes(num_readers: int, capacity: int) -> int:
+    def _slot_bytes(capacity: int) -> int:
+        return -(-(_NUMBER.size + capacity) // LINE) * LINE
+
+    @classmethod
+    def num_bytes(cls, num_readers: int, capacity: int) -> int:
         """Bytes of memory for a channel."""
-        slot_size = -(-(_NUMBER.size + capacity) // LINE) * LINE
-        return num_readers * LINE + NUM_SLOTS * slot_size
+        return num_readers * LINE + NUM_SLOTS * cls._slot_bytes(capacity)
 
     @classmethod
     def create(cls, num_readers: int, capacity: int) -> tuple["Channel", int]:

@@ -134,7 +134,7 @@ class ModelRunner:
         if fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
             limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
             hidden_size = self.model_config.hidden_size
-            self.group.open_peer_memory(self.device, self.dtype, hidden_size, *limits)
+            self.group.open_peer_memory(self.dtype, hidden_size, *limits)
         build = Build(self.dtype, fused, self.group)
         with torch.device(self.device):
             model_class = MODELS[self.model_config.architecture]
