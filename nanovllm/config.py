@@ -1,6 +1,8 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
 
 from nanovllm.utils.checks import (
     check_bool,
@@ -109,3 +111,13 @@ class Config:
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
             )
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """TypeError for an option that `Config` does not have."""
+    known = [field.name for field in fields(Config) if field.name != "model"]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
+            raise TypeError(f"LLM() has no option `{name}`; {hint}")

@@ -17,12 +17,13 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, arrival, join, listen
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, Workers
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.device import resolve_device
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,7 +45,7 @@ class Executor:
         self.is_broken = False
         self.model_runner: ModelRunner | None = None
         self._group = Group(0, config.tensor_parallel_size)
-        self._device = resolve_device(config.device, self._group)
+        self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
         self._workers: Workers | None = None
         self._store: Store | None = None
         self._port = 0  # of the store

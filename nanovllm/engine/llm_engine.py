@@ -3,7 +3,6 @@
 The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
 """
 
-import difflib
 import itertools
 import logging
 import os
@@ -14,14 +13,13 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
-from nanovllm.config import Config
+from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
@@ -63,7 +61,7 @@ class LLMEngine:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._lock = threading.RLock()
-        _check_options(options)
+        check_options(options)
         if not isinstance(model, (str, Path)):
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
         self.config = Config(os.path.expanduser(model), **options)
@@ -361,13 +359,3 @@ def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
     executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """TypeError for an option that `Config` does not have."""
-    known = [field.name for field in fields(Config) if field.name != "model"]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
-            raise TypeError(f"LLM() has no option `{name}`; {hint}")

@@ -31,39 +31,10 @@ from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
 from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.device import resolve_device
 from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
-
-
-def resolve_device(choice: str, group: Group) -> torch.device:
-    """The device of a rank, for `Config.device`. ValueError if it cannot be had."""
-    if choice == "auto":
-        choice = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(choice)
-    except RuntimeError as error:
-        raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {choice!r}") from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if group.size > 1 and device.index is not None:
-            raise ValueError(
-                f"`device` must be without an index for tensor_parallel_size {group.size}, got "
-                f"{choice!r}: choose the GPUs by CUDA_VISIBLE_DEVICES"
-            )
-        if 0 < count < group.size:
-            raise ValueError(
-                f"`tensor_parallel_size` must be at most the number of CUDA devices, {count}, "
-                f"got {group.size}"
-            )
-        index = device.index if device.index is not None else group.rank
-        if index >= count:
-            raise ValueError(
-                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
-                "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
-            )
-        device = torch.device("cuda", index)
-    return device
 
 
 class ModelRunner:
@@ -84,7 +55,7 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.group = group
-        self.device = resolve_device(config.device, group)
+        self.device = resolve_device(config.device, group.rank, group.size)
         on_cpu = self.device.type == "cpu"
         dtype = config.dtype
         if dtype == "auto":

@@ -59,13 +59,15 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     import torch
 
     from nanovllm.distributed.group import FOREVER, Group, arrival, join
-    from nanovllm.engine.model_runner import ModelRunner, resolve_device
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.utils.device import resolve_device
 
     logging.disable(logging.WARNING)  # rank 0 says it
     torch.set_num_threads(setup.num_threads)
     size = setup.config.tensor_parallel_size
     group = Group(setup.rank, size)
-    device, store = resolve_device(setup.config.device, group), join(setup.port)
+    device = resolve_device(setup.config.device, setup.rank, size)
+    store = join(setup.port)
     store.set(arrival(setup.rank), "")
     store.wait([arrival(0)], FOREVER)  # rank 0 is there when all are
     group.connect(store, device)

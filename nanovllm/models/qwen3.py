@@ -50,7 +50,7 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(backend, head_dim)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
-        """positions: [T]; hidden: [T, M]. Returns [T, M]."""
+        """positions: [T]; hidden: normalised rows. Returns results that may be partial."""
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         q, k, v = qkv.split(self.head_counts, dim=1)
         if self.fused:
@@ -83,7 +83,7 @@ class Qwen3MLP(nn.Module):
         self.fused = build.fused
 
     def forward(self, hidden: Hidden) -> Hidden:
-        """[T, M] -> [T, M]"""
+        """hidden: normalised rows. Returns results that may be partial."""
         if self.fused:
             return self.down_proj(self.gate_up_proj.gated(hidden))
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
@@ -109,8 +109,9 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: torch.Tensor | None
     ) -> tuple[Hidden, torch.Tensor]:
-        """hidden: [T, M], not yet added to residual: [T, M]. Returns the same pair; with `fused`,
-        hidden may be partial results (see `RowParallelLinear`).
+        """hidden: what is not yet added to residual, and may be partial results (see
+        `RowParallelLinear`). Returns the same pair. The residual is [T, M], or in large steps on
+        several GPUs this rank's rows of it.
         """
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
         hidden = self.self_attn(positions, hidden)

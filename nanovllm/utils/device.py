@@ -1,0 +1,33 @@
+"""Which device `Config.device` means."""
+
+import torch
+
+
+def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
+    """The device of one of `size` ranks. ValueError if it cannot be had."""
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(choice)
+    except RuntimeError as error:
+        raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {choice!r}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if size > 1 and device.index is not None:
+            raise ValueError(
+                f"`device` must be without an index for tensor_parallel_size {size}, got "
+                f"{choice!r}: choose the GPUs by CUDA_VISIBLE_DEVICES"
+            )
+        if 0 < count < size:
+            raise ValueError(
+                f"`tensor_parallel_size` must be at most the number of CUDA devices, {count}, "
+                f"got {size}"
+            )
+        index = device.index if device.index is not None else rank
+        if index >= count:
+            raise ValueError(
+                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
+                "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
+            )
+        device = torch.device("cuda", index)
+    return device
