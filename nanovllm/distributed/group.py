@@ -29,6 +29,7 @@ PATIENCE = 3.0  # seconds for NCCL to end in order
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the caller's process with a worker's
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the same
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # would ask the store every second, and warn at its end
     "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
 }
 

@@ -126,7 +126,7 @@ class DecodeGraphs:
         self._inputs = StaticInputs(device, max_num_seqs, table_width)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._tokens: dict[int, torch.Tensor] = {}
-        pool = None
+        pool, stream = None, torch.cuda.Stream(device)  # PyTorch's own is on the first device used
         self._inputs.fill(None, max_num_seqs)
         # Largest first: the others fit into its memory.
         with startup_bar(self.sizes[::-1], "Capturing CUDA graphs", "graph") as bar:
@@ -136,7 +136,7 @@ class DecodeGraphs:
                 torch.cuda.synchronize(device)
                 graph = torch.cuda.CUDAGraph()
                 # Other threads, those that watch the workers, may use CUDA meanwhile.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                     self._tokens[size] = compute(inputs)
                 self._graphs[size] = graph
                 pool = pool or graph.pool()
