@@ -1,5 +1,6 @@
 """Kernels that exchange rows between ranks, in Triton's interpreter: a rank is a process."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,16 @@ def test_flags_between_kernels() -> None:
     abort.fill_(1)
     wait_for(addresses[0], 5, abort.data_ptr())
     assert flags.tolist() == [0, 7, 5]
+
+
+def test_flags_at_a_low_address() -> None:
+    """Which Triton takes for an int32. Memory is that low where a program's heap is."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    read_write, private_anonymous_32bit = 3, 0x62
+    address = libc.mmap(None, 4096, read_write, private_anonymous_32bit, -1, 0)
+    assert 0 < address < 1 << 31
+    signal(address, 5)
+    assert ctypes.c_int64.from_address(address).value == 5
+    wait_for(address, 5, address + 8)
+    libc.munmap(ctypes.c_void_p(address), 4096)

@@ -57,6 +57,7 @@ def test_every_graph_is_counted(monkeypatch, capfd, no_delay):
     stub = SimpleNamespace(fill=lambda *args: None, views=lambda size: size)
     monkeypatch.setattr(graph_runner, "StaticInputs", lambda *args: stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1))
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
     computed = []

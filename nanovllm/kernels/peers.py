@@ -115,9 +115,14 @@ def all_reduce_row(
     return total
 
 
+@triton.jit
+def _pointer(address):
+    return address.to(tl.int64).to(tl.pointer_type(tl.int64))  # Triton takes low ones for int32
+
+
 @triton.jit(do_not_specialize=["address", "epoch"])
 def _signal_kernel(address, epoch):
-    flag_ptr = address.to(tl.pointer_type(tl.int64))
+    flag_ptr = _pointer(address)
     tl.atomic_xchg(flag_ptr, epoch.to(tl.int64), sem="release", scope="sys")
 
 
@@ -128,8 +133,7 @@ def signal(address: int, epoch: int) -> None:
 
 @triton.jit(do_not_specialize=["flag", "abort", "epoch"])
 def _wait_kernel(flag, abort, epoch):
-    flag_ptr = flag.to(tl.pointer_type(tl.int64))
-    wait_flag(flag_ptr, epoch.to(tl.int64), abort.to(tl.pointer_type(tl.int64)))
+    wait_flag(_pointer(flag), epoch.to(tl.int64), _pointer(abort))
 
 
 def wait_for(flag: int, epoch: int, abort: int) -> None:
