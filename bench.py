@@ -99,7 +99,12 @@ def run_once(
     for output, param in zip(outputs, params, strict=True):
         if len(output.outputs[0].token_ids) != param.max_tokens:
             raise RuntimeError(f"request {output.request_id} did not run to its length")
-    return sum(param.max_tokens for param in params), seconds
+    return sum(num_new_tokens(params)), seconds
+
+
+def num_new_tokens(params: list[SamplingParams]) -> list[int]:
+    """How many tokens each of them asks for; all say it."""
+    return [param.max_tokens or 0 for param in params]
 
 
 def choose_cpu_size(llm: LLM, seed: int) -> int:
@@ -161,7 +166,7 @@ def achieved(
     """Bandwidth and share of the roofline of a run (`limits.report`)."""
     metrics = llm.metrics()
     itemsize = 4 if metrics["dtype"] == "float32" else 2
-    lens = [len(prompt) for prompt in prompts], [param.max_tokens for param in params]
+    lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     work = limits.work(llm.model_config, itemsize, *lens, num_shared)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, args.bandwidth, args.flops)

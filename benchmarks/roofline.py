@@ -44,7 +44,7 @@ def main() -> None:
         count, length, output = args.uniform
         workloads["uniform"] = uniform([[0] * length] * count, output, True)
     for name, workload in workloads.items():
-        lens = [len(p) for p in workload.prompts], [p.max_tokens for p in workload.params]
+        lens = [len(p) for p in workload.prompts], bench.num_new_tokens(workload.params)
         work = limits.work(config, itemsize, *lens, workload.num_shared)
         prefill, decode = work.seconds(hardware)
         limit = f"{prefill + decode:7.3f} s"

@@ -45,7 +45,7 @@ class Workload(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens to generate."""
-        return sum(params.max_tokens for params in self.params)
+        return sum(bench.num_new_tokens(self.params))
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:

@@ -35,7 +35,7 @@ class LengthEstimator:
     def remaining(self, seq: Sequence) -> int:
         """Expected number of tokens still to come, at least 1."""
         params, done = seq.sampling_params, seq.num_completion_tokens
-        most = max(1, min(params.max_tokens - done, self.max_model_len - seq.num_tokens))
+        most = max(1, min(seq.max_tokens - done, self.max_model_len - seq.num_tokens))
         if params.ignore_eos or not self._num_ended:
             return most
         mean = int(self._mean)

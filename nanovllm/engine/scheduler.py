@@ -178,8 +178,7 @@ class Scheduler:
     def _reaches_its_end(self, seq: Sequence) -> bool:
         """Whether the pending token is the last, so that nothing is left to compute."""
         return seq.num_pending > 0 and (
-            seq.num_completion_tokens == seq.sampling_params.max_tokens
-            or seq.num_tokens == self.max_model_len
+            seq.num_completion_tokens == seq.max_tokens or seq.num_tokens == self.max_model_len
         )
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
@@ -275,8 +274,7 @@ class Scheduler:
         if token_id in self.eos_token_ids and not params.ignore_eos:
             seq.finish_reason = "stop"
         elif (
-            num_tokens - seq.num_prompt_tokens == params.max_tokens
-            or num_tokens == self.max_model_len
+            num_tokens - seq.num_prompt_tokens == seq.max_tokens or num_tokens == self.max_model_len
         ):
             seq.finish_reason = "length"
         else:

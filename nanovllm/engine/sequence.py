@@ -6,6 +6,7 @@ import xxhash
 
 from nanovllm.sampling_params import SamplingParams
 
+NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet
 
 
@@ -29,6 +30,7 @@ class Sequence:
         "block_size",
         "block_table",
         "finish_reason",
+        "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending",
@@ -60,6 +62,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.sampling_params = sampling_params
+        self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None

@@ -25,8 +25,10 @@ def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not minimum <= number <= maximum:
-        rule = f"at least {minimum:g}" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
-        raise ValueError(f"`{name}` must be finite and {rule}, got {value!r}")
+        rule = f" and {minimum:g} to {maximum:g}"
+        if maximum == math.inf:
+            rule = "" if minimum == -math.inf else f" and at least {minimum:g}"
+        raise ValueError(f"`{name}` must be finite{rule}, got {value!r}")
 
 
 def check_bool(name: str, value: Any) -> None:
