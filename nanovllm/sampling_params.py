@@ -1,6 +1,6 @@
 """`SamplingParams`: how one request is sampled, when it ends, and what its result carries.
 
-Names, defaults and meanings are those of vLLM, except that `max_tokens` is 64 where nothing is said.
+Names, defaults and meanings are those of vLLM; only the default of `max_tokens` is 64.
 """
 
 import math
