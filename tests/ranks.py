@@ -16,8 +16,9 @@ from nanovllm.config import Config
 from nanovllm.distributed import group as group_module
 from nanovllm.distributed.group import Group
 from nanovllm.engine import llm_engine
+from nanovllm.engine.controls import ControlTable, KnownTokens
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import mark_sent, plan_step
+from nanovllm.engine.plan import mark_sent
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig
@@ -64,6 +65,7 @@ class ThreadedExecutor:
 
     def __init__(self, config: Config, model_config: ModelConfig) -> None:
         self.config, self.model_config = config, model_config
+        self.controls = ControlTable(config.max_num_seqs, model_config.vocab_size)
         self.runners: list[ModelRunner] = []
         self.samplers: list[RecordingSampler] = []
 
@@ -81,10 +83,14 @@ class ThreadedExecutor:
             runner.sampler = self.samplers[-1]  # type: ignore[assignment]
         return self.runners[0]
 
-    def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
-        message = pickle.dumps(plan_step(scheduled), protocol=pickle.HIGHEST_PROTOCOL)
+    def run(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> PendingTokens:
+        plan, controls = self.controls.plan(scheduled, known)
+        message = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
         tokens = on_all_ranks(
-            len(self.runners), lambda rank: self.runners[rank].run(pickle.loads(message))
+            len(self.runners),
+            lambda rank: self.runners[rank].run(
+                pickle.loads(message), controls if rank == 0 else None
+            ),
         )
         mark_sent(scheduled)
         everyone = [pending.wait() for pending in tokens]

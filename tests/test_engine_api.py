@@ -59,7 +59,7 @@ def test_every_eos_id_stops_and_stays_in_token_ids(eos, tmp_path, monkeypatch):
         assert llm.eos_token_ids == {258, 256, 65}
         script = [ord("h"), ord("i"), eos, ord("!")]
 
-        def scripted(scheduled):
+        def scripted(scheduled, known):
             tokens = [script[i.seq.num_completion_tokens] for i in scheduled if i.samples]
             return PendingTokens(torch.tensor(tokens))
 

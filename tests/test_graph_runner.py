@@ -13,6 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.batch import Batch, build_batch
 from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
+from nanovllm.engine.step_inputs import Computed
 
 B = 12
 
@@ -103,7 +104,7 @@ class StandIn:
         inputs._B, inputs._W = runner.config.max_num_seqs, 8
         inputs._device = torch.full((inputs._B * (NUM_ROWS + inputs._W),), 7, dtype=torch.int32)
 
-    def replay(self, batch: Batch) -> torch.Tensor:
+    def replay(self, batch: Batch) -> Computed:
         assert batch.is_decode, "this step is not for a graph"
         self.num_replays += 1
         if not self.padded:
@@ -111,7 +112,8 @@ class StandIn:
         n = len(batch.input_ids)
         size = self.sizes[bisect_left(self.sizes, n)]
         lay_out(*self.inputs._split(self.inputs._device.numpy()), batch, size)
-        return self.runner.run_model(self.inputs.views(size))[:n]
+        tokens, logits = self.runner.run_model(self.inputs.views(size))
+        return Computed(tokens[:n], logits[:n])
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])

@@ -138,11 +138,11 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
     [worker] = llm.executor._workers._workers
     run, calls = llm.model_runner.run, []
 
-    def killing(plan: Any) -> Any:
-        calls.append(plan)
+    def killing(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == {"prefill": 1, "decode": 5}[moment]:
             os.kill(worker.process.pid, signal.SIGKILL)
-        return run(plan)
+        return run(*args)
 
     if moment == "between":
         llm.add_request(list(range(200)), GREEDY)

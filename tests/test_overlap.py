@@ -124,11 +124,11 @@ def test_defect_15_sigint_in_the_model(k, after, llm, checkpoint, monkeypatch):
     """The signal itself, in the main thread, while a step is launched."""
     run, calls = llm.model_runner.run, itertools.count(1)
 
-    def interrupted(scheduled):
-        tokens = run(scheduled) if after else None
+    def interrupted(*args):
+        tokens = run(*args) if after else None
         if next(calls) == k:
             signal.raise_signal(signal.SIGINT)
-        return tokens if after else run(scheduled)
+        return tokens if after else run(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.model_runner, "run", interrupted)
@@ -167,9 +167,9 @@ def test_defect_15_ctrl_c_between_launch_and_books(k, llm, checkpoint, monkeypat
     ids, run, scope = add_all(llm), llm.model_runner.run, llm._reset_on_error
     calls, armed = itertools.count(1), []
 
-    def launch(scheduled):
+    def launch(*args):
         armed.extend([True] * (next(calls) == k))
-        return run(scheduled)
+        return run(*args)
 
     def enter():
         if armed:
@@ -251,9 +251,9 @@ def test_step_times_include_the_work(llm, monkeypatch):
     """Rates were a hundred times too high where launching a step is computing it, as on a CPU."""
     run, launching = llm.model_runner.run, []
 
-    def timed(scheduled):
+    def timed(*args):
         start = time.perf_counter()
-        tokens = run(scheduled)
+        tokens = run(*args)
         launching.append(time.perf_counter() - start)
         return tokens
 

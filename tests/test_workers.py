@@ -359,9 +359,9 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
     os.kill(third, signal.SIGSTOP)
     wait = llm.model_runner.run
 
-    def run(plan):
+    def run(*args):
         os.kill(second, signal.SIGKILL)
-        return wait(plan)
+        return wait(*args)
 
     llm.model_runner.run = run
     with pytest.raises(WorkerError, match="SIGKILL") as caught:
@@ -483,7 +483,7 @@ def test_error_of_rank_0_closes_the_engine(checkpoint, monkeypatch, nothing_left
     run_steps(llm, 2)
     monkeypatch.setattr(workers_module, "PATIENCE", 10 * DEADLINE)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "run", lambda plan: 1 / 0)
+        patch.setattr(llm.model_runner, "run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             within_deadline(llm.step)
         patch.undo()
@@ -676,10 +676,10 @@ MOMENTS = {
     "while workers start": "Executor._connect = lambda *args: reach(); build()",
     "while workers load": "ModelRunner.load = lambda self: reach(); build()",
     "idle": "llm = build(); reach()",
-    "within a step": "llm = build(); llm.model_runner.run = lambda plan: reach(); generate(llm)",
+    "within a step": "llm = build(); llm.model_runner.run = lambda *args: reach(); generate(llm)",
     "with a child": """
 llm = build()
-def run(plan):
+def run(*args):
     child = os.fork()
     if not child:
         signal.pause()
@@ -764,7 +764,7 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         signal.signal(signal.SIGTERM, lambda *args: sys.exit(4))
         llm = build()
         print(generate(llm))
-        llm.model_runner.run = lambda plan: signal.raise_signal(signal.SIGTERM)
+        llm.model_runner.run = lambda *args: signal.raise_signal(signal.SIGTERM)
         generate(llm)
         """,
         4,
@@ -776,10 +776,10 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         signal.signal(signal.SIGINT, signal.default_int_handler)
         llm = build()
         run = llm.model_runner.run
-        def interrupted(plan):
+        def interrupted(*args):
             llm.model_runner.run = run
             os.killpg(0, signal.SIGINT)
-            return run(plan)
+            return run(*args)
         llm.model_runner.run = interrupted
         try:
             generate(llm)

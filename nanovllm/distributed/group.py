@@ -140,6 +140,13 @@ class Group:
             self._backend.allgather([parts], [x.contiguous()]).wait()
         return torch.stack(parts)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace x by that of rank 0."""
+        if self._backend is not None:
+            with self._losing_contact():
+                self._backend.broadcast([x]).wait()
+        return x
+
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
         if self.size == 1:

@@ -17,8 +17,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group, arrival, join, listen
+from nanovllm.engine.controls import ControlTable, KnownTokens
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import mark_sent, max_plan_bytes, plan_step
+from nanovllm.engine.plan import mark_sent, max_plan_bytes
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, Workers
@@ -46,6 +47,7 @@ class Executor:
         self.model_runner: ModelRunner | None = None
         self._group = Group(0, config.tensor_parallel_size)
         self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
+        self._controls = ControlTable(config.max_num_seqs, model_config.vocab_size)
         self._workers: Workers | None = None
         self._store: Store | None = None
         self._port = 0  # of the store
@@ -117,21 +119,29 @@ class Executor:
         except BaseException as error:
             self._meeting_error = error
 
-    def run(self, scheduled: list[ScheduledSequence]) -> PendingTokens:
+    def run(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> PendingTokens:
         """Launch a step on all ranks. Samples one token for each of the sequences that `samples`.
+
+        Args:
+            scheduled: the step.
+            known: the tokens of a sequence, for controls that depend on them.
 
         Raises:
             WorkerError: if a worker has died.
         """
         assert self.model_runner is not None, "not started"
-        plan = plan_step(scheduled)
+        plan, controls = self._controls.plan(scheduled, known)
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
         with _uninterrupted(), self._all_or_none():
             if self._workers is not None:
                 self._workers.call("run", plan)
-            tokens = self.model_runner.run(plan)
+            try:
+                tokens = self.model_runner.run(plan, controls)
+            except BaseException:
+                self._controls.forget()
+                raise
             mark_sent(scheduled)
         return tokens
 

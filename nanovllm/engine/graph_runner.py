@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.step_inputs import StepInputs
+from nanovllm.engine.step_inputs import Computed, StepInputs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
 from nanovllm.utils.progress import startup_bar
@@ -108,7 +108,7 @@ class DecodeGraphs:
     """Captures the decode step, from the tokens' embedding to the next tokens, and replays it.
 
     Args:
-        compute: the step: its inputs -> sampled tokens [b] int32.
+        compute: the step: its inputs -> what it computes for b sequences.
         device: a CUDA device.
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
@@ -116,7 +116,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        compute: Callable[[StepInputs], torch.Tensor],
+        compute: Callable[[StepInputs], Computed],
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
@@ -125,7 +125,7 @@ class DecodeGraphs:
         self.num_replays = 0
         self._inputs = StaticInputs(device, max_num_seqs, table_width)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._tokens: dict[int, torch.Tensor] = {}
+        self._computed: dict[int, Computed] = {}
         pool, stream = None, torch.cuda.Stream(device)  # PyTorch's own is on the first device used
         self._inputs.fill(None, max_num_seqs)
         # Largest first: the others fit into its memory.
@@ -137,15 +137,16 @@ class DecodeGraphs:
                 graph = torch.cuda.CUDAGraph()
                 # Other threads, those that watch the workers, may use CUDA meanwhile.
                 with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                    self._tokens[size] = compute(inputs)
+                    self._computed[size] = compute(inputs)
                 self._graphs[size] = graph
                 pool = pool or graph.pool()
 
-    def replay(self, batch: Batch) -> torch.Tensor:
-        """Sampled tokens [n] int32 of a decode batch of n sequences, until the next replay."""
+    def replay(self, batch: Batch) -> Computed:
+        """What the step computes for a decode batch of n sequences, until the next replay."""
         n = len(batch.input_ids)
         size = self.sizes[bisect.bisect_left(self.sizes, n)]
         self._inputs.fill(batch, size)
         self._graphs[size].replay()
         self.num_replays += 1
-        return self._tokens[size][:n]
+        tokens, logits = self._computed[size]
+        return Computed(tokens[:n], logits[:n])

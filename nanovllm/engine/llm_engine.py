@@ -21,14 +21,16 @@ from typing_extensions import Self
 
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.controls import request_controls
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
 from nanovllm.engine.metrics import Metrics, Progress
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -92,7 +94,8 @@ class LLMEngine:
             self.model_runner.max_model_len,
             pool_tokens,
         )
-        self._ids = itertools.count()
+        self._request_ids, self._seq_ids = itertools.count(), itertools.count()
+        self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._metrics = Metrics()
         overlap = self.config.overlap
         if overlap is None:
@@ -113,12 +116,13 @@ class LLMEngine:
         self._under_way: deque[StepUnderWay] = deque()
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
-        self._finished: list[Sequence] = []  # ended, and not returned by `step` yet
+        self._finished: list[Request] = []  # ended, and not returned by `step` yet
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
         self._under_way.clear()
         self._finished.clear()
+        self._requests.clear()
         self._launching = False
         self.scheduler.reset()
 
@@ -141,16 +145,24 @@ class LLMEngine:
             return self._add(parsed.text, parsed.token_ids, params)
 
     def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> int:
-        seq = Sequence(
-            next(self._ids),
-            token_ids,
-            params,
-            block_size=self.config.kvcache_block_size,
-            prompt=text,
-            seed=self.config.seed,
-        )
-        self.scheduler.add(seq)
-        return seq.seq_id
+        controls = request_controls(params, self.model_config.vocab_size, self.eos_token_ids)
+        seqs = [
+            Sequence(
+                next(self._seq_ids),
+                token_ids,
+                params,
+                block_size=self.config.kvcache_block_size,
+                seed=self.config.seed,
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+        request = Request(next(self._request_ids), text, params, seqs)
+        for seq in seqs:
+            seq.controls = controls
+            self._requests[seq.seq_id] = request
+            self.scheduler.add(seq)
+        return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and book the one before it. Returns the requests that have ended.
@@ -170,7 +182,7 @@ class LLMEngine:
                     self._close_quietly()
                 raise
             finished, self._finished = self._finished, []
-            return [self._output(seq) for seq in finished]
+            return [request.output(self.tokenizer) for request in finished]
 
     def _step(self) -> None:
         # After a launch that failed, the device may have newer tokens than the step it repeats
@@ -180,7 +192,7 @@ class LLMEngine:
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
             self._launching, launched_at = True, time.perf_counter()
-            tokens = self.executor.run(scheduled)
+            tokens = self.executor.run(scheduled, self._known_completion)
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
@@ -194,12 +206,26 @@ class LLMEngine:
             token_ids = self.executor.wait(step.tokens)
             with self._reset_on_error():
                 self._under_way.popleft()
+                _keep_logprobs(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                self._finished += finished
+                for seq in finished:
+                    request = self._requests.pop(seq.seq_id)
+                    if request.is_finished:
+                        self._finished.append(request)
             now = time.perf_counter()
             self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
             self._metrics.count_finished(finished)
             self._booked_at = now
+
+    def _known_completion(self, seq: Sequence) -> list[int]:
+        """The tokens that a sequence has generated, also one that is not booked yet."""
+        token_ids = seq.completion_token_ids
+        if seq.num_pending:
+            assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
+            scheduled, tokens, _ = self._under_way[-1]
+            sampled = [item.seq for item in scheduled if item.samples]
+            token_ids[-1] = self.executor.wait(tokens)[sampled.index(seq)]
+        return token_ids
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -224,7 +250,12 @@ class LLMEngine:
         with self._lock:
             self._check_open()
             with self._reset_on_error():
-                return self.scheduler.abort(request_id)
+                requests = self._requests.items()
+                seq_ids = [i for i, request in requests if request.request_id == request_id]
+                for seq_id in seq_ids:
+                    del self._requests[seq_id]
+                    self.scheduler.abort(seq_id)
+                return bool(seq_ids)
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -266,21 +297,6 @@ class LLMEngine:
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.completion_token_ids
-        text = ""
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert seq.finish_reason is not None, f"{seq!r} has not finished"
-        return RequestOutput(
-            request_id=seq.seq_id,
-            prompt=seq.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason)],
-            finished=True,
-            num_cached_tokens=seq.num_cached_tokens,
-        )
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.
@@ -359,3 +375,14 @@ def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
     executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass
+
+
+def _keep_logprobs(step: StepUnderWay) -> None:
+    """Give the sequences the log-probabilities of their tokens, before those are booked."""
+    logprobs = step.tokens.logprobs()
+    if logprobs:
+        sampled = [item.seq for item in step.scheduled if item.samples]
+        for row, token_ids, values, rank in logprobs:
+            seq = sampled[row]
+            if not seq.is_finished and seq.sampling_params.logprobs is not None:
+                seq.logprobs.append((token_ids, values, rank))

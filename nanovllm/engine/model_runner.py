@@ -7,12 +7,13 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.triton_backend import HEAD_DIMS, triton_refusal
@@ -20,11 +21,14 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
+from nanovllm.engine.controls import Controls
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.step_inputs import PendingTokens, StepInputs, fill_in, upload
+from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, upload
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build
+from nanovllm.layers.controlled_sampler import ControlledSampler
+from nanovllm.layers.embed_head import local_vocab
 from nanovllm.layers.linear import local_kv_heads
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
@@ -72,6 +76,7 @@ class ModelRunner:
             ),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
+        self.controlled_sampler = ControlledSampler(model_config.vocab_size, config.max_num_seqs)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
         self.last_tokens = torch.zeros(
@@ -80,6 +85,11 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         with self._scope():
             self.load()
+            # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
+            self.logits: torch.Tensor | None = None
+            if not on_cpu:
+                shape = config.max_num_seqs, len(self.model.lm_head.weight)
+                self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
             peak = 0 if on_cpu else self.warmup()  # bytes
             self.num_blocks = group.minimum(self._num_blocks(peak))
             longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
@@ -258,17 +268,58 @@ class ModelRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if on_cuda else nullcontext():
             yield
 
-    def run(self, plan: StepPlan) -> PendingTokens:
-        """Launch a step. Samples one token for each of the sequences that `samples`."""
+    def run(self, plan: StepPlan, controls: Callable[[], Controls] | None = None) -> PendingTokens:
+        """Launch a step. Samples one token for each of the sequences that `samples`.
+
+        Args:
+            plan: the step, the same on all ranks.
+            controls: those of the step, on rank 0. Called when the model has been launched.
+        """
         self._table.update(plan)
         batch = build_batch(plan, self._table, self.config.kvcache_block_size)
         with self._scope():
             if batch.is_decode and self.graphs is not None:
-                return PendingTokens(self.graphs.replay(batch))
-            return PendingTokens(self.run_model(self.prepare(batch)))
+                computed = self.graphs.replay(batch)
+            else:
+                computed = self.run_model(self.prepare(batch))
+            if not plan.controlled.any():
+                return PendingTokens(computed.tokens)
+            return self.run_controls(batch, plan.controlled, computed, controls)
 
-    def run_model(self, inputs: StepInputs) -> torch.Tensor:
-        """The whole step on the device, from token ids to sampled tokens [n] int32."""
+    def run_controls(
+        self,
+        batch: Batch,
+        who: NDArray[np.bool_],
+        computed: Computed,
+        controls: Callable[[], Controls] | None,
+    ) -> PendingTokens:
+        """Sample the sequences with controls again, by those. `who`: [B] says which they are."""
+        rows = np.flatnonzero(who[batch.samples])
+        metadata, _ = self.prepare_sample(batch, who)
+        [index] = upload(self.device, rows.astype(np.int32))
+        logits = self._whole_rows(computed.logits.index_select(0, index))
+        if controls is None:
+            tokens, logprobs = computed.tokens.index_select(0, index), None
+        else:
+            tokens, logprobs = self.controlled_sampler(logits, metadata, controls())
+        tokens = self.group.broadcast(tokens)
+        computed.tokens.index_copy_(0, index.long(), tokens)
+        self.last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        return PendingTokens(computed.tokens, rows, logprobs)
+
+    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [n, len(vocab)] to all: [n, V]."""
+        if self.group.size == 1:
+            return logits
+        per_rank = -(-self.model_config.vocab_size // self.group.size)
+        width = len(local_vocab(self.model_config.vocab_size, Group(0, self.group.size)))
+        assert width >= per_rank, "the first rank has the largest part"
+        padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
+        whole = self.group.all_gather(padded).transpose(0, 1).flatten(1)
+        return whole[:, : self.model_config.vocab_size].contiguous()
+
+    def run_model(self, inputs: StepInputs) -> Computed:
+        """The whole step on the device, from token ids to sampled tokens."""
         self.group.check()
         input_ids = inputs.input_ids
         if inputs.context.num_decodes:
@@ -277,10 +328,12 @@ class ModelRunner:
             hidden = self.model(input_ids, inputs.positions)
         if inputs.sample_rows is not None:
             hidden = hidden.index_select(0, inputs.sample_rows)
-        if not len(hidden):  # chunks of prompts only
-            return input_ids.new_empty(0)
-        logits = self.model.compute_logits(hidden)
-        return self.sampler(logits, inputs.sampling, self.last_tokens)
+        n = len(hidden)
+        if not n:  # chunks of prompts only
+            return Computed(input_ids.new_empty(0), hidden)
+        out = None if self.logits is None else self.logits[:n]
+        logits = self.model.compute_logits(hidden, out)
+        return Computed(self.sampler(logits, inputs.sampling, self.last_tokens), logits)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """The batch on the device."""
@@ -299,7 +352,7 @@ class ModelRunner:
             batch.slots[: batch.num_decodes],
         )
         context = Context(batch.num_decodes, slot_mapping, context_lens, block_tables)
-        sampling, rows = self.prepare_sample(batch)
+        sampling, rows = self.prepare_sample(batch, batch.samples)
         return StepInputs(input_ids, positions, context, slots, rows, sampling)
 
     def prepare_prefill(self, batch: Batch, inputs: StepInputs) -> StepInputs:
@@ -316,9 +369,12 @@ class ModelRunner:
         )
         return inputs._replace(context=context)
 
-    def prepare_sample(self, batch: Batch) -> tuple[SamplingMetadata, torch.Tensor]:
-        """How to sample the n sequences that do, and their rows [n] int32."""
-        who = batch.samples
+    def prepare_sample(
+        self, batch: Batch, who: NDArray[np.bool_]
+    ) -> tuple[SamplingMetadata, torch.Tensor]:
+        """How to sample n sequences, the ones that `who`: [B] says, and the rows [n] int32 of all
+        that do.
+        """
         temperatures, keys, positions, slots, rows = upload(
             self.device,
             batch.temperatures[who].view(np.int32),
@@ -336,7 +392,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
-        for name in ("graphs", "model", "kv_cache", "last_tokens"):
+        for name in ("graphs", "model", "kv_cache", "last_tokens", "logits", "controlled_sampler"):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

@@ -22,6 +22,7 @@ class StepPlan(NamedTuple):
     starts: Int32  # [B], position of the first token
     num_tokens: Int32  # [B], how many
     samples: NDArray[np.bool_]  # [B], whether the next token is sampled
+    controlled: NDArray[np.bool_]  # [B], whether rank 0 needs the logits, to sample it by controls
     token_ids: Int32  # [T], -1 where a decode's token is known to the device only
     new_blocks: Int32  # [3, n]: slot, column and block id of what was added to block tables
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
@@ -50,6 +51,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         starts=np.array([item.start for item in scheduled], np.int32),
         num_tokens=num_tokens,
         samples=np.array([item.samples for item in scheduled]),
+        controlled=np.zeros(len(scheduled), np.bool_),
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
         new_blocks=np.array(added, np.int32).reshape(-1, 3).T,
         joined=np.array([seq.slot for seq in joined], np.int32),

@@ -12,6 +12,7 @@ of them ends its sequence; that is noticed a step late, and the superfluous toke
 
 import bisect
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -211,6 +212,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
+        seq.started_at = seq.started_at or time.perf_counter()
         seq.num_sent_blocks = 0
         bisect.insort(self.running, seq, key=_arrival)
 
@@ -270,19 +272,30 @@ class Scheduler:
 
     def _resolve(self, seq: Sequence, token_id: int) -> None:
         seq.resolve_pending(token_id)
-        params, num_tokens = seq.sampling_params, seq.num_known_tokens
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            seq.finish_reason = "stop"
-        elif (
-            num_tokens - seq.num_prompt_tokens == seq.max_tokens or num_tokens == self.max_model_len
-        ):
-            seq.finish_reason = "length"
-        else:
+        if not seq.first_token_at:
+            seq.first_token_at = time.perf_counter()
+        if not self._ends(seq, token_id):
             return
+        seq.finished_at = time.perf_counter()
         seq.drop_pending()
         seq.status = SequenceStatus.FINISHED
         self.lengths.observe(seq)
         self._release(seq)
+
+    def _ends(self, seq: Sequence, token_id: int) -> bool:
+        """Whether the sequence ends with this token; it says why."""
+        params = seq.sampling_params
+        num_generated = seq.num_known_tokens - seq.num_prompt_tokens
+        if num_generated >= params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                seq.finish_reason = "stop"
+            elif token_id in (params.stop_token_ids or ()):
+                seq.finish_reason, seq.stop_reason = "stop", token_id
+        if seq.finish_reason is None and (
+            num_generated == seq.max_tokens or seq.num_known_tokens == self.max_model_len
+        ):
+            seq.finish_reason = "length"
+        return seq.finish_reason is not None
 
     def _release(self, seq: Sequence) -> None:
         # A step under way may still write the sequence's last block and its slot. Whoever gets

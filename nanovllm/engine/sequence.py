@@ -1,10 +1,17 @@
 """`Sequence`: one request on its way through the engine. Plain Python: knows no tensors."""
 
+from __future__ import annotations
+
+import time
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.controls import RequestControls
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet
@@ -26,10 +33,15 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrived_at",
         "block_hashes",
         "block_size",
         "block_table",
+        "controls",
         "finish_reason",
+        "finished_at",
+        "first_token_at",
+        "logprobs",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -37,12 +49,13 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_sent_blocks",
-        "prompt",
         "random_key",
         "sampling_params",
         "seq_id",
         "slot",
+        "started_at",
         "status",
+        "stop_reason",
         "token_ids",
     )
 
@@ -53,19 +66,25 @@ class Sequence:
         sampling_params: SamplingParams,
         *,
         block_size: int,
-        prompt: str | None = None,
         seed: int = 0,
+        index: int = 0,
     ) -> None:
         assert token_ids, "a sequence has at least one prompt token"
         self.seq_id = seq_id  # grows with arrival
-        self.prompt = prompt
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
+        self.controls: RequestControls | None = None
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        # Of each generated token: ids, the drawn one first, log-probabilities, rank of the first.
+        self.logprobs: list[tuple[list[int], list[float], int]] = []
+        # Seconds of time.perf_counter.
+        self.arrived_at, self.started_at = time.perf_counter(), 0.0
+        self.first_token_at, self.finished_at = 0.0, 0.0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started
         self.num_preemptions = 0
@@ -73,7 +92,9 @@ class Sequence:
         self.slot = -1  # while running: its row in what the ranks remember of it
         self.num_sent_blocks = 0  # of the block table, those that the ranks know
         # Two 32-bit words; with a position they determine the noise of a sampled token.
-        key = xxhash.xxh64_intdigest(f"{seed} {seq_id}".encode())
+        own_seed = sampling_params.seed
+        name = f"{seed} {seq_id}" if own_seed is None else f"request {own_seed + index}"
+        key = xxhash.xxh64_intdigest(name.encode())
         self.random_key = (key >> 32, key & 0xFFFFFFFF)
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks, each computed once

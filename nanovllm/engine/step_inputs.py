@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
 
@@ -65,24 +66,56 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     ]
 
 
+class Computed(NamedTuple):
+    """What the model has computed in a step, on the device.
+
+    Attributes:
+        tokens: [n] int32, sampled.
+        logits: [n, len(vocab)], which the next step overwrites.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
 class PendingTokens:
     """Sampled tokens on their way from the device to the host.
 
     Args:
         tokens: [n] int32.
+        logprob_rows: [m], those of the n that have log-probabilities.
+        logprobs: of m rows.
     """
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._copied = None
-        self._host = tokens
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._copied = torch.cuda.Event()
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        logprob_rows: np.ndarray | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        self._rows = logprob_rows
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        self._host = [_to_host(tensor) for tensor in (tokens, *(logprobs or ()))]
+        if self._copied is not None:
             self._copied.record()
 
     def wait(self) -> list[int]:
         """The tokens, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host.tolist()
+        return self._host[0].tolist()
+
+    def logprobs(self) -> list[tuple[int, list[int], list[float], int]]:
+        """Row of the n, token ids, log-probabilities and the first token's rank, for each that has
+        them. After `wait`.
+        """
+        if self._rows is None or len(self._host) == 1:
+            return []
+        return list(zip(self._rows.tolist(), *(x.tolist() for x in self._host[1:]), strict=True))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -53,6 +53,12 @@ class ParallelLMHead(VocabParallelEmbedding):
     weight as fast as a kernel of ours, for one row too.
     """
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M] -> [B, len(vocab)]"""
-        return linear(hidden, self.weight, None)[:, : len(self.vocab)]
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight)] if it is given."""
+        if out is None:
+            out = linear(hidden, self.weight, None)
+        else:
+            torch.mm(hidden, self.weight.T, out=out)
+        return out[:, : len(self.vocab)]

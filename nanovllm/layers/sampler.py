@@ -8,8 +8,7 @@ from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.layers.embed_head import local_vocab, vocab_span
-
-MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
+from nanovllm.sampling_params import MIN_TEMPERATURE
 
 
 class SamplingMetadata(NamedTuple):

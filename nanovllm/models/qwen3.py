@@ -164,6 +164,6 @@ class Qwen3ForCausalLM(nn.Module):
         """input_ids, positions: [T] int32. Returns hidden states [T, M]."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, M] -> [B, V], the columns of this rank."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
+        return self.lm_head(hidden, out)

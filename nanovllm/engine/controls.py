@@ -1,0 +1,291 @@
+"""What requests want beyond drawing from the whole softmax, laid out as arrays for a step.
+
+numpy only: knows no device. Rank 0 alone keeps it: the other ranks give their part of the logits
+and are told the tokens.
+
+Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+"""
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.plan import Int32, StepPlan, plan_step
+from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.sampling_params import SamplingParams
+
+Float32 = NDArray[np.float32]
+BANNED = -np.inf  # the bias of a token that must not come
+ALWAYS = np.iinfo(np.int64).max
+IN_PROMPT = -(1 << 15)  # sign bit of a token's count
+MAX_COUNT = (1 << 15) - 1
+
+KnownTokens = Callable[[Sequence], list[int]]  # its completion, pending tokens resolved
+
+
+class RequestControls(NamedTuple):
+    """The controls of one request.
+
+    Attributes:
+        filters: top_k (0: all), top_p, min_p.
+        penalties: repetition, presence, frequency.
+        num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
+        bias_tokens: [E] int32.
+        biases: [E] float32, what is added to their logits, -inf where they are banned.
+        min_tokens: `early_bans` hold before so many have been generated.
+        early_bans: [K] int32, tokens.
+        bad_words: sequences of at least two tokens whose last must not follow the others.
+        allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all are.
+        is_guided: whether its sequences have a grammar.
+    """
+
+    filters: tuple[int, float, float]
+    penalties: tuple[float, float, float]
+    num_logprobs: int
+    bias_tokens: Int32
+    biases: Float32
+    min_tokens: int
+    early_bans: Int32
+    bad_words: tuple[tuple[int, ...], ...]
+    allowed: Int32 | None
+    is_guided: bool
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether there is more than what `min_tokens` does."""
+        return (
+            self.filters != (0, 1.0, 0.0)
+            or self.has_penalties
+            or self.num_logprobs >= 0
+            or len(self.bias_tokens) > 0
+            or len(self.bad_words) > 0
+            or self.allowed is not None
+            or self.is_guided
+        )
+
+
+def request_controls(
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    bad_words: SequenceABC[tuple[int, ...]] = (),
+) -> RequestControls | None:
+    """The controls that `params` ask for, None if there are none.
+
+    Args:
+        bad_words: those of `params` as tokens.
+    """
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
+    biases = dict(params.logit_bias or {})
+    biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
+    controls = RequestControls(
+        filters=(0, 1.0, 0.0) if params.is_greedy else (top_k, params.top_p, params.min_p),
+        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        bias_tokens=np.array(list(biases), np.int32),
+        biases=np.array(list(biases.values()), np.float32),
+        min_tokens=params.min_tokens if stops else 0,
+        early_bans=np.array(sorted(stops), np.int32),
+        bad_words=tuple(word for word in bad_words if len(word) > 1),
+        allowed=token_mask(params.allowed_token_ids, vocab_size),
+        is_guided=params.structured_outputs is not None,
+    )
+    return controls if controls.lasts or controls.min_tokens else None
+
+
+def token_mask(tokens: SequenceABC[int] | None, vocab_size: int) -> Int32 | None:
+    """The mask [W] of the tokens that are allowed; None for all."""
+    if tokens is None:
+        return None
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Controls(NamedTuple):
+    """The controls of a step.
+
+    Attributes:
+        rows: [n] int32, the rows with controls among those that sample.
+        top_k: [n] int32, 0 for all tokens.
+        top_p, min_p: [n] float32.
+        penalties: [3, n] float32: repetition, presence, frequency.
+        edit_starts: [n + 1] int32, where each row's edits begin.
+        edit_tokens: [E] int32, ascending in each row; may repeat.
+        edit_biases: [E] float32, added to their logits.
+        masks: [m, W] int32, see `token_mask`.
+        mask_rows: [n] int32, each row's mask; -1: none.
+        reset: [r] int32, slots whose table of counts begins anew, with `counts`.
+        counts: [3, h] int32: slot, token, and its count, negative for those in the prompt.
+        num_logprobs: [n] int32, -1 for none.
+    """
+
+    rows: Int32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    penalties: Float32
+    edit_starts: Int32
+    edit_tokens: Int32
+    edit_biases: Float32
+    masks: Int32
+    mask_rows: Int32
+    reset: Int32
+    counts: Int32
+    num_logprobs: Int32
+
+    @property
+    def has_filters(self) -> bool:
+        return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool((self.penalties.T != (1.0, 0.0, 0.0)).any())
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn otherwise than without controls."""
+        edits = len(self.edit_tokens) > 0 or len(self.masks) > 0
+        return edits or self.has_filters or self.has_penalties
+
+
+class ControlTable:
+    """The controls of the running sequences, by slot.
+
+    Args:
+        max_num_seqs: number of slots.
+        vocab_size: V.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._until = np.zeros(max_num_seqs, np.int64)  # controls act on shorter sequences
+        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._penalties = np.ones((3, max_num_seqs), np.float32)
+        self._num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
+
+    def plan(
+        self, scheduled: list[ScheduledSequence], known: KnownTokens
+    ) -> tuple[StepPlan, Callable[[], Controls]]:
+        """The plan of a step, and its controls, which may have to wait for tokens.
+
+        Args:
+            scheduled: the step.
+            known: gives the tokens of sequences whose controls depend on them.
+        """
+        for item in scheduled:
+            if not item.seq.num_sent_blocks:
+                self._join(item.seq)
+        plan = plan_step(scheduled)
+        lengths = plan.starts + plan.num_tokens
+        controlled = plan.samples & (lengths < self._until[plan.slots])
+        return plan._replace(controlled=controlled), lambda: self._controls(scheduled, known)
+
+    def forget(self) -> None:
+        """The device may not have what it was told last."""
+        self._num_counted[:] = -1
+
+    def _join(self, seq: Sequence) -> None:
+        slot, controls = seq.slot, seq.controls
+        self._until[slot] = 0
+        if controls is not None:
+            early = seq.num_prompt_tokens + controls.min_tokens
+            self._until[slot] = ALWAYS if controls.lasts else early
+            self._top_k[slot], self._top_p[slot], self._min_p[slot] = controls.filters
+            self._penalties[:, slot] = controls.penalties
+            self._num_logprobs[slot] = controls.num_logprobs
+            self._num_counted[slot] = -1
+
+    def _controls(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> Controls:
+        scheduled = [item for item in scheduled if item.samples]
+        lengths = np.array([item.start + item.num_tokens for item in scheduled], np.int64)
+        slots = np.array([item.seq.slot for item in scheduled], np.int32)
+        rows = np.flatnonzero(lengths < self._until[slots])
+        seqs, slots, lengths = [scheduled[i].seq for i in rows.tolist()], slots[rows], lengths[rows]
+        edits = [_edits(seq, length, known) for seq, length in zip(seqs, lengths, strict=True)]
+        sizes = [len(tokens) for tokens, _ in edits]
+        masks, mask_rows = _masks(seqs, self._vocab_size, known)
+        penalties = self._penalties[:, slots]
+        stale = (penalties.T != (1.0, 0.0, 0.0)).any(1) & (self._num_counted[slots] != lengths)
+        self._num_counted[slots] = lengths + 1
+        return Controls(
+            rows=rows.astype(np.int32),
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            penalties=penalties,
+            edit_starts=np.cumsum([0, *sizes], dtype=np.int32),
+            edit_tokens=np.concatenate([tokens for tokens, _ in edits], dtype=np.int32),
+            edit_biases=np.concatenate([biases for _, biases in edits], dtype=np.float32),
+            masks=masks,
+            mask_rows=mask_rows,
+            reset=slots[stale],
+            counts=_counts([seqs[i] for i in np.flatnonzero(stale)], known),
+            num_logprobs=self._num_logprobs[slots],
+        )
+
+
+def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float32]:
+    """Tokens, ascending, and what is added to their logits."""
+    controls = seq.controls
+    assert controls is not None, f"{seq!r} has no controls"
+    bans: list[int] = []
+    if length - seq.num_prompt_tokens < controls.min_tokens:
+        bans += controls.early_bans.tolist()
+    if controls.bad_words:
+        done = known(seq)
+        for *before, last in controls.bad_words:
+            if done[-len(before) :] == before:
+                bans.append(last)
+    tokens = np.concatenate([controls.bias_tokens, np.array(bans, np.int32)])
+    biases = np.concatenate([controls.biases, np.full(len(bans), BANNED, np.float32)])
+    order = np.argsort(tokens, kind="stable")
+    return tokens[order], biases[order]
+
+
+def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[Int32, Int32]:
+    """The masks that these sequences need, and which of them each takes (-1: none)."""
+    rows = np.full(len(seqs), -1, np.int32)
+    masks: list[Int32] = []
+    for row, seq in enumerate(seqs):
+        assert seq.controls is not None
+        if seq.controls.allowed is not None:
+            rows[row] = len(masks)
+            masks.append(seq.controls.allowed)
+    width = -(-vocab_size // 32)
+    return np.array(masks, np.int32).reshape(-1, width), rows
+
+
+def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
+    """Slot, token and count [3, h] of all tokens that these sequences have."""
+    parts = [np.zeros((3, 0), np.int32)]
+    for seq in seqs:
+        tokens, counts = np.unique(np.array(known(seq), np.int32), return_counts=True)
+        prompt = np.unique(np.array(seq.prompt_token_ids, np.int32))
+        every = np.union1d(tokens, prompt)
+        values = np.zeros(len(every), np.int32)
+        values[np.searchsorted(every, tokens)] = np.minimum(counts, MAX_COUNT)
+        values[np.searchsorted(every, prompt)] += IN_PROMPT
+        parts.append(np.stack([np.full(len(every), seq.slot), every, values]).astype(np.int32))
+    return np.concatenate(parts, axis=1)
+
+
+def known_completion(seq: Sequence, pending: int) -> list[int]:
+    """Its completion, where `pending` is what the step under way has sampled for it."""
+    tokens = seq.completion_token_ids
+    assert seq.num_pending <= 1, f"{seq!r} has {seq.num_pending} pending tokens"
+    if tokens and tokens[-1] == PENDING:
+        tokens[-1] = pending
+    return tokens

@@ -1,0 +1,108 @@
+"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class Request:
+    """What the caller asked for at once.
+
+    Args:
+        request_id: the caller's name for it.
+        prompt: None if it came as token ids.
+        params: for all completions.
+        seqs: one for each completion.
+    """
+
+    def __init__(
+        self, request_id: int, prompt: str | None, params: SamplingParams, seqs: list[Sequence]
+    ) -> None:
+        self.request_id, self.prompt, self.params, self.seqs = request_id, prompt, params, seqs
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.seqs)
+
+    def output(self, tokenizer: Any) -> RequestOutput:
+        """The result. `tokenizer`: of transformers, or None."""
+        assert self.is_finished, f"request {self.request_id} has not finished"
+        first, decode = self.seqs[0], Decoder(tokenizer)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)],
+            finished=True,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=RequestMetrics(
+                queue_seconds=min(seq.started_at for seq in self.seqs) - first.arrived_at,
+                first_token_seconds=(
+                    min(seq.first_token_at for seq in self.seqs) - first.arrived_at
+                ),
+                total_seconds=max(seq.finished_at for seq in self.seqs) - first.arrived_at,
+                num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
+            ),
+        )
+
+    def _completion(self, index: int, seq: Sequence, decode: "Decoder") -> CompletionOutput:
+        token_ids = seq.completion_token_ids
+        text = ""
+        if self.params.detokenize:
+            text = decode(token_ids, self.params.skip_special_tokens)
+        assert seq.finish_reason is not None, f"{seq!r} has not finished"
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = [
+                _by_token(*entry, self.params.logprobs, decode.token) for entry in seq.logprobs
+            ]
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=(
+                None if logprobs is None else sum(values[0] for _, values, _ in seq.logprobs)
+            ),
+        )
+
+
+class Decoder:
+    """Text of tokens; that of single tokens is remembered. Without a tokenizer there is none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The text of a token, also of a special one."""
+        if self._tokenizer is None:
+            return None
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id])
+        return self._texts[token_id]
+
+
+def _by_token(
+    token_ids: list[int],
+    values: list[float],
+    rank: int,
+    count: int,
+    text: Callable[[int], str | None],
+) -> dict[int, Logprob]:
+    """The drawn token, which comes first, and `count` most likely ones."""
+    drawn = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
+    top = zip(token_ids[1 : count + 1], values[1:], range(1, count + 1), strict=False)
+    return drawn | {
+        token: Logprob(value, rank, text(token)) for token, value, rank in top if token not in drawn
+    }
