@@ -25,7 +25,7 @@ from nanovllm.engine.controls import request_controls
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
 from nanovllm.engine.metrics import Metrics, Progress
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Decoder, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
@@ -94,6 +94,7 @@ class LLMEngine:
             self.model_runner.max_model_len,
             pool_tokens,
         )
+        self._decoder = Decoder(self.tokenizer)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._metrics = Metrics()
@@ -182,7 +183,7 @@ class LLMEngine:
                     self._close_quietly()
                 raise
             finished, self._finished = self._finished, []
-            return [request.output(self.tokenizer) for request in finished]
+            return [self._output(request) for request in finished]
 
     def _step(self) -> None:
         # After a launch that failed, the device may have newer tokens than the step it repeats
@@ -297,6 +298,9 @@ class LLMEngine:
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
+
+    def _output(self, request: Request) -> RequestOutput:
+        return request.output(self._decoder)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.

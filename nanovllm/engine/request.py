@@ -27,10 +27,10 @@ class Request:
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
 
-    def output(self, tokenizer: Any) -> RequestOutput:
-        """The result. `tokenizer`: of transformers, or None."""
+    def output(self, decode: "Decoder") -> RequestOutput:
+        """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        first, decode = self.seqs[0], Decoder(tokenizer)
+        first = self.seqs[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -73,7 +73,11 @@ class Request:
 
 
 class Decoder:
-    """Text of tokens; that of single tokens is remembered. Without a tokenizer there is none."""
+    """Text of tokens; that of single tokens is remembered.
+
+    Args:
+        tokenizer: of transformers; without one (None) there is no text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
