@@ -84,7 +84,7 @@ def test_ranks_divide_every_vocabulary() -> None:
         span = vocab_span(V)
         assert 16 <= span <= 4096 and span & (span - 1) == 0
         for size in SIZES:
-            parts = [local_vocab(V, Group(rank, size)) for rank in range(size)]
+            parts = [local_vocab(V, rank, size) for rank in range(size)]
             assert all(part.start % span == 0 for part in parts)
             filled = [part for part in parts if len(part)]
             assert parts[: len(filled)] == filled, "the empty ones come last"
@@ -95,7 +95,7 @@ def test_ranks_divide_every_vocabulary() -> None:
             empty += len(filled) < size
     assert uneven and empty
     for size in SIZES:  # a large one is shared by all
-        assert all(len(local_vocab(151_936, Group(rank, size))) for rank in range(size))
+        assert all(len(local_vocab(151_936, rank, size)) for rank in range(size))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 1), (8, 2), (8, 4), (8, 8), (16, 4)])

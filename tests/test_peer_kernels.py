@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from peer_ranks import EPS, Job, RankProcesses, region_files
 from test_sampling_kernel import interpreted, oracle_draw
 
-from nanovllm.distributed.group import Group
 from nanovllm.kernels.peers import signal, wait_for
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 
@@ -124,7 +123,7 @@ def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str,
     temperatures = np.linspace(0, 1.5, n, dtype=np.float32)
     calls = []
     for rank in range(size):
-        vocab = local_vocab(V, Group(rank, size))
+        vocab = local_vocab(V, rank, size)
         calls.append(
             {
                 "logits": torch.from_numpy(logits[:, vocab.start : vocab.stop].copy()),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.step_inputs import upload
+from nanovllm.utils.device import upload
 
 SHAPES = [(1,), (3,), (2, 5), (0,), (4,), (3, 3)]
 

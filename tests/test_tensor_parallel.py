@@ -276,7 +276,8 @@ def test_log_probabilities_are_those_of_transformers(name: str, size: int, make:
     with LLM(path, tensor_parallel_size=size, **SMALL) as llm:
         ranks = ranks_of(llm)
         assert len(ranks.runners) == size
-        columns = [len(local_vocab(V, runner.group)) for runner in ranks.runners]
+        groups = [runner.group for runner in ranks.runners]
+        columns = [len(local_vocab(V, group.rank, group.size)) for group in groups]
         assert sum(columns) == V and sum(n > 0 for n in columns) >= min(size, 3)
         weights = [runner.model.lm_head.weight for runner in ranks.runners]
         onednn = name == "wide" and torch.backends.mkldnn.is_available()

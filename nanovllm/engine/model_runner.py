@@ -24,7 +24,7 @@ from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
 from nanovllm.engine.controls import Controls
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, upload
+from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build
 from nanovllm.layers.controlled_sampler import ControlledSampler
@@ -35,7 +35,7 @@ from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.device import resolve_device
+from nanovllm.utils.device import resolve_device, upload
 from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
@@ -297,26 +297,31 @@ class ModelRunner:
         rows = np.flatnonzero(who[batch.samples])
         metadata, _ = self.prepare_sample(batch, who)
         [index] = upload(self.device, rows.astype(np.int32))
-        logits = self._whole_rows(computed.logits.index_select(0, index))
+        logits = computed.logits
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, index)
+        logits = self._whole_rows(logits)
         if controls is None:
-            tokens, logprobs = computed.tokens.index_select(0, index), None
+            tokens, logprobs = torch.empty_like(metadata.slots), None
         else:
-            tokens, logprobs = self.controlled_sampler(logits, metadata, controls())
+            tokens, logprobs = self.controlled_sampler(
+                logits, metadata, controls(), self.last_tokens
+            )
         tokens = self.group.broadcast(tokens)
+        if controls is None:
+            self.last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         computed.tokens.index_copy_(0, index.long(), tokens)
-        self.last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         return PendingTokens(computed.tokens, rows, logprobs)
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's columns [n, len(vocab)] to all: [n, V]."""
         if self.group.size == 1:
             return logits
-        per_rank = -(-self.model_config.vocab_size // self.group.size)
-        width = len(local_vocab(self.model_config.vocab_size, Group(0, self.group.size)))
-        assert width >= per_rank, "the first rank has the largest part"
+        vocab_size = self.model_config.vocab_size
+        width = len(local_vocab(vocab_size, 0, self.group.size))  # the first has the most
         padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
         whole = self.group.all_gather(padded).transpose(0, 1).flatten(1)
-        return whole[:, : self.model_config.vocab_size].contiguous()
+        return whole[:, :vocab_size].contiguous()
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""
@@ -377,13 +382,13 @@ class ModelRunner:
         """
         temperatures, keys, positions, slots, rows = upload(
             self.device,
-            batch.temperatures[who].view(np.int32),
+            batch.temperatures[who],
             np.ascontiguousarray(batch.random_keys[:, who]),
             batch.context_lens[who],
             batch.slots[who],
             batch.sample_rows,
         )
-        return SamplingMetadata(temperatures.view(torch.float32), keys, positions, slots), rows
+        return SamplingMetadata(temperatures, keys, positions, slots), rows
 
     def drop_graphs(self) -> None:
         """Run no CUDA graphs any more."""

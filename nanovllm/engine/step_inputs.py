@@ -50,22 +50,6 @@ def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -
     return filled
 
 
-def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """int32 arrays to the device in one pinned copy, each aligned to 16 bytes."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
-    host = torch.empty(offsets[-1], dtype=torch.int32, pin_memory=True)
-    view = host.numpy()
-    for array, offset in zip(arrays, offsets, strict=False):
-        view[offset : offset + array.size] = array.ravel()
-    packed = host.to(device, non_blocking=True)
-    return [
-        packed[offset : offset + array.size].view(array.shape)
-        for array, offset in zip(arrays, offsets, strict=False)
-    ]
-
-
 class Computed(NamedTuple):
     """What the model has computed in a step, on the device.
 

@@ -42,8 +42,8 @@ def _first_argmax(x, index):
 
 @triton.jit
 def _weigh_spans_kernel(
-    logits_ptr, temperatures_ptr, weight_ptr, V, stride, LOG2E,
-    SPAN: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperatures_ptr, least_ptr, weight_ptr, V, stride, LOG2E,
+    SPAN: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit.
     launch_dependents(PDL)
@@ -54,6 +54,8 @@ def _weigh_spans_kernel(
     ptrs = logits_ptr + row.to(tl.int64) * stride + cols
     x = tl.load(ptrs, mask=cols < V, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
+    if FILTER:
+        x = tl.where(x >= tl.load(least_ptr + row), x, float("-inf"))
     weight = tl.max(x, 0)
     if temperature >= MIN_TEMPERATURE:
         scale = LOG2E / temperature
@@ -65,11 +67,11 @@ def _weigh_spans_kernel(
 
 @triton.jit(do_not_specialize=["stride_keys"])
 def _draw_kernel(
-    logits_ptr, temperatures_ptr, keys_ptr, positions_ptr, slots_ptr, weight_ptr, out_ptr,
-    score_ptr, table_ptr, V, start, stride, stride_keys, LOG2E, peers_ptr, epochs_ptr,
+    logits_ptr, temperatures_ptr, least_ptr, keys_ptr, positions_ptr, slots_ptr, weight_ptr,
+    out_ptr, score_ptr, table_ptr, V, start, stride, stride_keys, LOG2E, peers_ptr, epochs_ptr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_PAD: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: a row. One Philox call gives the noise of four columns. The noise of spans and
     # columns is that of their place in the whole vocabulary, where ours begin at `start`.
@@ -108,6 +110,8 @@ def _draw_kernel(
     for i in tl.static_range(4):
         cols = span * SPAN + i * QUARTER + lanes
         score = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+        if FILTER:
+            score = tl.where(score >= tl.load(least_ptr + row), score, float("-inf"))
         score = score * scale
         if draws:
             score += _gumbel(b0 if i == 0 else b1 if i == 1 else b2 if i == 2 else b3)
@@ -160,6 +164,7 @@ def sample(
     span: int,
     start: int = 0,
     peers: PeerMemory | None = None,
+    least: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature).
 
@@ -173,6 +178,7 @@ def sample(
         span: columns of a span.
         start: where our part of the vocabulary begins, a multiple of `span`.
         peers: the ranks that have the other parts; None for the best of this part.
+        least: [B] float32, smaller logits are not drawn.
 
     Returns:
         Tokens [B] int32, and the scores [B] float32 by which this part's best is to be compared
@@ -186,13 +192,14 @@ def sample(
     scores = torch.empty(B, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
     _weigh_spans_kernel[(B, SPANS)](
-        logits, temperatures, weights, V, stride, LOG2E,
-        SPAN=span, num_warps=4, **pdl_options(logits),
+        logits, temperatures, logits if least is None else least, weights, V, stride, LOG2E,
+        SPAN=span, FILTER=least is not None, num_warps=4, **pdl_options(logits),
     )  # fmt: skip
     _draw_kernel[(B,)](
-        logits, temperatures, keys, positions, slots, weights, out, scores, table, V, start, stride,
-        keys.stride(0), LOG2E,
-        SPAN=span, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS), num_warps=8,
+        logits, temperatures, logits if least is None else least, keys, positions, slots, weights,
+        out, scores, table, V, start, stride, keys.stride(0), LOG2E,
+        SPAN=span, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS),
+        FILTER=least is not None, num_warps=8,
         **peer_options(peers, out), **pdl_options(logits),
     )  # fmt: skip
     return out, scores

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 
 from nanovllm.engine.controls import MAX_COUNT, Controls
+from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 from nanovllm.sampling_params import MIN_TEMPERATURE
+from nanovllm.utils.device import upload
 
 
 class Logprobs(NamedTuple):
@@ -42,24 +44,68 @@ class ControlledSampler:
         self.counts: torch.Tensor | None = None
 
     def __call__(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, controls: Controls
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        controls: Controls,
+        last_tokens: torch.Tensor,
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32."""
-        if controls.has_penalties:
-            self._update_counts(logits.device, controls)
-        filtered = filter_logits(
-            process_logits(logits, metadata.slots, controls, self.counts),
-            metadata.temperatures, controls,
-        )  # fmt: skip
-        tokens, _ = sample_on_cpu(filtered, metadata, range(self.vocab_size), self.vocab_size)
-        if self.counts is not None and controls.has_penalties:
-            own = self.counts[metadata.slots, tokens]
-            self.counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
-        num_logprobs = int(controls.num_logprobs.max())
+        """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32, also written to
+        last_tokens: [N] int32, by slot.
+        """
+        counts = self._update_counts(logits.device, controls) if controls.has_penalties else None
+        num_logprobs = min(int(controls.num_logprobs.max()), self.vocab_size)
+        if logits.is_cuda:
+            return self._on_gpu(logits, metadata, controls, last_tokens, counts, num_logprobs)
+        x = process_logits(logits, metadata.slots, controls, counts)
+        x = filter_logits(x, metadata.temperatures, controls)
+        tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
+        last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        if counts is not None:
+            own = counts[metadata.slots, tokens]
+            counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
         return tokens, None if num_logprobs < 0 else logprobs_of(logits, tokens, num_logprobs)
 
-    def _update_counts(self, device: torch.device, controls: Controls) -> None:
-        """Begin anew for the sequences that the table does not have."""
+    def _on_gpu(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        controls: Controls,
+        last_tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+        num_logprobs: int,
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        from nanovllm.kernels import controls as kernels
+        from nanovllm.kernels.sampling import sample
+
+        top_k, top_p, min_p, penalties, masks, mask_rows, starts, edit_tokens, biases = upload(
+            logits.device,
+            controls.top_k,
+            controls.top_p,
+            controls.min_p,
+            controls.penalties,
+            controls.masks,
+            controls.mask_rows,
+            controls.edit_starts,
+            controls.edit_tokens,
+            controls.edit_biases,
+        )
+        x, tops = kernels.process(
+            logits, metadata.slots, masks, mask_rows, starts, edit_tokens, biases, penalties, counts
+        )
+        least = None
+        if controls.has_filters:
+            least = kernels.thresholds(x, tops, metadata.temperatures, top_k, top_p, min_p)
+        span = vocab_span(self.vocab_size)
+        tokens, _ = sample(x, *metadata, last_tokens, span, least=least)
+        if counts is not None:
+            kernels.count(counts, metadata.slots, tokens)
+        if num_logprobs < 0:
+            return tokens, None
+        return tokens, Logprobs(*kernels.logprobs(logits, tokens, num_logprobs))
+
+    def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
+        """The table, begun anew for the sequences that it does not have."""
         if self.counts is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -67,6 +113,7 @@ class ControlledSampler:
             slots, tokens, counts = torch.from_numpy(controls.counts).to(device).long()
             self.counts[torch.from_numpy(controls.reset).to(device).long()] = 0
             self.counts[slots, tokens] = counts.to(torch.int16)
+        return self.counts
 
 
 def process_logits(

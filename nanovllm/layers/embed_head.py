@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed.bulk import Scattered
-from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer, Shard
 from nanovllm.layers.linear import linear, sum_over_ranks
 
@@ -17,11 +16,11 @@ def vocab_span(vocab_size: int) -> int:
     return min(4096, max(16, 1 << max(0, (vocab_size - 1).bit_length() - 6)))
 
 
-def local_vocab(vocab_size: int, group: Group) -> range:
-    """The tokens of this rank: whole spans of the vocabulary, for the last ranks fewer or none."""
+def local_vocab(vocab_size: int, rank: int, size: int) -> range:
+    """The tokens of a rank: whole spans of the vocabulary, for the last ranks fewer or none."""
     span = vocab_span(vocab_size)
-    per_rank = -(-vocab_size // (span * group.size)) * span
-    start = group.rank * per_rank
+    per_rank = -(-vocab_size // (span * size)) * span
+    start = rank * per_rank
     return range(start, min(start + per_rank, vocab_size)) if start < vocab_size else range(0)
 
 
@@ -31,7 +30,7 @@ class VocabParallelEmbedding(Layer):
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
         self.vocab_size, self.build = vocab_size, build
-        self.vocab = local_vocab(vocab_size, build.group)
+        self.vocab = local_vocab(vocab_size, build.group.rank, build.group.size)
         rows = max(1, len(self.vocab))
         self.weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=build.dtype), False)
 

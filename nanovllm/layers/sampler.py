@@ -42,7 +42,7 @@ class Sampler(nn.Module):
     def __init__(self, vocab_size: int, group: Group) -> None:
         super().__init__()
         self.vocab_size, self.group = vocab_size, group
-        self.vocab = local_vocab(vocab_size, group)
+        self.vocab = local_vocab(vocab_size, group.rank, group.size)
 
     def forward(
         self, logits: torch.Tensor, metadata: SamplingMetadata, last_tokens: torch.Tensor

@@ -1,0 +1,366 @@
+"""Controls of sampling: what is done to logits before a draw, and log-probabilities.
+
+One pass over the vocabulary (`process`) masks, edits and penalises, and keeps the largest logit of
+each block of columns. Those say which blocks can hold what top_k, top_p and min_p keep, so finding
+the least logit that is kept (`thresholds`) reads little more than these tokens, and sorts nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.sampling import LOG2E, MIN_TEMPERATURE
+
+BLOCK = 128  # columns of a block
+BLOCKS = 32  # blocks of a program of `process`
+CHUNK = 64  # blocks that `thresholds` looks at together
+SPAN = 4096  # columns of a program of `logprobs`
+
+
+@triton.jit
+def _lower_bound(values_ptr, low, high, value):
+    """The first index in low..high whose value is not below `value`."""
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(values_ptr + middle) < value
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr, out_ptr, tops_ptr, masks_ptr, mask_rows_ptr, starts_ptr, tokens_ptr, biases_ptr,
+    penalties_ptr, counts_ptr, slots_ptr, n, V, stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCKS blocks of a row.
+    row, tile = tl.program_id(0), tl.program_id(1)
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    cols = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = cols < V
+    long_row = row.to(tl.int64)
+    x = tl.load(logits_ptr + long_row * stride + cols, mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
+    if MASKS:
+        mask_row = tl.load(mask_rows_ptr + row)
+        if mask_row >= 0:
+            words_ptr = masks_ptr + mask_row.to(tl.int64) * tl.cdiv(V, 32)
+            words = tl.load(words_ptr + cols // 32, mask=inside, other=0)
+            x = tl.where(((words >> (cols % 32)) & 1) != 0, x, float("-inf"))
+    if EDITS:
+        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+        first = tile * BLOCKS * BLOCK
+        begin = _lower_bound(tokens_ptr, begin, end, first)
+        end = _lower_bound(tokens_ptr, begin, end, first + BLOCKS * BLOCK)
+        for i in range(begin, end):
+            bias = tl.load(biases_ptr + i)
+            x = tl.where(cols == tl.load(tokens_ptr + i), x + bias, x)
+    if PENALTIES:
+        repetition = tl.load(penalties_ptr + row)
+        presence, frequency = tl.load(penalties_ptr + n + row), tl.load(penalties_ptr + 2 * n + row)
+        if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+            slot = tl.load(slots_ptr + row).to(tl.int64)
+            seen = tl.load(counts_ptr + slot * V + cols, mask=inside, other=0).to(tl.int32)
+            count = seen & 0x7FFF
+            x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+            x -= frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
+    tl.store(out_ptr + long_row * V + cols, x, mask=inside)
+    tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tl.max(x, 1))
+
+
+def process(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    masks: torch.Tensor,
+    mask_rows: torch.Tensor,
+    edit_starts: torch.Tensor,
+    edit_tokens: torch.Tensor,
+    edit_biases: torch.Tensor,
+    penalties: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask, edit and penalise logits.
+
+    Args:
+        logits: [n, V], rows adjacent columns.
+        slots: [n] int32, rows of counts.
+        masks, mask_rows, edit_starts, edit_tokens, edit_biases, penalties: see
+            `nanovllm.engine.controls.Controls`, on the device.
+        counts: [N, V] int16, see `ControlledSampler`; None: no penalties.
+
+    Returns:
+        [n, V] float32, and the largest of each block of columns, [n, blocks] float32.
+    """
+    n, V = logits.shape
+    tiles = triton.cdiv(V, BLOCK * BLOCKS)
+    out = torch.empty(n, V, dtype=torch.float32, device=logits.device)
+    tops = torch.empty(n, tiles * BLOCKS, dtype=torch.float32, device=logits.device)
+    _process_kernel[(n, tiles)](
+        logits, out, tops, masks, mask_rows, edit_starts, edit_tokens, edit_biases,
+        penalties, logits if counts is None else counts, slots, n, V, logits.stride(0),
+        BLOCK=BLOCK, BLOCKS=BLOCKS, MASKS=len(masks) > 0, EDITS=len(edit_tokens) > 0,
+        PENALTIES=counts is not None, num_warps=8,
+    )  # fmt: skip
+    return out, tops
+
+
+@triton.jit
+def _key(x):
+    """uint32 in the order of float32; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    return key.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a key."""
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest(keys, k):
+    """The k-th largest of the keys: the largest bound that k of them reach."""
+    found = tl.zeros([], tl.uint32)
+    for step in range(32):
+        bound = found | (tl.full([], 1, tl.uint32) << (31 - step))
+        found = tl.where(tl.sum((keys >= bound).to(tl.int32), 0) >= k, bound, found)
+    return found
+
+
+@triton.jit
+def _weights(x_ptr, list_ptr, first, count, V, top, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+             MASS: tl.constexpr):  # fmt: skip
+    """Keys of the columns in a chunk of the listed blocks, and their weights: 2^((x - top) scale),
+    or 1 each.
+    """
+    i = first + tl.arange(0, CHUNK)
+    blocks = tl.load(list_ptr + i, mask=i < count, other=0)
+    cols = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (i < count)[:, None] & (cols < V)
+    x = tl.load(x_ptr + cols, mask=inside, other=float("-inf"))
+    weights = tl.exp2((x - top) * scale) if MASS else inside.to(tl.float32)
+    return _key(x), weights
+
+
+@triton.jit
+def _search(
+    x_ptr, list_ptr, count, V, top, scale, least, share,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """The largest key that is reached by columns of at least a total weight: `share`, with MASS
+    that share of the weight of all columns that reach `least`.
+    """
+    target = share
+    if MASS:
+        target = 0.0
+        for first in range(0, count, CHUNK):
+            keys, weights = _weights(
+                x_ptr, list_ptr, first, count, V, top, scale, CHUNK, BLOCK, MASS
+            )
+            target += tl.sum(tl.sum(tl.where(keys >= least, weights, 0.0), 1), 0)
+        target *= share
+    found = tl.zeros([], tl.uint32)
+    for step in range(16):  # two bits each
+        bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
+        low, middle, high = found | bit, found | (bit << 1), found | bit | (bit << 1)
+        low_sum, middle_sum, high_sum = 0.0, 0.0, 0.0
+        for first in range(0, count, CHUNK):
+            keys, weights = _weights(
+                x_ptr, list_ptr, first, count, V, top, scale, CHUNK, BLOCK, MASS
+            )
+            weights = tl.where(keys >= least, weights, 0.0)
+            low_sum += tl.sum(tl.sum(tl.where(keys >= low, weights, 0.0), 1), 0)
+            middle_sum += tl.sum(tl.sum(tl.where(keys >= middle, weights, 0.0), 1), 0)
+            high_sum += tl.sum(tl.sum(tl.where(keys >= high, weights, 0.0), 1), 0)
+        found = tl.where(low_sum >= target, low, found)
+        found = tl.where(middle_sum >= target, middle, found)
+        found = tl.where(high_sum >= target, high, found)
+    return found
+
+
+@triton.jit
+def _thresholds_kernel(
+    x_ptr, tops_ptr, list_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr,
+    V, NUM_BLOCKS, LOG2E,
+    BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One program: a row.
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    x_ptr += row.to(tl.int64) * V
+    list_ptr += row.to(tl.int64) * NUM_BLOCKS
+    blocks = tl.arange(0, BLOCKS_PAD)
+    tops_ptr += row.to(tl.int64) * NUM_BLOCKS
+    tops = tl.load(tops_ptr + blocks, mask=blocks < NUM_BLOCKS, other=float("-inf"))
+    top = tl.max(tops, 0)
+    least = tl.full([], float("-inf"), tl.float32)
+    filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+    if filters & (temperature >= MIN_TEMPERATURE) & (tl.abs(top) < float("inf")):
+        scale = LOG2E / temperature
+        if min_p > 0.0:
+            least = top + tl.log2(min_p) / scale
+        bound = _key(least)
+        keys = _key(tops)
+        if (top_k > 0) & (top_k <= NUM_BLOCKS):
+            bound = tl.maximum(bound, _largest(keys, top_k))  # so many tokens are as large
+        chosen = (keys >= bound) & (tops > float("-inf"))
+        count = tl.sum(chosen.to(tl.int32), 0)
+        tl.store(list_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, blocks, mask=chosen)
+        tl.debug_barrier()
+        if top_k > 0:
+            found = _search(
+                x_ptr, list_ptr, count, V, top, scale, bound, top_k.to(tl.float32),
+                CHUNK, BLOCK, MASS=False,
+            )  # fmt: skip
+            bound = tl.maximum(bound, found)
+        if top_p < 1.0:
+            found = _search(
+                x_ptr, list_ptr, count, V, top, scale, bound, top_p, CHUNK, BLOCK, MASS=True
+            )
+            bound = tl.maximum(bound, found)
+        least = _value(bound)
+    tl.store(out_ptr + row, least)
+
+
+def thresholds(
+    x: torch.Tensor,
+    tops: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """The least value of each row that top_k, top_p and min_p keep.
+
+    Args:
+        x, tops: what `process` returned.
+        temperatures: [n] float32; rows below 1e-5 keep everything.
+        top_k: [n] int32, 0 for all.
+        top_p, min_p: [n] float32.
+
+    Returns:
+        [n] float32, -inf where everything is kept.
+    """
+    n, V = x.shape
+    num_blocks = tops.shape[1]
+    out = torch.empty(n, dtype=torch.float32, device=x.device)
+    listed = torch.empty(n, num_blocks, dtype=torch.int32, device=x.device)
+    _thresholds_kernel[(n,)](
+        x, tops, listed, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
+        BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _count_kernel(counts_ptr, slots_ptr, tokens_ptr, V, MOST: tl.constexpr):
+    row = tl.program_id(0)
+    slot, token = tl.load(slots_ptr + row).to(tl.int64), tl.load(tokens_ptr + row)
+    ptr = counts_ptr + slot * V + token
+    count = tl.load(ptr).to(tl.int32)
+    tl.store(ptr, (count + ((count & MOST) < MOST).to(tl.int32)).to(tl.int16))
+
+
+def count(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Count tokens [n] int32 in the rows `slots`: [n] int32 of counts: [N, V] int16."""
+    _count_kernel[(len(slots),)](counts, slots, tokens, counts.shape[1], MOST=0x7FFF, num_warps=1)
+
+
+@triton.jit
+def _span_logprobs_kernel(
+    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
+    V, stride, N, LOG2E, SPAN: tl.constexpr,
+):  # fmt: skip
+    # One program: a span of a row: log2 of its sum, how many are larger than the drawn token, and
+    # the N largest.
+    row, span, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    logits_ptr += row.to(tl.int64) * stride
+    cols = span * SPAN + tl.arange(0, SPAN)
+    x = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
+    drawn = tl.load(logits_ptr + tl.load(drawn_ptr + row)).to(tl.float32)
+    place = row * spans + span
+    tl.store(larger_ptr + place, tl.sum((x > drawn).to(tl.int32), 0))
+    top = tl.max(x, 0)
+    total = top * LOG2E
+    if tl.abs(top) < float("inf"):
+        total += tl.log2(tl.sum(tl.exp2((x - top) * LOG2E), 0))
+    tl.store(sums_ptr + place, total)
+    for i in range(N):
+        top = tl.max(x, 0)
+        token = tl.min(tl.where(x == top, cols, 2147483647), 0)
+        tl.store(top_values_ptr + place * N + i, top)
+        tl.store(top_tokens_ptr + place * N + i, token)
+        x = tl.where(cols == token, float("-inf"), x)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
+    tokens_ptr, values_ptr, ranks_ptr, stride, SPANS, N, LOG2E,
+    SPANS_PAD: tl.constexpr, TOPS_PAD: tl.constexpr,
+):  # fmt: skip
+    # One program: a row.
+    row = tl.program_id(0)
+    spans, tops = tl.arange(0, SPANS_PAD), tl.arange(0, TOPS_PAD)
+    inside = spans < SPANS
+    sums = tl.load(sums_ptr + row * SPANS + spans, mask=inside, other=float("-inf"))
+    largest = tl.max(sums, 0)
+    total = (largest + tl.log2(tl.sum(tl.exp2(sums - largest), 0))) / LOG2E
+    larger = tl.load(larger_ptr + row * SPANS + spans, mask=inside, other=0)
+    tl.store(ranks_ptr + row, tl.sum(larger, 0) + 1)
+    drawn = tl.load(drawn_ptr + row)
+    value = tl.load(logits_ptr + row.to(tl.int64) * stride + drawn).to(tl.float32)
+    tokens_ptr += row * (N + 1)
+    values_ptr += row * (N + 1)
+    tl.store(tokens_ptr, drawn)
+    tl.store(values_ptr, value - total)
+    inside = tops < SPANS * N
+    values = tl.load(top_values_ptr + row * SPANS * N + tops, mask=inside, other=float("-inf"))
+    tokens = tl.load(top_tokens_ptr + row * SPANS * N + tops, mask=inside, other=2147483647)
+    for i in range(N):
+        top = tl.max(values, 0)
+        token = tl.min(tl.where(values == top, tokens, 2147483647), 0)
+        tl.store(tokens_ptr + 1 + i, token)
+        tl.store(values_ptr + 1 + i, top - total)
+        values = tl.where(tokens == token, float("-inf"), values)
+        tokens = tl.where(tokens == token, 2147483647, tokens)
+
+
+def logprobs(
+    logits: torch.Tensor, drawn: torch.Tensor, num_logprobs: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the drawn tokens, and of the most likely ones.
+
+    Args:
+        logits: [n, V], rows adjacent columns.
+        drawn: [n] int32.
+        num_logprobs: N, at most V.
+
+    Returns:
+        Tokens [n, 1 + N] int32, the drawn one first; their log-probabilities [n, 1 + N] float32;
+        the rank [n] int32 of the drawn one.
+    """
+    n, V = logits.shape
+    spans, N, device = triton.cdiv(V, SPAN), num_logprobs, logits.device
+    sums = torch.empty(n, spans, dtype=torch.float32, device=device)
+    larger = torch.empty(n, spans, dtype=torch.int32, device=device)
+    top_values = torch.empty(n, spans, N, dtype=torch.float32, device=device)
+    top_tokens = torch.empty(n, spans, N, dtype=torch.int32, device=device)
+    tokens = torch.empty(n, 1 + N, dtype=torch.int32, device=device)
+    values = torch.empty(n, 1 + N, dtype=torch.float32, device=device)
+    ranks = torch.empty(n, dtype=torch.int32, device=device)
+    parts = logits, drawn, sums, larger, top_values, top_tokens
+    _span_logprobs_kernel[(n, spans)](*parts, V, logits.stride(0), N, LOG2E, SPAN=SPAN, num_warps=8)
+    _logprobs_kernel[(n,)](
+        *parts, tokens, values, ranks, logits.stride(0), spans, N, LOG2E,
+        SPANS_PAD=triton.next_power_of_2(spans),
+        TOPS_PAD=triton.next_power_of_2(max(1, spans * N)), num_warps=4,
+    )  # fmt: skip
+    return tokens, values, ranks
