@@ -9,7 +9,7 @@ from nanovllm.utils.checks import (
     check_choice,
     check_float,
     check_int,
-    plain_integers,
+    plain_numbers,
 )
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -96,7 +96,7 @@ class Config:
         check_int("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        plain_integers(self)
+        plain_numbers(self)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(
                 f"`kvcache_block_size` must be a power of two, got {self.kvcache_block_size}"

@@ -1,4 +1,4 @@
-"""Options, sampling parameters and config.json: what is read, and what is refused by name."""
+"""Options and config.json: what is read, and what is refused by name."""
 
 import dataclasses
 import json
@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from checkpoints import SMALL, checkpoint_fixture, copy_checkpoint  # noqa: F401
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import Config
 from nanovllm.engine import executor
 from nanovllm.model_config import ModelConfig
 
-HUGE = 10**400  # beyond every float
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 # -- options --------------------------------------------------------------------------------------
@@ -194,45 +193,6 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
         message,
     )
     assert {kind for kind, _ in report.values()} == {"ValueError"}, report
-
-
-# -- sampling parameters --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error", "match"),
-    [
-        ("max_tokens", 0, ValueError, "at least 1, got 0"),
-        ("max_tokens", -3, ValueError, "at least 1, got -3"),
-        ("max_tokens", 1.0, TypeError, "an integer, got 1.0"),
-        ("max_tokens", None, TypeError, "an integer, got None"),
-        ("max_tokens", True, TypeError, "an integer, got True"),
-        ("temperature", -0.1, ValueError, "finite and at least 0, got -0.1"),
-        ("temperature", math.nan, ValueError, "finite and at least 0, got nan"),
-        ("temperature", math.inf, ValueError, "finite and at least 0, got inf"),
-        pytest.param(
-            *("temperature", HUGE, ValueError, "finite and at least 0"), id="temperature-huge"
-        ),
-        ("temperature", "hot", TypeError, "a number, got 'hot'"),
-        ("temperature", None, TypeError, "a number, got None"),
-        ("temperature", False, TypeError, "a number, got False"),
-        ("ignore_eos", 1, TypeError, "True or False, got 1"),
-    ],
-)
-def test_defect_17_sampling_parameter_out_of_rule_is_named(name, value, error, match):
-    with pytest.raises(error, match=f"^`{name}` must be {match}"):
-        SamplingParams(**{name: value})
-
-
-def test_defect_17_sampling_parameters_accept_greedy_and_numpy():
-    params = SamplingParams(temperature=0, max_tokens=np.int64(3))
-    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0, 3, False)
-    assert SamplingParams(temperature=np.float32(0.5)).temperature == 0.5
-
-
-def test_unknown_sampling_parameter_is_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 
 # -- config.json ----------------------------------------------------------------------------------
