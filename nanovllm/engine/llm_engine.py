@@ -22,7 +22,7 @@ from typing_extensions import Self
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
+from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Metrics, Progress
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -92,6 +92,9 @@ class LLMEngine:
             self.model_runner.max_model_len,
             pool_tokens,
         )
+        self._params_reader = SamplingParamsReader(
+            self.tokenizer, self.model_config.vocab_size, SamplingParams()
+        )
         self._ids = itertools.count()
         self._metrics = Metrics()
         overlap = self.config.overlap
@@ -127,16 +130,16 @@ class LLMEngine:
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt (text, token ids or a dictionary; see `generate`).
 
+        Args:
+            prompt: the prompt.
+            sampling_params: None for the defaults.
+
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
             self._check_open()
-            params = SamplingParams() if sampling_params is None else sampling_params
-            if not isinstance(params, SamplingParams):
-                raise TypeError(
-                    f"`sampling_params` must be a SamplingParams, got {type(params).__name__}"
-                )
+            params = self._params_reader.parse(sampling_params)
             parsed = self._reader.parse(prompt)
             return self._add(parsed.text, parsed.token_ids, params)
 
@@ -252,7 +255,7 @@ class LLMEngine:
         with self._lock:
             self._check_open()
             parsed = self._reader.parse_all(prompts)
-            params = spread_sampling_params(sampling_params, len(parsed))
+            params = self._params_reader.parse_all(sampling_params, len(parsed))
             if not self._is_idle():
                 raise RuntimeError(
                     "generate() needs an engine without requests of its own, but some of "
