@@ -27,7 +27,7 @@ from nanovllm.engine.metrics import Metrics, Progress
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
@@ -67,6 +67,9 @@ class LLMEngine:
         self.config = Config(os.path.expanduser(model), **options)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
+        self._default_params = SamplingParams()
+        if self.config.generation_config == "auto":
+            self._default_params = read_sampling_params(self.config.model)
         self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
@@ -93,7 +96,7 @@ class LLMEngine:
             pool_tokens,
         )
         self._params_reader = SamplingParamsReader(
-            self.tokenizer, self.model_config.vocab_size, SamplingParams()
+            self.tokenizer, self.model_config.vocab_size, self._default_params
         )
         self._ids = itertools.count()
         self._metrics = Metrics()
@@ -132,7 +135,7 @@ class LLMEngine:
 
         Args:
             prompt: the prompt.
-            sampling_params: None for the defaults.
+            sampling_params: None for those of `get_default_sampling_params`.
 
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
@@ -242,7 +245,8 @@ class LLMEngine:
         Args:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or
                 a dictionary with `prompt` or `prompt_token_ids`; lists may mix them.
-            sampling_params: one for all prompts, one per prompt, or None for the defaults.
+            sampling_params: one for all prompts, one per prompt, or None for those of
+                `get_default_sampling_params`.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
 
         Returns:
@@ -300,6 +304,13 @@ class LLMEngine:
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer (of transformers), None if it has none."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `add_request` take for None: how the checkpoint says to sample.
+
+        See `nanovllm.model_config.read_sampling_params`. `dataclasses.replace` changes a copy.
+        """
+        return self._default_params
 
     def metrics(self) -> dict[str, Any]:
         """What explains a slow run: the configuration that took effect, and counters."""
