@@ -9,13 +9,14 @@ from nanovllm.utils.checks import (
     check_choice,
     check_float,
     check_int,
-    plain_integers,
+    plain_numbers,
 )
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
+GENERATION_CONFIGS = ("auto", "vllm")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Config:
             CUDA. False is the plain synchronous loop.
         load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones for the
             shapes in config.json (for benchmarks).
+        generation_config: "auto" takes what sampling parameters are by default from the
+            checkpoint's generation_config.json; "vllm" does not.
         seed: seeds sampling (and dummy weights).
     """
 
@@ -72,6 +75,7 @@ class Config:
     fused_kernels: bool = True
     overlap: bool | None = None
     load_format: str = "auto"
+    generation_config: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,10 +97,11 @@ class Config:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_int("seed", self.seed, 0, 2**64 - 1)
         if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
             raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        plain_integers(self)
+        plain_numbers(self)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(
                 f"`kvcache_block_size` must be a power of two, got {self.kvcache_block_size}"

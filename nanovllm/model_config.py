@@ -2,16 +2,25 @@
 
 Reads config.json and generation_config.json directly, in the spelling of transformers 4 and 5
 alike (`torch_dtype`/`dtype`, `rope_theta`/`rope_parameters`). What the engine cannot run is
-refused here, by name, before any weight is read. Imports no torch.
+refused here, by name, before any weight is read. `read_sampling_params` gives the checkpoint's
+own sampling parameters. Imports no torch.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanovllm.sampling_params import SamplingParams
+
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 SUPPORTED_ACTIVATIONS = ("silu",)
+GENERATION_CONFIG = "generation_config.json"
+# The keys there that say how to sample, and our names for them.
+SAMPLING_KEYS = {
+    **{key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -97,6 +106,30 @@ class ModelConfig:
                 f"`tensor_parallel_size` must divide num_key_value_heads {kv_heads} of this model, "
                 f"or be a multiple of it, got {size}"
             )
+
+
+def read_sampling_params(model: str) -> SamplingParams:
+    """How the model directory's generation_config.json says to sample; what it leaves out is ours.
+
+    As in vLLM, `do_sample` is not looked at: without a temperature, 1 is taken, where transformers
+    would decode greedily unless `do_sample` is true.
+
+    Raises:
+        ValueError: for a value of a wrong type or out of range.
+    """
+    values = _read_generation(Path(model))
+    params = SamplingParams()
+    for key, name in SAMPLING_KEYS.items():
+        if values.get(key) is None:
+            continue
+        try:
+            params = replace(params, **{name: values[key]})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`{key}` of {Path(model) / GENERATION_CONFIG} is no default to sample by: "
+                f'{error}; correct it, or pass generation_config="vllm" to leave all of them out'
+            ) from error
+    return params
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,9 +218,14 @@ def _read_dtype(raw: dict[str, Any]) -> str:
     return str(dtype)
 
 
+def _read_generation(directory: Path) -> dict[str, Any]:
+    """generation_config.json; nothing without it."""
+    file = directory / GENERATION_CONFIG
+    return read_json(file) if file.is_file() else {}
+
+
 def _read_eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
-    generation = directory / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    eos = _read_generation(directory).get("eos_token_id")
     if eos is None:
         eos = raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]

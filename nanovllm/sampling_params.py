@@ -3,15 +3,18 @@
 Names, defaults and meanings are those of vLLM; only the default of `max_tokens` is 64.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+import json
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from numbers import Integral
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, plain_integers
+from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers
 
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
+LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class StructuredOutputsParams:
     """The form that a completion must have. Exactly one of these is given.
 
     Attributes:
-        json: a JSON Schema, as a dictionary or as text.
+        json: a JSON Schema, as a dictionary or as text; kept as text.
         regex: a regular expression that the whole text matches.
         choice: strings of which the text is one.
         grammar: a context-free grammar in Lark's syntax.
@@ -39,8 +42,8 @@ class StructuredOutputsParams:
                 "`structured_outputs` must have exactly one of json, regex, choice, grammar and "
                 f"json_object, got {', '.join(given) or 'none'}"
             )
-        if self.json is not None and not isinstance(self.json, (str, Mapping)):
-            raise TypeError(f"`json` must be a dictionary or a string, got {self.json!r}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -49,8 +52,10 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
             if not self.choice:
                 raise ValueError("`choice` must have at least one string, got none")
-        if self.json_object is not None and self.json_object is not True:
-            raise ValueError(f"`json_object` must be True where given, got {self.json_object!r}")
+        if self.json_object is not None:
+            check_bool("json_object", self.json_object)
+            if not self.json_object:
+                raise ValueError("`json_object` must be True where it is given, got False")
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class SamplingParams:
     """How to sample a request.
 
     What is done to the logits, in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and
-    `logit_bias`; the penalties; `temperature`; `min_p`, `top_k`, `top_p`. Sequences given here are
-    kept as tuples.
+    `logit_bias`; the penalties; `temperature`; `min_p`, `top_k`, `top_p`. Lists, sets and arrays
+    given here are kept as tuples, `logit_bias` as a copy.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (greedy decoding),
@@ -116,7 +121,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # a dict has no hash
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -144,22 +149,18 @@ class SamplingParams:
             raise ValueError(
                 f"`min_tokens` must be at most max_tokens {self.max_tokens}, got {self.min_tokens}"
             )
-        plain_integers(self)
+        plain_numbers(self)
 
     def _check_numbers(self) -> None:
-        check_float("temperature", self.temperature, 0.0)
+        check_float("temperature", self.temperature, 0.0, LARGEST)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1)
-        check_int("top_k", self.top_k, -1)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
         check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p <= 0:
             raise ValueError(f"`top_p` must be above 0, got {self.top_p!r}")
         check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0)
-        if self.repetition_penalty <= 0:
-            raise ValueError(
-                f"`repetition_penalty` must be above 0, got {self.repetition_penalty!r}"
-            )
+        check_float("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -172,24 +173,24 @@ class SamplingParams:
 
     def _normalize(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _strings("stop", stop or ()))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words or ()))
-        object.__setattr__(
-            self, "stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids or ())
-        )
-        if self.allowed_token_ids is not None:
-            allowed = _tokens("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise ValueError("`allowed_token_ids` must have at least one token, got none")
-            object.__setattr__(self, "allowed_token_ids", allowed)
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise TypeError(f"`logit_bias` must map token ids to numbers, got {bias!r}")
-        _tokens("logit_bias", bias)
+        _tokens("logit_bias", list(bias))
         for token, value in bias.items():
-            check_float(f"logit_bias[{token}]", value, -math.inf)
-        plain = {int(token): float(value) for token, value in bias.items()}
-        object.__setattr__(self, "logit_bias", plain)
+            check_float(f"logit_bias[{token}]", value, -LARGEST, LARGEST)
+        plain: dict[str, Any] = {
+            "stop": _strings("stop", stop),
+            "bad_words": _strings("bad_words", self.bad_words),
+            "stop_token_ids": _tokens("stop_token_ids", self.stop_token_ids),
+            "logit_bias": {int(token): float(value) for token, value in bias.items()},
+        }
+        if self.allowed_token_ids is not None:
+            plain["allowed_token_ids"] = _tokens("allowed_token_ids", self.allowed_token_ids)
+            if not plain["allowed_token_ids"]:
+                raise ValueError("`allowed_token_ids` must have at least one token, got none")
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -197,21 +198,47 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
+def _items(name: str, value: Any, kind: str) -> list[Any]:
+    """What a list, set or array has; nothing for None."""
+    if value is None:
+        return []
+    if not isinstance(value, (str, bytes, bytearray, Mapping)):
+        with suppress(TypeError):  # not to be iterated over
+            return list(value)
+    raise TypeError(f"`{name}` must be a list of {kind}, got {value!r}")
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"`{name}` must be a list of strings, got {value!r}")
-    for item in value:
+    items = _items(name, value, "strings")
+    for item in items:
         if not isinstance(item, str):
             raise TypeError(f"`{name}` must hold strings, got {item!r}")
         if not item:
             raise ValueError(f"`{name}` must hold strings that are not empty, got ''")
-    return tuple(value)
+    strings = [str.__str__(item) for item in items]  # str(item) of an Enum would be its name
+    return tuple(sorted(strings) if isinstance(value, Set) else strings)
 
 
 def _tokens(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"`{name}` must hold token ids, got {value!r}")
-    tokens = tuple(value)
-    for token in tokens:
-        check_int(name, token, 0)
-    return tuple(int(token) for token in tokens)
+    items = _items(name, value, "token ids")
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise TypeError(f"`{name}` must hold integer token ids, got {item!r}")
+        if int(item) < 0:
+            raise ValueError(f"`{name}` must hold token ids of at least 0, got {item!r}")
+    tokens = [int(item) for item in items]
+    return tuple(sorted(tokens) if isinstance(value, Set) else tokens)
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON Schema as text, which the caller cannot change afterwards."""
+    if not isinstance(schema, (str, Mapping)):
+        raise TypeError(f"`json` must be a dictionary or a string, got {schema!r}")
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
+        is_object = isinstance(json.loads(text), dict)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`json` must be a JSON Schema, got {schema!r}: {error}") from error
+    if not is_object:
+        raise ValueError(f"`json` must be a JSON Schema, which is an object, got {schema!r}")
+    return text

@@ -1,4 +1,4 @@
-"""Options, sampling parameters and config.json: what is read, and what is refused by name."""
+"""Options, config.json and generation_config.json: what is read, what is refused by name."""
 
 import dataclasses
 import json
@@ -12,15 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import SMALL, checkpoint_fixture, copy_checkpoint  # noqa: F401
+from checkpoints import (
+    PROMPT,
+    SMALL,
+    TINY,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    edit_json,
+    reference,
+    tokens,
+)
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import Config
 from nanovllm.engine import executor
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, read_sampling_params
 
-HUGE = 10**400  # beyond every float
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 # -- options --------------------------------------------------------------------------------------
@@ -55,6 +63,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("dtype", "float64", ValueError, "one of auto, .*float32, got 'float64'"),
         ("attention_backend", "xformers", ValueError, "one of auto, flash_attn, .*'xformers'"),
         ("load_format", "gguf", ValueError, "one of auto, dummy, got 'gguf'"),
+        ("generation_config", "hf", ValueError, "one of auto, vllm, got 'hf'"),
+        ("generation_config", None, ValueError, "one of auto, vllm, got None"),
         ("seed", -1, ValueError, "between 0 and .*, got -1"),
         ("seed", 2**64, ValueError, "between 0 and"),
     ],
@@ -196,45 +206,6 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
     assert {kind for kind, _ in report.values()} == {"ValueError"}, report
 
 
-# -- sampling parameters --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error", "match"),
-    [
-        ("max_tokens", 0, ValueError, "at least 1, got 0"),
-        ("max_tokens", -3, ValueError, "at least 1, got -3"),
-        ("max_tokens", 1.0, TypeError, "an integer, got 1.0"),
-        ("max_tokens", None, TypeError, "an integer, got None"),
-        ("max_tokens", True, TypeError, "an integer, got True"),
-        ("temperature", -0.1, ValueError, "finite and at least 0, got -0.1"),
-        ("temperature", math.nan, ValueError, "finite and at least 0, got nan"),
-        ("temperature", math.inf, ValueError, "finite and at least 0, got inf"),
-        pytest.param(
-            *("temperature", HUGE, ValueError, "finite and at least 0"), id="temperature-huge"
-        ),
-        ("temperature", "hot", TypeError, "a number, got 'hot'"),
-        ("temperature", None, TypeError, "a number, got None"),
-        ("temperature", False, TypeError, "a number, got False"),
-        ("ignore_eos", 1, TypeError, "True or False, got 1"),
-    ],
-)
-def test_defect_17_sampling_parameter_out_of_rule_is_named(name, value, error, match):
-    with pytest.raises(error, match=f"^`{name}` must be {match}"):
-        SamplingParams(**{name: value})
-
-
-def test_defect_17_sampling_parameters_accept_greedy_and_numpy():
-    params = SamplingParams(temperature=0, max_tokens=np.int64(3))
-    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0, 3, False)
-    assert SamplingParams(temperature=np.float32(0.5)).temperature == 0.5
-
-
-def test_unknown_sampling_parameter_is_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
-
-
 # -- config.json ----------------------------------------------------------------------------------
 
 
@@ -312,3 +283,102 @@ def test_defect_6_rope_theta_is_read_in_both_spellings(spelling, checkpoint, tmp
 def test_dtype_is_read_in_both_spellings(key, checkpoint, tmp_path):
     path = copy_checkpoint(checkpoint, tmp_path / "model", **{"dtype": None, key: "float16"})
     assert ModelConfig.from_pretrained(str(path)).dtype == "float16"
+
+
+# -- generation_config.json -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "params"),
+    [
+        ({}, SamplingParams()),
+        (  # as Qwen3 has it
+            {
+                "bos_token_id": 151643,
+                "do_sample": True,
+                "eos_token_id": [151645, 151643],
+                "pad_token_id": 151643,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "transformers_version": "4.51.0",
+            },
+            SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+        ),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 2048},
+            SamplingParams(min_p=0.1, repetition_penalty=1.05, max_tokens=2048),
+        ),
+        ({"temperature": 0}, SamplingParams(temperature=0)),
+        ({"do_sample": False}, SamplingParams()),
+        ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0.6)),
+        ({"temperature": None, "top_k": None, "max_new_tokens": None}, SamplingParams()),
+        ({"max_length": 20, "num_beams": 4, "n": 3, "seed": 7, "stop": "a"}, SamplingParams()),
+    ],
+)
+def test_sampling_defaults_are_read_as_vllm_reads_them(values, params, tmp_path):
+    edit_json(tmp_path / "generation_config.json", **values)
+    assert read_sampling_params(str(tmp_path)) == params
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("temperature", "0.6", "`temperature` must be a number, got '0.6'"),
+        ("temperature", math.nan, "`temperature` must be finite and 0 to 1e+09, got nan"),
+        ("top_k", 20.0, "`top_k` must be an integer, got 20.0"),
+        ("top_k", True, "`top_k` must be an integer, got True"),
+        ("top_p", 0, "`top_p` must be above 0, got 0"),
+        ("min_p", [0.1], "`min_p` must be a number, got [0.1]"),
+        (
+            *("repetition_penalty", 0),
+            "`repetition_penalty` must be finite and 1e-09 to 1e+09, got 0",
+        ),
+        ("max_new_tokens", 0, "`max_tokens` must be at least 1, got 0"),
+    ],
+)
+def test_wrong_sampling_default_names_file_and_key(key, value, rule, checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model")
+    file = path / "generation_config.json"
+    edit_json(file, **{key: value})
+    with pytest.raises(ValueError) as caught:
+        LLM(path, **SMALL)
+    assert str(caught.value) == (
+        f"`{key}` of {file} is no default to sample by: {rule}; correct it, or pass "
+        'generation_config="vllm" to leave all of them out'
+    )
+    with LLM(path, generation_config="vllm", **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_generate_and_add_request_take_the_checkpoints_defaults(checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model")
+    edit_json(path / "generation_config.json", temperature=0.0, max_new_tokens=7)
+    expected = reference(checkpoint, PROMPT, 7)
+    with LLM(path, **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=7)
+        assert tokens(llm.generate([PROMPT, PROMPT], use_tqdm=False)) == [expected] * 2
+        llm.add_request(PROMPT)
+        while not (finished := llm.step()):
+            pass
+        assert tokens(finished) == [expected]
+        # parameters that are given are ours in everything that they leave out
+        [output] = llm.generate(PROMPT, SamplingParams(ignore_eos=True), use_tqdm=False)
+        assert len(output["token_ids"]) == 64
+    with LLM(path, generation_config="vllm", **SMALL) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+        [output] = llm.generate(PROMPT, use_tqdm=False)
+        assert len(output["token_ids"]) == 64
+
+
+@pytest.mark.parametrize("source", ["auto", "vllm"])
+def test_end_tokens_are_read_in_any_case(source, checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model")
+    edit_json(path / "generation_config.json", eos_token_id=[1, 2], temperature=0.5)
+    with LLM(path, generation_config=source, **SMALL) as llm:
+        assert llm.eos_token_ids == {1, 2}
+
+
+def test_without_generation_config_defaults_are_plain(tmp_path):
+    assert read_sampling_params(str(tmp_path)) == SamplingParams()
+    assert read_sampling_params(str(TINY)) == SamplingParams()

@@ -19,7 +19,13 @@ from checkpoints import (
     reference,
 )
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.inputs import PromptReader, spread_sampling_params
+from nanovllm.engine.inputs import (
+    PromptReader,
+    SamplingParamsReader,
+    bad_word_tokens,
+    spread_sampling_params,
+)
+from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_MODEL_LEN, POOL_TOKENS = 12, 16
 
@@ -29,6 +35,22 @@ class Letters:
 
     def encode(self, text: str, *, verbose: bool) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
+
+
+class Pieces:
+    """A tokenizer that takes the longest piece at each place, and has a beginning of its own."""
+
+    BEGIN = 99
+    PIECES = ("cat", " cat", "do", "g", " dog", " ", "x", "\n", " \n")
+
+    def encode(self, text: str, *, verbose: bool, add_special_tokens: bool) -> list[int]:
+        ids = [self.BEGIN] if add_special_tokens else []
+        text = text.replace("\u200b", "")
+        while text:
+            piece = max((p for p in self.PIECES if text.startswith(p)), key=len)
+            ids.append(self.PIECES.index(piece))
+            text = text.removeprefix(piece)
+        return ids
 
 
 @pytest.fixture
@@ -200,6 +222,113 @@ def test_bad_item_of_sampling_params_is_named():
         spread_sampling_params([SamplingParams(), None], 2)  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": [3, 9]}, "stop_token_ids` must hold token ids in 0..8 (the voc"),
+        ({"allowed_token_ids": [0, 70000]}, "allowed_token_ids` must hold token ids in 0..8"),
+        (
+            {"logit_bias": {9: 0.5}},
+            "logit_bias` must hold token ids in 0..8 (the vocabulary), got 9",
+        ),
+        ({"bad_words": ["x", "\u200b"]}, "bad_words[1]` must have tokens, got '\\u200b'"),
+    ],
+)
+def test_sampling_params_that_the_model_cannot_meet_are_named(params, message):
+    reader = SamplingParamsReader(Pieces(), 9, SamplingParams())
+    good, bad = SamplingParams(), SamplingParams(**params)
+    for call, name in (
+        (lambda: reader.parse(bad), "sampling_params"),
+        (lambda: reader.parse_all(bad, 2), "sampling_params"),
+        (lambda: reader.parse_all([bad, good], 2), "sampling_params[0]"),
+        (lambda: reader.parse_all([good, good, bad, bad], 4), "sampling_params[2]"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(f"`{name}.{message}")):
+            call()
+
+
+def test_bad_word_beyond_the_vocabulary_is_refused():
+    """A tokenizer may have more tokens than the model."""
+    params = SamplingParams(bad_words=["x", "\n"])
+    with pytest.raises(ValueError, match=r"`sampling_params\.bad_words` must .* 0\.\.7 .*, got 8$"):
+        SamplingParamsReader(Pieces(), 8, SamplingParams()).parse(params)
+
+
+def test_sampling_params_that_the_model_meets_pass():
+    default = SamplingParams(top_k=3)
+    reader = SamplingParamsReader(Pieces(), 9, default)
+    params = SamplingParams(
+        stop="\ud800",  # which no text has
+        stop_token_ids=[0, 8],
+        allowed_token_ids=[8],
+        logit_bias={0: 1, 8: -1},
+        bad_words=["dog"],
+        structured_outputs=StructuredOutputsParams(regex="x"),
+    )
+    assert reader.parse(params) is params
+    assert reader.parse_all([params, default], 2) == [params, default]
+    assert reader.parse_all(params, 0) == []
+    assert reader.parse(None) is default
+    assert reader.parse_all(None, 2) == [default, default]
+    with pytest.raises(TypeError, match="`sampling_params` must be a SamplingParams, got dict"):
+        reader.parse({"top_k": 3})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": "end"}, "stop` is about text, .* no tokenizer: pass stop_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words` is about text, .* no tokenizer: pass logit_bias"),
+        (
+            {"structured_outputs": StructuredOutputsParams(json_object=True)},
+            "structured_outputs` is about text, .* no tokenizer: pass allowed_token_ids",
+        ),
+    ],
+)
+def test_parameters_about_text_need_a_tokenizer(params, message):
+    reader = SamplingParamsReader(None, 9, SamplingParams())
+    with pytest.raises(ValueError, match=rf"^`sampling_params\.{message}$"):
+        reader.parse(SamplingParams(**params))
+    assert reader.parse(SamplingParams(stop=[], bad_words=[]))
+
+
+# -- bad words ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sequences"),
+    [
+        (["cat"], [(0,), (1,)]),
+        ([" cat"], [(0,), (1,)]),
+        (["cat", " cat", "cat"], [(0,), (1,)]),
+        (["dog"], [(2, 3), (4,)]),  # of another length
+        (["x"], [(6,)]),  # which the space before it does not change
+        (["cat dog"], [(0, 4), (1, 4)]),
+        ([" "], [(5,)]),
+        (["\n"], [(7,), (8,)]),
+        (["x", "g"], [(6,), (3,)]),
+        ([], []),
+    ],
+)
+def test_bad_words_are_tokenised_with_and_without_a_space(words, sequences):
+    assert bad_word_tokens(Pieces(), words) == sequences
+
+
+def test_bad_words_of_a_real_tokenizer(tiny):
+    """One token for each byte: forms with a space are nothing new."""
+    words = ["ab", " c", "é"]
+    assert bad_word_tokens(tiny.get_tokenizer(), words) == [(97, 98), (99,), (0xC3, 0xA9)]
+
+
+def test_bad_word_that_cannot_be_tokenised_is_named(tiny):
+    with pytest.raises(ValueError, match=r"^`bad_words\[1\]` must have tokens, got '\\u200b'$"):
+        bad_word_tokens(Pieces(), ["x", "\u200b"])
+    params = SamplingParams(bad_words=["a", "\ud800"])
+    with pytest.raises(ValueError, match=r"^`sampling_params\.bad_words\[1\]` cannot be tokenis"):
+        tiny.add_request("a", params)
+    assert tiny.is_finished()
+
+
 # -- end to end -----------------------------------------------------------------------------------
 
 
@@ -224,6 +353,37 @@ def test_defect_17_one_bad_prompt_queues_none(prompts, params, error, match, eng
     if params is None:
         with pytest.raises(error, match=match.replace(r"prompts\[1\]", "prompt")):
             engine.add_request(prompts[1])
+    assert engine.metrics() == before
+    assert_usable(engine, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids` must hold token ids in 0\.\.127 .*got 128"),
+        ({"allowed_token_ids": [1, VOCAB]}, r"allowed_token_ids` must hold token ids in 0\.\.127"),
+        ({"logit_bias": {VOCAB: 1}}, r"logit_bias` must hold token ids in 0\.\.127"),
+        ({"stop": "end"}, "stop` is about text"),
+        ({"bad_words": ["word"]}, "bad_words` is about text"),
+        (
+            {"structured_outputs": StructuredOutputsParams(regex="a")},
+            "structured_outputs` is about",
+        ),
+    ],
+)
+def test_bad_sampling_params_queue_nothing(params, match, engine, checkpoint):
+    before = engine.metrics()
+    bad = SamplingParams(**params)
+    for call, name in (
+        (lambda: engine.add_request(PROMPT, bad), "sampling_params"),
+        (lambda: engine.generate([PROMPT, PROMPT], bad, use_tqdm=False), "sampling_params"),
+        (
+            lambda: engine.generate([PROMPT, PROMPT], [greedy(3), bad], use_tqdm=False),
+            r"sampling_params\[1\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=rf"^`{name}\.{match}"):
+            call()
     assert engine.metrics() == before
     assert_usable(engine, checkpoint)
 

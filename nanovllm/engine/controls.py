@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.engine.inputs import Tokenizer, bad_word_tokens
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import PENDING, Sequence
@@ -76,13 +77,13 @@ def request_controls(
     params: SamplingParams,
     vocab_size: int,
     eos_token_ids: Collection[int],
-    bad_words: SequenceABC[tuple[int, ...]] = (),
+    tokenizer: Tokenizer | None,
 ) -> RequestControls | None:
-    """The controls that `params` ask for, None if there are none.
-
-    Args:
-        bad_words: those of `params` as tokens.
-    """
+    """The controls that `params` ask for, None if there are none."""
+    bad_words: list[tuple[int, ...]] = []
+    if params.bad_words:
+        assert tokenizer is not None, "`SamplingParamsReader` refuses them"
+        bad_words = bad_word_tokens(tokenizer, params.bad_words)
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
     biases = dict(params.logit_bias or {})

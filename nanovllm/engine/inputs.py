@@ -3,7 +3,8 @@
 Everything is checked here, before anything is queued. Imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -14,12 +15,17 @@ Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+TEXT_FIELDS = {  # of sampling parameters, and what there is for token ids
+    "stop": "pass stop_token_ids",
+    "bad_words": "pass logit_bias",
+    "structured_outputs": "pass allowed_token_ids",
+}
 
 
 class Tokenizer(Protocol):
     """What is needed of a tokenizer."""
 
-    def encode(self, text: str, *, verbose: bool) -> list[int]: ...
+    def encode(self, text: str, *, verbose: bool, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class ParsedPrompt(NamedTuple):
@@ -94,11 +100,7 @@ class PromptReader:
             raise ValueError(
                 f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
             )
-        try:
-            # Its warning of long texts would come before our error, which says more.
-            return self._tokenizer.encode(text, verbose=False)
-        except (TypeError, UnicodeError) as error:  # lone surrogates, say
-            raise ValueError(f"`{name}` cannot be tokenised: {error}") from error
+        return _encode(self._tokenizer, text, name)
 
     def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
         if len(token_ids) == 0:
@@ -110,12 +112,7 @@ class PromptReader:
             if wrong:
                 raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}")
             ids = [int(token) for token in token_ids]
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self._vocab_size)
-            raise ValueError(
-                f"`{name}` must hold token ids in 0..{self._vocab_size - 1} (the vocabulary), "
-                f"got {wrong}"
-            )
+        _check_vocabulary(name, ids, self._vocab_size)
         if len(ids) >= self._max_model_len:
             raise ValueError(
                 f"`{name}` must leave room for one token within max_model_len "
@@ -131,12 +128,66 @@ class PromptReader:
         return ids
 
 
+class SamplingParamsReader:
+    """Checks for one engine what sampling parameters cannot check themselves.
+
+    Args:
+        tokenizer: None if the model directory has none; what is about text is refused then.
+        vocab_size: token ids must be below it.
+        default: what None stands for.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, default: SamplingParams
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._default = default
+
+    def parse_all(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """One per prompt; see `LLMEngine.generate`."""
+        spread = spread_sampling_params(params, count, self._default)
+        is_list = params is not None and not isinstance(params, SamplingParams)
+        for i, item in enumerate(spread):
+            if i == 0 or item is not spread[i - 1]:
+                self.parse(item, f"sampling_params[{i}]" if is_list else "sampling_params")
+        return spread
+
+    def parse(self, params: Any, name: str = "sampling_params") -> SamplingParams:
+        """Those of one prompt; `name` is what errors call them.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong with them.
+        """
+        if params is None:
+            return self._default
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"`{name}` must be a SamplingParams, got {type(params).__name__}")
+        if self._tokenizer is None:
+            for field, remedy in TEXT_FIELDS.items():
+                if getattr(params, field):
+                    raise ValueError(
+                        f"`{name}.{field}` is about text, but the model directory has no "
+                        f"tokenizer: {remedy}"
+                    )
+        elif params.bad_words:
+            words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
+            _check_vocabulary(f"{name}.bad_words", list(chain(*words)), self._vocab_size)
+        for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            _check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
+        return params
+
+
 def spread_sampling_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    default: SamplingParams = SamplingParams(),  # noqa: B008 (it is frozen)
 ) -> list[SamplingParams]:
-    """One `SamplingParams` per prompt, from one for all, one each, or None for the defaults."""
+    """One `SamplingParams` per prompt, from one for all, one each, or None for the default."""
     if params is None:
-        params = SamplingParams()
+        params = default
     if isinstance(params, SamplingParams):
         return [params] * count
     if not _is_sequence(params):
@@ -155,6 +206,51 @@ def spread_sampling_params(
                 f"`sampling_params[{i}]` must be a SamplingParams, got {type(item).__name__}"
             )
     return list(params)
+
+
+def bad_word_tokens(
+    tokenizer: Tokenizer, bad_words: Iterable[str], name: str = "bad_words"
+) -> list[tuple[int, ...]]:
+    """The token sequences that must not be generated.
+
+    A word is forbidden at the start of a text and after a space, whether it is given with a space
+    before it or not: it is tokenised in both forms. vLLM leaves out the one with the space where
+    it has another number of tokens; here it is left out only where it ends with the other one,
+    which forbids it already. Other tokens that spell the same word are not found, nor is another
+    case, and a token that also is a part of longer words is missing from these too.
+
+    Raises:
+        ValueError: for a word that has no tokens.
+    """
+    sequences = []
+    for i, word in enumerate(bad_words):
+        text = word.lstrip(" ") or word
+        plain, spaced = (
+            tuple(_encode(tokenizer, form, f"{name}[{i}]", add_special_tokens=False))
+            for form in (text, f" {text}")
+        )
+        if not plain or not spaced:
+            raise ValueError(f"`{name}[{i}]` must have tokens, got {word!r}")
+        sequences.append(plain)
+        if spaced[-len(plain) :] != plain:
+            sequences.append(spaced)
+    return list(dict.fromkeys(sequences))
+
+
+def _encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[int]:
+    try:
+        # Its warning of long texts would come before our error, which says more.
+        return tokenizer.encode(text, verbose=False, **options)
+    except (TypeError, UnicodeError) as error:  # lone surrogates, say
+        raise ValueError(f"`{name}` cannot be tokenised: {error}") from error
+
+
+def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise ValueError(
+            f"`{name}` must hold token ids in 0..{vocab_size - 1} (the vocabulary), got {wrong}"
+        )
 
 
 def _is_sequence(value: Any) -> bool:

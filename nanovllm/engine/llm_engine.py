@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,13 +24,13 @@ from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.controls import request_controls
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import PromptReader, Prompts, spread_sampling_params
+from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Metrics, Progress
 from nanovllm.engine.request import Decoder, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
@@ -69,6 +70,9 @@ class LLMEngine:
         self.config = Config(os.path.expanduser(model), **options)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
+        self._default_params = SamplingParams()
+        if self.config.generation_config == "auto":
+            self._default_params = read_sampling_params(self.config.model)
         self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
@@ -93,6 +97,17 @@ class LLMEngine:
             self.model_config.vocab_size,
             self.model_runner.max_model_len,
             pool_tokens,
+        )
+        self._params_reader = SamplingParamsReader(
+            self.tokenizer, self.model_config.vocab_size, self._default_params
+        )
+        self._controls_of = lru_cache(
+            partial(
+                request_controls,
+                vocab_size=self.model_config.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+                tokenizer=self.tokenizer,
+            )
         )
         self._decoder = Decoder(self.tokenizer)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
@@ -132,21 +147,21 @@ class LLMEngine:
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt (text, token ids or a dictionary; see `generate`).
 
+        Args:
+            prompt: the prompt.
+            sampling_params: None for those of `get_default_sampling_params`.
+
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
             self._check_open()
-            params = SamplingParams() if sampling_params is None else sampling_params
-            if not isinstance(params, SamplingParams):
-                raise TypeError(
-                    f"`sampling_params` must be a SamplingParams, got {type(params).__name__}"
-                )
+            params = self._params_reader.parse(sampling_params)
             parsed = self._reader.parse(prompt)
             return self._add(parsed.text, parsed.token_ids, params)
 
     def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> int:
-        controls = request_controls(params, self.model_config.vocab_size, self.eos_token_ids)
+        controls = self._controls_of(params)
         seqs = [
             Sequence(
                 next(self._seq_ids),
@@ -271,7 +286,8 @@ class LLMEngine:
         Args:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or
                 a dictionary with `prompt` or `prompt_token_ids`; lists may mix them.
-            sampling_params: one for all prompts, one per prompt, or None for the defaults.
+            sampling_params: one for all prompts, one per prompt, or None for those of
+                `get_default_sampling_params`.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
 
         Returns:
@@ -284,7 +300,7 @@ class LLMEngine:
         with self._lock:
             self._check_open()
             parsed = self._reader.parse_all(prompts)
-            params = spread_sampling_params(sampling_params, len(parsed))
+            params = self._params_reader.parse_all(sampling_params, len(parsed))
             if not self._is_idle():
                 raise RuntimeError(
                     "generate() needs an engine without requests of its own, but some of "
@@ -317,6 +333,13 @@ class LLMEngine:
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer (of transformers), None if it has none."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `add_request` take for None: how the checkpoint says to sample.
+
+        See `nanovllm.model_config.read_sampling_params`. `dataclasses.replace` changes a copy.
+        """
+        return self._default_params
 
     def metrics(self) -> dict[str, Any]:
         """What explains a slow run: the configuration that took effect, and counters."""

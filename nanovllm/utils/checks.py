@@ -43,9 +43,10 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
 
 
-def plain_integers(instance: Any) -> None:
-    """Make the integers of a frozen dataclass Python's own: numpy's overflow in products."""
+def plain_numbers(instance: Any) -> None:
+    """Make the numbers of a frozen dataclass Python's own: numpy's overflow in products."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            object.__setattr__(instance, field.name, int(value))
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            number = int(value) if isinstance(value, numbers.Integral) else float(value)
+            object.__setattr__(instance, field.name, number)
