@@ -1,0 +1,92 @@
+"""What the controls of sampling cost: decode throughput with each, beside none.
+
+    python benchmarks/sampling_controls.py --dummy qwen3-0.6b [--num-seqs 256] [--repeat 3]
+
+All sequences decode together: prompts of 512 random tokens, 128 new tokens each. "one of 256" has
+the control on a single sequence. Prints median and range of decode tokens per second and the
+median's distance from that without controls; the last line is JSON, which --save FILE appends.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import bench
+from benchmarks.workloads import many
+from nanovllm import LLM, SamplingParams
+
+PROMPT, OUTPUT = 512, 128
+CONTROLS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top_k=50, top_p=0.9": {"top_k": 50, "top_p": 0.9},
+    "top_k=50": {"top_k": 50},
+    "top_p=0.9": {"top_p": 0.9},
+    "min_p=0.1": {"min_p": 0.1},
+    "penalties": {
+        "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5
+    },
+    "logprobs=5": {"logprobs": 5},
+    "logit_bias": {"logit_bias": {7: 2.0, 11: -3.0}},
+    "all of these": {
+        "top_k": 50, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1,
+        "presence_penalty": 0.5, "logprobs": 5, "logit_bias": {7: 2.0},
+    },
+}  # fmt: skip
+
+
+def measure(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
+    """Decode tokens per second of a run."""
+    llm.reset_prefix_cache()
+    before = llm.metrics()
+    llm.generate(prompts, params, use_tqdm=False)
+    after = llm.metrics()
+    names = "num_decode_tokens", "decode_seconds"
+    tokens, seconds = (after[name] - before[name] for name in names)
+    return tokens / seconds
+
+
+def main() -> None:
+    """Measure each control."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    bench.add_options(parser, dummy="qwen3-0.6b")
+    parser.add_argument("--num-seqs", type=bench.positive, default=256)
+    parser.add_argument("--repeat", type=bench.positive, default=3)
+    args = parser.parse_args()
+    llm, _ = bench.build(args)
+    vocab_size = llm.model_config.vocab_size
+    prompts = many(random.Random(0), args.num_seqs, PROMPT)
+    prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
+    common: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True, "max_tokens": OUTPUT}
+    plain = SamplingParams(**common)
+    cases = {name: [SamplingParams(**common, **c)] * args.num_seqs for name, c in CONTROLS.items()}
+    cases[f"one of {args.num_seqs}"] = [
+        cases["top_k=50, top_p=0.9"][0], *[plain] * (args.num_seqs - 1)
+    ]  # fmt: skip
+    runs: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(args.repeat + 1):  # in turns, so that a drift of the machine hits all
+        for name, params in cases.items():
+            rate = measure(llm, prompts, params)
+            if turn:  # the first compiles
+                runs[name].append(rate)
+    base, results = statistics.median(runs["none"]), {}
+    for name, rates in runs.items():
+        median = statistics.median(rates)
+        cost = base / median - 1
+        print(
+            f"{name:22s} {median:8.0f} tok/s  ({min(rates):.0f}-{max(rates):.0f})  "
+            f"{100 * cost:+5.1f} % of time",
+            flush=True,
+        )
+        results[name] = {"median": median, "runs": sorted(rates), "unit": "tok/s", "cost": cost}
+    result = {"benchmark": "sampling_controls", "model": bench.model_name(args), "results": results}
+    result |= bench.conditions(llm)
+    llm.exit()
+    bench.publish(result, args.save)
+
+
+if __name__ == "__main__":
+    main()

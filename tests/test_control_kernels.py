@@ -1,0 +1,185 @@
+"""The Triton kernels for controls of sampling against the expressions of the CPU, which have
+oracles of their own: in the interpreter, and compiled on a GPU.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
+from nanovllm.kernels import controls as kernels
+from nanovllm.kernels.sampling import sample
+from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
+from nanovllm.layers.embed_head import vocab_span
+
+SEED = 5
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+INF = float("inf")
+needs_gpu = pytest.mark.gpu if ON_GPU else ()
+pytestmark = needs_gpu or []
+
+
+def no_controls(n: int, **changes: np.ndarray) -> Controls:
+    values = {
+        "rows": np.arange(n, dtype=np.int32),
+        "top_k": np.zeros(n, np.int32),
+        "top_p": np.ones(n, np.float32),
+        "min_p": np.zeros(n, np.float32),
+        "penalties": np.array([[1.0], [0.0], [0.0]], np.float32).repeat(n, 1),
+        "edit_starts": np.zeros(n + 1, np.int32),
+        "edit_tokens": np.zeros(0, np.int32),
+        "edit_biases": np.zeros(0, np.float32),
+        "masks": np.zeros((0, 1), np.int32),
+        "mask_rows": np.full(n, -1, np.int32),
+        "reset": np.zeros(0, np.int32),
+        "counts": np.zeros((3, 0), np.int32),
+        "num_logprobs": np.full(n, -1, np.int32),
+    }
+    return Controls(**(values | changes))
+
+
+def to_device(*arrays: np.ndarray) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in arrays]
+
+
+def random_logits(rng: np.random.Generator, n: int, V: int, kind: str) -> torch.Tensor:
+    x = rng.normal(size=(n, V)).astype(np.float32) * 3
+    if kind == "ties":
+        x = np.round(x)
+    elif kind == "peaked":
+        x[np.arange(n), rng.integers(V, size=n)] += 40
+    elif kind == "extremes":
+        x[:, rng.integers(V, size=20)] = -np.inf
+        x[:, rng.integers(V, size=20)] = 1e4
+        x[:, rng.integers(V, size=20)] = -1e30
+        x[:, rng.integers(V, size=5)] = np.float32(-0.0)
+        x[:, rng.integers(V, size=5)] = 0.0
+        x[0, 1:] = -np.inf
+    elif kind == "equal":
+        x[:] = 1.5
+    return torch.from_numpy(x)
+
+
+def kernel_process(
+    logits: torch.Tensor, slots: torch.Tensor, c: Controls, counts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arrays = to_device(
+        c.masks, c.mask_rows, c.edit_starts, c.edit_tokens, c.edit_biases, c.penalties
+    )
+    if counts is not None:
+        counts = counts.to(DEVICE)
+    return kernels.process(logits.to(DEVICE), slots.to(DEVICE), *arrays, counts)
+
+
+@pytest.mark.parametrize("V", [33, 4096, 5000])
+@pytest.mark.parametrize("what", ["nothing", "masks", "edits", "penalties", "all"])
+def test_process(what: str, V: int) -> None:
+    """Every token of every row, to the bit but for the order of sums."""
+    rng, n = np.random.default_rng(SEED), 5
+    logits = random_logits(rng, n, V, "random")
+    logits[2, 3] = -INF
+    slots = torch.tensor([4, 0, 6, 2, 7], dtype=torch.int32)
+    c = no_controls(n)
+    if what in ("masks", "all"):
+        masks = np.stack([token_mask(rng.choice(V, 20), V), token_mask([V - 1], V)])
+        c = c._replace(masks=masks, mask_rows=np.array([-1, 1, 0, -1, 0], np.int32))
+    if what in ("edits", "all"):
+        starts = np.array([0, 3, 3, 4, 9, 20], np.int32)
+        parts = [np.sort(rng.integers(V, size=k)) for k in np.diff(starts)]
+        biases = rng.normal(size=20).astype(np.float32)
+        biases[[1, 5]] = -np.inf
+        c = c._replace(
+            edit_starts=starts,
+            edit_tokens=np.concatenate(parts).astype(np.int32),
+            edit_biases=biases,
+        )
+    counts = None
+    if what in ("penalties", "all"):
+        penalties = np.array([[1, 1.3, 0.5, 1, 2], [0, 0, 1, -1, 0], [0, 0.5, 0, 2, 0]])
+        c = c._replace(penalties=penalties.astype(np.float32))
+        counts = torch.from_numpy(rng.integers(0, 4, (8, V)).astype(np.int16))
+        counts[:, ::3] += IN_PROMPT
+        counts[:, 5] = MAX_COUNT
+    want = process_logits(logits, slots.long(), c, counts)
+    got, tops = kernel_process(logits, slots, c, counts)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=1e-5)
+    blocks = torch.nn.functional.pad(got, (0, tops.shape[1] * kernels.BLOCK - V), value=-INF)
+    assert torch.equal(tops, blocks.view(n, -1, kernels.BLOCK).amax(-1))
+    assert torch.equal(logits.nan_to_num(), logits.nan_to_num()), "logits are left as they are"
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "peaked", "extremes", "equal"])
+@pytest.mark.parametrize("V", [100, 9000])
+def test_thresholds(V: int, kind: str) -> None:
+    """The kept tokens, but for those so near to the bound of top_p or min_p that sums decide."""
+    rng, n = np.random.default_rng(SEED), 12
+    logits = random_logits(rng, n, V, kind)
+    temperatures = torch.tensor([1, 0.7, 0, 2, 1, 0.3, 10, 0.1, 1, 1, 1, 0.5])
+    c = no_controls(
+        n,
+        top_k=np.array([5, 0, 3, V - 3, 0, 1, 2 * V, 70, 0, 50, 0, 1], np.int32),
+        top_p=np.array([0.9, 0.8, 0.5, 0.95, 1, 1, 1, 0.3, 1e-6, 1, 0.999, 0.1], np.float32),
+        min_p=np.array([0, 0, 0.2, 0.01, 0.05, 0, 0, 0, 0, 1, 0.5, 0], np.float32),
+    )
+    x, tops = kernel_process(logits, torch.arange(n, dtype=torch.int32), c, None)
+    filters = to_device(c.top_k, c.top_p, c.min_p)
+    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
+    kept = (logits >= least[:, None]) & (logits > -INF)
+    want = filter_logits(logits, temperatures, c) > -INF
+    different = (kept != want).sum(1)
+    assert (different[torch.from_numpy(c.top_p == 1)] == 0).all(), different
+    probability = (logits / temperatures.clamp(min=1e-5)[:, None]).double().softmax(-1)
+    assert ((kept != want) * probability).sum() < 1e-5
+    assert (kept.sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
+@pytest.mark.parametrize("V", [40, 4097])
+@pytest.mark.parametrize("kind", ["random", "ties", "peaked"])
+def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
+    rng, n = np.random.default_rng(SEED), 6
+    logits = random_logits(rng, n, V, kind)
+    drawn = torch.from_numpy(rng.integers(V, size=n).astype(np.int32))
+    drawn[:2] = logits[:2].argmax(-1)
+    want = logprobs_of(logits, drawn, num_logprobs)
+    tokens, values, ranks = kernels.logprobs(logits.to(DEVICE), drawn.to(DEVICE), num_logprobs)
+    torch.testing.assert_close(values.cpu(), want.values, rtol=1e-6, atol=1e-5)
+    assert torch.equal(ranks.cpu(), want.ranks)
+    assert torch.equal(tokens[:, 0].cpu(), drawn)
+    of_tokens = logits.log_softmax(-1).gather(1, tokens.cpu().long())
+    torch.testing.assert_close(of_tokens, want.values, rtol=1e-6, atol=1e-5)
+    for row in tokens[:, 1:].tolist():
+        assert len(set(row)) == num_logprobs, "each token once"
+
+
+def test_counting() -> None:
+    counts = torch.zeros(4, 50, dtype=torch.int16, device=DEVICE)
+    counts[2, 7], counts[1, 9] = IN_PROMPT, MAX_COUNT
+    slots, tokens = to_device(np.array([2, 1, 0], np.int32), np.array([7, 9, 3], np.int32))
+    kernels.count(counts, slots, tokens)
+    assert counts[2, 7] == IN_PROMPT + 1 and counts[1, 9] == MAX_COUNT and counts[0, 3] == 1
+    assert int((counts != 0).sum()) == 3
+
+
+def test_what_is_below_the_threshold_is_never_drawn() -> None:
+    """And with a threshold that keeps all the draws are those without."""
+    V, n = 3000, 64
+    torch.manual_seed(SEED)
+    logits = torch.randn(n, V).to(DEVICE)
+    keys = torch.randint(-(2**31), 2**31, (2, n), dtype=torch.int32).to(DEVICE)
+    slots = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(n, dtype=torch.int32, device=DEVICE)
+    args = torch.ones(n, device=DEVICE), keys, slots, slots, table, vocab_span(V)
+    everything, _ = sample(logits, *args, least=torch.full((n,), -INF, device=DEVICE))
+    assert torch.equal(everything, sample(logits, *args)[0])
+    least = logits.topk(3).values[:, -1].contiguous()
+    drawn, _ = sample(logits, *args, least=least)
+    assert (logits.gather(1, drawn.long().unsqueeze(1)).squeeze(1) >= least).all()
+    assert (drawn != everything).any() and torch.equal(table, drawn)
+    top = logits.argmax(-1)
+    assert (drawn != top).any(), "it draws"
