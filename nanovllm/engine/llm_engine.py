@@ -224,10 +224,9 @@ class LLMEngine:
                 self._under_way.popleft()
                 _keep_logprobs(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                for seq in finished:
-                    request = self._requests.pop(seq.seq_id)
-                    if request.is_finished:
-                        self._finished.append(request)
+                requests = [self._requests.pop(seq.seq_id) for seq in finished]
+                # Once, although several of its completions may have ended in this step.
+                self._finished += [r for r in dict.fromkeys(requests) if r.is_finished]
             now = time.perf_counter()
             self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
             self._metrics.count_finished(finished)
