@@ -1,6 +1,7 @@
 """What `generate` returns: one `RequestOutput` per prompt."""
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,50 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None
+
+
+class TokenLogprobs(Sequence[dict[int, Logprob]]):
+    """For each token of a completion, by their ids: itself first, then the most likely ones.
+
+    Reads like a list of dictionaries, but holds plain numbers and makes a dictionary when it is
+    asked for: hundreds of thousands of objects would slow down every run that nobody reads them of.
+
+    Args:
+        count: most likely tokens at each place.
+        text: of a token, None if there is none.
+    """
+
+    def __init__(self, count: int, text: Callable[[int], str | None]) -> None:
+        self._count, self._text = count, text
+        self._token_ids, self._values = array("q"), array("d")  # 1 + count for each place
+        self._ranks = array("q")
+
+    def append(self, token_ids: list[int], values: list[float], rank: int) -> None:
+        """Add a place: the token and at least `count` most likely ones, and the token's rank."""
+        self._token_ids.extend(token_ids[: self._count + 1])
+        self._values.extend(values[: self._count + 1])
+        self._ranks.append(rank)
+
+    @property
+    def total(self) -> float:
+        """The sum over the tokens themselves."""
+        return sum(self._values[:: self._count + 1])
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The dictionary at a place, or a list of them."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = range(len(self))[index] * (self._count + 1)
+        ranks = [self._ranks[index], *range(1, self._count + 1)]
+        found: dict[int, Logprob] = {}
+        for i, rank in enumerate(ranks, start):
+            token = self._token_ids[i]
+            if token not in found:  # the drawn one may be among the most likely
+                found[token] = Logprob(self._values[i], rank, self._text(token))
+        return found
 
 
 @dataclass(frozen=True)
@@ -42,7 +87,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: TokenLogprobs | None = None
     cumulative_logprob: float | None = None
 
 

@@ -31,7 +31,7 @@ from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig, read_sampling_params
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -176,6 +176,8 @@ class LLMEngine:
         request = Request(next(self._request_ids), text, params, seqs)
         for seq in seqs:
             seq.controls = controls
+            if params.logprobs is not None:
+                seq.logprobs = TokenLogprobs(params.logprobs, self._decoder.token)
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
@@ -411,5 +413,5 @@ def _keep_logprobs(step: StepUnderWay) -> None:
         sampled = [item.seq for item in step.scheduled if item.samples]
         for row, token_ids, values, rank in logprobs:
             seq = sampled[row]
-            if not seq.is_finished and seq.sampling_params.logprobs is not None:
-                seq.logprobs.append((token_ids, values, rank))
+            if not seq.is_finished and seq.logprobs is not None:
+                seq.logprobs.append(token_ids, values, rank)

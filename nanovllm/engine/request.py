@@ -1,10 +1,9 @@
 """`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
 
-from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -54,21 +53,14 @@ class Request:
         if self.params.detokenize:
             text = decode(token_ids, self.params.skip_special_tokens)
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
-        logprobs = None
-        if self.params.logprobs is not None:
-            logprobs = [
-                _by_token(*entry, self.params.logprobs, decode.token) for entry in seq.logprobs
-            ]
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=token_ids,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
-            logprobs=logprobs,
-            cumulative_logprob=(
-                None if logprobs is None else sum(values[0] for _, values, _ in seq.logprobs)
-            ),
+            logprobs=seq.logprobs,
+            cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
         )
 
 
@@ -95,18 +87,3 @@ class Decoder:
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id])
         return self._texts[token_id]
-
-
-def _by_token(
-    token_ids: list[int],
-    values: list[float],
-    rank: int,
-    count: int,
-    text: Callable[[int], str | None],
-) -> dict[int, Logprob]:
-    """The drawn token, which comes first, and `count` most likely ones."""
-    drawn = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
-    top = zip(token_ids[1 : count + 1], values[1:], range(1, count + 1), strict=False)
-    return drawn | {
-        token: Logprob(value, rank, text(token)) for token, value, rank in top if token not in drawn
-    }

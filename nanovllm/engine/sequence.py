@@ -12,6 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.controls import RequestControls
+    from nanovllm.outputs import TokenLogprobs
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet
@@ -80,8 +81,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        # Of each generated token: ids, the drawn one first, log-probabilities, rank of the first.
-        self.logprobs: list[tuple[list[int], list[float], int]] = []
+        self.logprobs: TokenLogprobs | None = None
         # Seconds of time.perf_counter.
         self.arrived_at, self.started_at = time.perf_counter(), 0.0
         self.first_token_at, self.finished_at = 0.0, 0.0

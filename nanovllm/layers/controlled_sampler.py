@@ -97,7 +97,7 @@ class ControlledSampler:
         if controls.has_filters:
             least = kernels.thresholds(x, tops, metadata.temperatures, top_k, top_p, min_p)
         span = vocab_span(self.vocab_size)
-        tokens, _ = sample(x, *metadata, last_tokens, span, least=least)
+        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
         if num_logprobs < 0:
