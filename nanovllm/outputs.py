@@ -23,11 +23,12 @@ class Logprob:
     decoded_token: str | None
 
 
-class TokenLogprobs(Sequence[dict[int, Logprob]]):
-    """For each token of a completion, by their ids: itself first, then the most likely ones.
+class TokenLogprobs(Sequence[dict[int, Logprob] | None]):
+    """For each token of a text, by their ids: itself first, then the most likely ones.
 
-    Reads like a list of dictionaries, but holds plain numbers and makes a dictionary when it is
-    asked for: hundreds of thousands of objects would slow down every run that nobody reads them of.
+    Reads like a list of dictionaries (None for the first token of a prompt), but holds plain
+    numbers and makes a dictionary when it is asked for: hundreds of thousands of objects would slow
+    down every run.
 
     Args:
         count: most likely tokens at each place.
@@ -45,6 +46,10 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         self._values.extend(values[: self._count + 1])
         self._ranks.append(rank)
 
+    def append_nothing(self) -> None:
+        """Add a place without log-probabilities: the first token of a prompt."""
+        self.append([0] * (self._count + 1), [0.0] * (self._count + 1), 0)
+
     @property
     def total(self) -> float:
         """The sum over the tokens themselves."""
@@ -58,6 +63,8 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         start = range(len(self))[index] * (self._count + 1)
+        if not self._ranks[index]:
+            return None
         ranks = [self._ranks[index], *range(1, self._count + 1)]
         found: dict[int, Logprob] = {}
         for i, rank in enumerate(ranks, start):
@@ -92,6 +99,30 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text as a vector: `embedding`, as long as the model's hidden states."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for a prompt.
+
+    Attributes:
+        request_id: as of a `RequestOutput`.
+        outputs: the vector.
+        prompt_token_ids: the prompt as token ids.
+        finished: always True.
+    """
+
+    request_id: int
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Where the time of a request went, in seconds; of several completions the first started.
 
@@ -119,6 +150,7 @@ class RequestOutput(Mapping[str, Any]):
         outputs: its completions.
         finished: always True: only finished requests are returned.
         num_cached_tokens: prompt tokens that the prefix cache served.
+        prompt_logprobs: for each prompt token, None for the first, if asked for.
         metrics: where its time went.
     """
 
@@ -128,6 +160,7 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    prompt_logprobs: TokenLogprobs | None = None
     metrics: RequestMetrics | None = None
 
     def __getitem__(self, key: str) -> Any:

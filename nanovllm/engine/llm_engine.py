@@ -178,6 +178,11 @@ class LLMEngine:
             seq.controls = controls
             if params.logprobs is not None:
                 seq.logprobs = TokenLogprobs(params.logprobs, self._decoder.token)
+        if params.prompt_logprobs is not None:
+            logprobs = TokenLogprobs(params.prompt_logprobs, self._decoder.token)
+            logprobs.append_nothing()
+            seqs[0].prompt_logprobs = logprobs
+        for seq in seqs:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
@@ -224,7 +229,7 @@ class LLMEngine:
             token_ids = self.executor.wait(step.tokens)
             with self._reset_on_error():
                 self._under_way.popleft()
-                _keep_logprobs(step)
+                _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
                 for seq in finished:
                     request = self._requests.pop(seq.seq_id)
@@ -406,12 +411,18 @@ def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
         pass
 
 
-def _keep_logprobs(step: StepUnderWay) -> None:
-    """Give the sequences the log-probabilities of their tokens, before those are booked."""
-    logprobs = step.tokens.logprobs()
-    if logprobs:
-        sampled = [item.seq for item in step.scheduled if item.samples]
-        for row, token_ids, values, rank in logprobs:
-            seq = sampled[row]
-            if not seq.is_finished and seq.logprobs is not None:
-                seq.logprobs.append(token_ids, values, rank)
+def _take_results(step: StepUnderWay) -> None:
+    """Give the sequences what comes with their tokens, before those are booked."""
+    scheduled, results = step.scheduled, step.tokens
+    sampled = [item.seq for item in scheduled if item.samples]
+    for row, token_ids, values, rank in results.logprobs():
+        logprobs = sampled[row].logprobs
+        if logprobs is not None and not sampled[row].is_finished:
+            logprobs.append(token_ids, values, rank)
+    for i, position, token_ids, values, rank in results.prompt_logprobs():
+        logprobs = scheduled[i].seq.prompt_logprobs
+        assert logprobs is not None, "nobody asked"
+        if position == len(logprobs):  # not again after a preemption
+            logprobs.append(token_ids, values, rank)
+    for i, vector in results.pooled():
+        scheduled[i].seq.embedding = vector

@@ -37,6 +37,7 @@ class Request:
             outputs=[self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)],
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs,
             metrics=RequestMetrics(
                 queue_seconds=min(seq.started_at for seq in self.seqs) - first.arrived_at,
                 first_token_seconds=(

@@ -39,6 +39,7 @@ class Sequence:
         "block_size",
         "block_table",
         "controls",
+        "embedding",
         "finish_reason",
         "finished_at",
         "first_token_at",
@@ -50,6 +51,8 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_sent_blocks",
+        "pooling",
+        "prompt_logprobs",
         "random_key",
         "sampling_params",
         "seq_id",
@@ -82,6 +85,9 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: TokenLogprobs | None = None
+        self.prompt_logprobs: TokenLogprobs | None = None  # of the tokens computed so far
+        self.pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
+        self.embedding: list[float] | None = None
         # Seconds of time.perf_counter.
         self.arrived_at, self.started_at = time.perf_counter(), 0.0
         self.first_token_at, self.finished_at = 0.0, 0.0
@@ -125,6 +131,13 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens without KV: the rest of the prompt, or 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt must be computed, whatever is in the prefix cache."""
+        given = self.prompt_logprobs
+        missing = given is not None and len(given) < self.num_prompt_tokens
+        return missing or self.pooling == "mean"
 
     @property
     def prompt_token_ids(self) -> list[int]:

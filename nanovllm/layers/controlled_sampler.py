@@ -100,9 +100,7 @@ class ControlledSampler:
         tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
-        if num_logprobs < 0:
-            return tokens, None
-        return tokens, Logprobs(*kernels.logprobs(logits, tokens, num_logprobs))
+        return tokens, None if num_logprobs < 0 else logprobs_of(logits, tokens, num_logprobs)
 
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
         """The table, begun anew for the sequences that it does not have."""
@@ -164,6 +162,10 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
+    if logits.is_cuda:
+        from nanovllm.kernels.controls import logprobs
+
+        return Logprobs(*logprobs(logits, tokens, num_logprobs))
     logp = logits.float().log_softmax(-1)
     drawn = logp.gather(1, tokens.long().unsqueeze(1))
     top = logp.topk(min(num_logprobs, logp.shape[1]), dim=1)
