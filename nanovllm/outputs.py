@@ -1,5 +1,6 @@
 """What `generate` returns: one `RequestOutput` per prompt."""
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,30 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class ScoreOutput:
+    """How likely a text is, by the model (`LLM.score`).
+
+    Attributes:
+        prompt_token_ids: the text as token ids.
+        logprobs: natural logarithm of the probability of each token but the first, after those
+            before it.
+    """
+
+    prompt_token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def total_logprob(self) -> float:
+        """Of the whole text, given its first token."""
+        return sum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability; NaN for a single token."""
+        return math.exp(-self.total_logprob / len(self.logprobs)) if self.logprobs else math.nan
+
+
+@dataclass(frozen=True)
 class EmbeddingOutput:
     """A text as a vector: `embedding`, as long as the model's hidden states."""
 
@@ -151,6 +176,7 @@ class RequestOutput(Mapping[str, Any]):
         finished: always True: only finished requests are returned.
         num_cached_tokens: prompt tokens that the prefix cache served.
         prompt_logprobs: for each prompt token, None for the first, if asked for.
+        embedding: the prompt's hidden states as one vector, for `LLM.embed`.
         metrics: where its time went.
     """
 
@@ -161,6 +187,7 @@ class RequestOutput(Mapping[str, Any]):
     finished: bool
     num_cached_tokens: int
     prompt_logprobs: TokenLogprobs | None = None
+    embedding: list[float] | None = None
     metrics: RequestMetrics | None = None
 
     def __getitem__(self, key: str) -> Any:

@@ -24,7 +24,7 @@ from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.controls import request_controls
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
+from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Metrics, Progress
 from nanovllm.engine.request import Decoder, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
@@ -160,7 +160,13 @@ class LLMEngine:
             parsed = self._reader.parse(prompt)
             return self._add(parsed.text, parsed.token_ids, params)
 
-    def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> int:
+    def _add(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        pooling: str | None = None,
+    ) -> int:
         controls = self._controls_of(params)
         seqs = [
             Sequence(
@@ -183,6 +189,7 @@ class LLMEngine:
             logprobs.append_nothing()
             seqs[0].prompt_logprobs = logprobs
         for seq in seqs:
+            seq.pooling = pooling
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
@@ -308,14 +315,29 @@ class LLMEngine:
             self._check_open()
             parsed = self._reader.parse_all(prompts)
             params = self._params_reader.parse_all(sampling_params, len(parsed))
+            return self._complete(parsed, params, use_tqdm)
+
+    def _complete(
+        self,
+        prompts: list[ParsedPrompt],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        pooling: str | None = None,
+    ) -> list[RequestOutput]:
+        """Run checked requests to their end."""
+        with self._lock:
+            self._check_open()
             if not self._is_idle():
                 raise RuntimeError(
                     "generate() needs an engine without requests of its own, but some of "
                     "add_request() are left: finish them with step(), or abort() them"
                 )
             outputs: dict[int, RequestOutput] = {}
-            with self._reset_on_error(), Progress(len(parsed), self._metrics, use_tqdm) as bar:
-                ids = [self._add(*prompt, p) for prompt, p in zip(parsed, params, strict=True)]
+            with self._reset_on_error(), Progress(len(prompts), self._metrics, use_tqdm) as bar:
+                ids = [
+                    self._add(*prompt, p, pooling)
+                    for prompt, p in zip(prompts, params, strict=True)
+                ]
                 while not self._is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)

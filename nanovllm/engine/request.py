@@ -38,6 +38,7 @@ class Request:
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs,
+            embedding=first.embedding,
             metrics=RequestMetrics(
                 queue_seconds=min(seq.started_at for seq in self.seqs) - first.arrived_at,
                 first_token_seconds=(
