@@ -84,7 +84,8 @@ class CompletionOutput:
         text: the tokens as text; "" without a tokenizer or `detokenize`.
         token_ids: the generated tokens, a final end-of-sequence token included.
         finish_reason: "stop" at an end-of-sequence token or what `SamplingParams` says, "length" at
-            `max_tokens` or where the model's context or the KV pool ends.
+            `max_tokens` or where the model's context or the KV pool ends; None while it goes on
+            (`LLM.stream`).
         stop_reason: the stop string or the id in `stop_token_ids` that ended it; None else.
         logprobs: for each token the drawn and the most likely ones, by their ids, if asked for.
         cumulative_logprob: the sum over the drawn tokens, if asked for.
@@ -93,9 +94,9 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: TokenLogprobs | None = None
+    logprobs: Sequence[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float | None = None
 
 
@@ -173,7 +174,7 @@ class RequestOutput(Mapping[str, Any]):
         prompt: the prompt as text, None when it came as token ids.
         prompt_token_ids: the prompt as token ids.
         outputs: its completions.
-        finished: always True: only finished requests are returned.
+        finished: whether it has ended; what `LLM.stream` gives before has the news only.
         num_cached_tokens: prompt tokens that the prefix cache served.
         prompt_logprobs: for each prompt token, None for the first, if asked for.
         embedding: the prompt's hidden states as one vector, for `LLM.embed`.

@@ -17,6 +17,7 @@ from nanovllm.engine.inputs import Tokenizer, bad_word_tokens
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.structured_output import Grammar, fill_masks
 from nanovllm.sampling_params import SamplingParams
 
 Float32 = NDArray[np.float32]
@@ -260,13 +261,27 @@ def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[I
     """The masks that these sequences need, and which of them each takes (-1: none)."""
     rows = np.full(len(seqs), -1, np.int32)
     masks: list[Int32] = []
+    grammars: list[tuple[Grammar, int]] = []  # and their masks
+    width = -(-vocab_size // 32)
     for row, seq in enumerate(seqs):
         assert seq.controls is not None
-        if seq.controls.allowed is not None:
+        allowed = seq.controls.allowed
+        if seq.grammar is not None:
+            tokens = known(seq)
+            for token in tokens[seq.num_followed :]:
+                seq.grammar.accept(token)
+            seq.num_followed = len(tokens)
+            grammars.append((seq.grammar, len(masks)))
+            allowed = np.full(width, -1, np.int32) if allowed is None else allowed
+        if allowed is not None:
             rows[row] = len(masks)
-            masks.append(seq.controls.allowed)
-    width = -(-vocab_size // 32)
-    return np.array(masks, np.int32).reshape(-1, width), rows
+            masks.append(allowed)
+    merged = np.array(masks, np.int32).reshape(-1, width)
+    if grammars:
+        filled = np.empty((len(grammars), width), np.int32)
+        fill_masks([grammar for grammar, _ in grammars], filled)
+        merged[[row for _, row in grammars]] &= filled
+    return merged, rows
 
 
 def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:

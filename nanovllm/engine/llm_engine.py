@@ -23,13 +23,15 @@ from typing_extensions import Self
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.controls import request_controls
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Metrics, Progress
-from nanovllm.engine.request import Decoder, Request
+from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.engine.structured_output import GrammarCompiler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -109,6 +111,9 @@ class LLMEngine:
                 tokenizer=self.tokenizer,
             )
         )
+        self._compiler = GrammarCompiler(
+            self.tokenizer, self.model_config.vocab_size, self.eos_token_ids
+        )
         self._decoder = Decoder(self.tokenizer)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
@@ -166,8 +171,11 @@ class LLMEngine:
         token_ids: list[int],
         params: SamplingParams,
         pooling: str | None = None,
+        listener: Listener | None = None,
     ) -> int:
         controls = self._controls_of(params)
+        form = params.structured_outputs
+        grammars = [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
         seqs = [
             Sequence(
                 next(self._seq_ids),
@@ -180,8 +188,11 @@ class LLMEngine:
             for index in range(params.n)
         ]
         request = Request(next(self._request_ids), text, params, seqs)
-        for seq in seqs:
-            seq.controls = controls
+        request.listener = listener
+        for seq, grammar in zip(seqs, grammars, strict=True):
+            seq.controls, seq.grammar = controls, grammar
+            if params.stop or (listener and params.detokenize and self.tokenizer is not None):
+                seq.detokenizer = self._new_detokenizer(params)
             if params.logprobs is not None:
                 seq.logprobs = TokenLogprobs(params.logprobs, self._decoder.token)
         if params.prompt_logprobs is not None:
@@ -194,6 +205,14 @@ class LLMEngine:
             self.scheduler.add(seq)
         return request.request_id
 
+    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return Detokenizer(
+            self.tokenizer,
+            params.stop or (),
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+        )
+
     def step(self) -> list[RequestOutput]:
         """Launch a step, and book the one before it. Returns the requests that have ended.
 
@@ -204,15 +223,18 @@ class LLMEngine:
         `abort` them. If Ctrl-C hits the scheduler while it changes its books, they are dropped.
         """
         with self._lock:
-            self._check_open()
-            try:
-                self._step()
-            except BaseException:
-                if self.executor.is_broken:
-                    self._close_quietly()
-                raise
+            self._advance()
             finished, self._finished = self._finished, []
             return [self._output(request) for request in finished]
+
+    def _advance(self) -> None:
+        self._check_open()
+        try:
+            self._step()
+        except BaseException:
+            if self.executor.is_broken:
+                self._close_quietly()
+            raise
 
     def _step(self) -> None:
         # After a launch that failed, the device may have newer tokens than the step it repeats
@@ -238,14 +260,21 @@ class LLMEngine:
                 self._under_way.popleft()
                 _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
+                self._tell(step)
                 for seq in finished:
                     request = self._requests.pop(seq.seq_id)
-                    if request.is_finished:
+                    if request.is_finished and request.listener is None:
                         self._finished.append(request)
             now = time.perf_counter()
             self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
             self._metrics.count_finished(finished)
             self._booked_at = now
+
+    def _tell(self, step: StepUnderWay) -> None:
+        """Give those who listen the news of a step."""
+        requests = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
+        for request in {r.request_id: r for r in requests if r and r.listener}.values():
+            request.tell()
 
     def _known_completion(self, seq: Sequence) -> list[int]:
         """The tokens that a sequence has generated, also one that is not booked yet."""
@@ -316,6 +345,60 @@ class LLMEngine:
             parsed = self._reader.parse_all(prompts)
             params = self._params_reader.parse_all(sampling_params, len(parsed))
             return self._complete(parsed, params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts, and give what is new after each step.
+
+        Each output has the completions with news, of these the new tokens and the text that is
+        certain: half a character, and what may turn out to begin a stop string, is held back. All
+        texts of a completion together are the text that `generate` returns. An output with
+        `finished` is the last of its prompt.
+
+        Leaving the loop drops what is not finished. Between its steps other requests may be added.
+
+        Args:
+            prompts, sampling_params: as for `generate`.
+
+        Yields:
+            Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong, before anything is queued.
+        """
+        with self._lock:
+            self._check_open()
+            parsed = self._reader.parse_all(prompts)
+            params = self._params_reader.parse_all(sampling_params, len(parsed))
+        return self._stream(parsed, params)
+
+    def _stream(
+        self, prompts: list[ParsedPrompt], params: list[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        news: deque[RequestOutput] = deque()
+        left: set[int] = set()
+        try:
+            with self._lock:
+                for prompt, own in zip(prompts, params, strict=True):
+                    left.add(self._add(*prompt, own, listener=news.append))
+            while left:
+                with self._lock:
+                    if not news and self.scheduler.is_finished():
+                        raise RuntimeError("an error in another call has dropped these requests")
+                    if not news:
+                        self._advance()
+                while news:
+                    output = news.popleft()
+                    if output.finished:
+                        left.discard(output.request_id)
+                    yield output
+        finally:
+            if self._close.alive:
+                for request_id in left:
+                    self.abort(request_id)
 
     def _complete(
         self,

@@ -1,10 +1,13 @@
 """`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+Listener: TypeAlias = Callable[[RequestOutput], None]
 
 
 class Request:
@@ -21,6 +24,8 @@ class Request:
         self, request_id: int, prompt: str | None, params: SamplingParams, seqs: list[Sequence]
     ) -> None:
         self.request_id, self.prompt, self.params, self.seqs = request_id, prompt, params, seqs
+        self.listener: Listener | None = None  # is told what is new, instead of the end alone
+        self._num_told = [0] * len(seqs)  # tokens
 
     @property
     def is_finished(self) -> bool:
@@ -29,32 +34,61 @@ class Request:
     def output(self, decode: "Decoder") -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        first = self.seqs[0]
+        return self._output([self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)])
+
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        first, finished = self.seqs[0], self.is_finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=[self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)],
-            finished=True,
+            outputs=completions,
+            finished=finished,
             num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs,
             embedding=first.embedding,
-            metrics=RequestMetrics(
-                queue_seconds=min(seq.started_at for seq in self.seqs) - first.arrived_at,
-                first_token_seconds=(
-                    min(seq.first_token_at for seq in self.seqs) - first.arrived_at
-                ),
-                total_seconds=max(seq.finished_at for seq in self.seqs) - first.arrived_at,
-                num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
-            ),
+            metrics=self._metrics() if finished else None,
         )
+
+    def _metrics(self) -> RequestMetrics:
+        seqs, arrived_at = self.seqs, self.seqs[0].arrived_at
+        return RequestMetrics(
+            queue_seconds=min(seq.started_at for seq in seqs) - arrived_at,
+            first_token_seconds=min(seq.first_token_at for seq in seqs) - arrived_at,
+            total_seconds=max(seq.finished_at for seq in seqs) - arrived_at,
+            num_preemptions=sum(seq.num_preemptions for seq in seqs),
+        )
+
+    def tell(self) -> None:
+        """Give the listener what is new: tokens, and the text that no later token can change."""
+        news = []
+        for index, seq in enumerate(self.seqs):
+            start, end = self._num_told[index], seq.num_known_tokens - seq.num_prompt_tokens
+            if end > start:
+                self._num_told[index] = end
+                news.append(
+                    CompletionOutput(
+                        index=index,
+                        text="" if seq.detokenizer is None else seq.detokenizer.take(),
+                        token_ids=seq.completion_token_ids[start:end],
+                        finish_reason=seq.finish_reason,
+                        stop_reason=seq.stop_reason,
+                        logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+                    )
+                )
+        if news and self.listener is not None:
+            self.listener(self._output(news))
 
     def _completion(self, index: int, seq: Sequence, decode: "Decoder") -> CompletionOutput:
         token_ids = seq.completion_token_ids
-        text = ""
-        if self.params.detokenize:
-            text = decode(token_ids, self.params.skip_special_tokens)
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
+        text = ""
+        if seq.detokenizer is not None:
+            text = seq.detokenizer.text
+        elif self.params.detokenize:
+            ends_text = seq.finish_reason == "length" or self.params.include_stop_str_in_output
+            shown = token_ids if ends_text else token_ids[:-1]  # without what has stopped it
+            text = decode(shown, self.params.skip_special_tokens)
         return CompletionOutput(
             index=index,
             text=text,

@@ -12,6 +12,8 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.controls import RequestControls
+    from nanovllm.engine.detokenizer import Detokenizer
+    from nanovllm.engine.structured_output import Grammar
     from nanovllm.outputs import TokenLogprobs
 
 NO_LIMIT = 1 << 62
@@ -39,14 +41,17 @@ class Sequence:
         "block_size",
         "block_table",
         "controls",
+        "detokenizer",
         "embedding",
         "finish_reason",
         "finished_at",
         "first_token_at",
+        "grammar",
         "logprobs",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_followed",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -80,6 +85,9 @@ class Sequence:
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
         self.controls: RequestControls | None = None
+        self.grammar: Grammar | None = None  # of structured outputs
+        self.num_followed = 0  # tokens of the completion that the grammar knows
+        self.detokenizer: Detokenizer | None = None  # where its text is needed on the way
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
