@@ -11,11 +11,12 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.engine.workers import WorkerError
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerError"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerError"]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "WorkerError":
         from nanovllm.engine.workers import WorkerError
 

@@ -149,12 +149,20 @@ class LLMEngine:
 
     # -- the step API ---------------------------------------------------------------------------
 
-    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        listener: Listener | None = None,
+    ) -> int:
         """Queue one prompt (text, token ids or a dictionary; see `generate`).
 
         Args:
             prompt: the prompt.
             sampling_params: None for those of `get_default_sampling_params`.
+            listener: is called with what is new after each step, in the form that `stream` gives;
+                `step` does not return the request then.
 
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
@@ -163,7 +171,7 @@ class LLMEngine:
             self._check_open()
             params = self._params_reader.parse(sampling_params)
             parsed = self._reader.parse(prompt)
-            return self._add(parsed.text, parsed.token_ids, params)
+            return self._add(*parsed, params, listener=listener)
 
     def _add(
         self,
@@ -295,6 +303,11 @@ class LLMEngine:
             self._reset()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `exit` was called, or an error has closed the engine."""
+        return not self._close.alive
+
     def is_finished(self) -> bool:
         """Whether no request is left."""
         with self._lock:
@@ -396,7 +409,7 @@ class LLMEngine:
                         left.discard(output.request_id)
                     yield output
         finally:
-            if self._close.alive:
+            if not self.is_closed:
                 for request_id in left:
                     self.abort(request_id)
 
@@ -479,7 +492,7 @@ class LLMEngine:
     # -- the end --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if not self._close.alive:
+        if self.is_closed:
             raise RuntimeError("this engine is closed: build a new LLM")
 
     def exit(self) -> None:
