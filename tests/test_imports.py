@@ -10,9 +10,10 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
-    *("plan", "channel", "workers"),
+    *("plan", "channel", "workers", "structured_output"),
 )
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
+NEVER += ["llguidance"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
