@@ -191,6 +191,17 @@ def test_requests_finish_under_their_ids(llm, checkpoint):
     assert len(run_steps(llm)[default]) == SamplingParams().max_tokens
 
 
+def test_completions_that_end_together_are_returned_once(llm):
+    """A bug once: the request was returned for each completion that its last step ended."""
+    params = SamplingParams(max_tokens=4, n=3)
+    request_id = llm.add_request([10] * 4, params)  # no full block, so that all start at once
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    assert [output.request_id for output in outputs] == [request_id]
+    assert len(outputs[0].outputs) == 3
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_abort_drops_one_request_only(num_steps, llm, checkpoint):
     """After no step all wait; then some run, the long prompt in its chunks."""

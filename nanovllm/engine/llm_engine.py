@@ -226,8 +226,9 @@ class LLMEngine:
                 self._under_way.popleft()
                 _keep_logprobs(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                for seq in finished:
-                    request = self._requests.pop(seq.seq_id)
+                # Completions of one request may end in the same step: it ends once.
+                requests = dict.fromkeys(self._requests.pop(seq.seq_id) for seq in finished)
+                for request in requests:
                     if request.is_finished:
                         self._finished.append(request)
             now = time.perf_counter()
