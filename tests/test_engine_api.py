@@ -25,6 +25,7 @@ from checkpoints import (
     run_steps,
 )
 from nanovllm import LLM, CompletionOutput, SamplingParams
+from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.step_inputs import PendingTokens
 
 # -- outputs --------------------------------------------------------------------------------------
@@ -109,6 +110,14 @@ def test_metrics_explain_a_run(llm):
     metrics = llm.metrics()
     times = (metrics.pop("prefill_seconds"), metrics.pop("decode_seconds"))
     assert min(times) > 0
+    assert {k: metrics.pop(k)["count"] for k in vars(Latencies())} == {
+        "prefill_step_seconds": 2,
+        "decode_step_seconds": 3,
+        "queue_seconds": 3,
+        "first_token_seconds": 3,
+        "seconds_per_token": 3,
+        "total_seconds": 3,
+    }
     assert metrics == {
         "attention_backend": "torch",
         "device": "cpu",
@@ -119,6 +128,7 @@ def test_metrics_explain_a_run(llm):
         "num_graph_replays": 0,
         "num_kvcache_blocks": 32,
         "num_used_kvcache_blocks": 0,
+        "kvcache_usage": 0.0,
         "num_waiting": 0,
         "num_running": 0,
         "num_steps": 5,  # 115 prompt tokens at 64 a step, then 3 decodes
@@ -126,7 +136,13 @@ def test_metrics_explain_a_run(llm):
         "num_decode_tokens": 3 * 3,
         "overlap": False,
         "num_finished": 3,
+        "num_aborted": 0,
+        "num_finished_by_stop": 0,
+        "num_finished_by_length": 3,
+        "num_generated_tokens": 3 * 4,
+        "num_prompt_tokens": 115,
         "num_cached_tokens": 0,
+        "prefix_cache_hit_rate": 0.0,
         "num_preemptions": 0,
     }
 

@@ -25,7 +25,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.controls import request_controls
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
-from nanovllm.engine.metrics import Metrics, Progress
+from nanovllm.engine.metrics import Latencies, Metrics, Progress
 from nanovllm.engine.request import Decoder, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -112,7 +112,7 @@ class LLMEngine:
         self._decoder = Decoder(self.tokenizer)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
-        self._metrics = Metrics()
+        self._metrics, self._latencies = Metrics(), Latencies()
         overlap = self.config.overlap
         if overlap is None:
             overlap = self.model_runner.device.type == "cuda"
@@ -136,6 +136,7 @@ class LLMEngine:
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
+        self._metrics.num_aborted += len(set(self._requests.values()))
         self._under_way.clear()
         self._finished.clear()
         self._requests.clear()
@@ -231,9 +232,12 @@ class LLMEngine:
                 for request in requests:
                     if request.is_finished:
                         self._finished.append(request)
+                        self._metrics.count_finished(request)
+                        self._latencies.add_finished(request.metrics())
             now = time.perf_counter()
-            self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
-            self._metrics.count_finished(finished)
+            seconds = now - max(step.launched_at, self._booked_at)
+            prefills = self._metrics.count_step(step.scheduled, seconds)
+            self._latencies.add_step(seconds, prefills)
             self._booked_at = now
 
     def _known_completion(self, seq: Sequence) -> list[int]:
@@ -272,8 +276,10 @@ class LLMEngine:
                 requests = self._requests.items()
                 seq_ids = [i for i, request in requests if request.request_id == request_id]
                 for seq_id in seq_ids:
-                    del self._requests[seq_id]
                     self.scheduler.abort(seq_id)
+                for seq_id in seq_ids:
+                    del self._requests[seq_id]
+                self._metrics.num_aborted += bool(seq_ids)
                 return bool(seq_ids)
 
     # -- the whole job --------------------------------------------------------------------------
@@ -345,7 +351,12 @@ class LLMEngine:
         return self._default_params
 
     def metrics(self) -> dict[str, Any]:
-        """What explains a slow run: the configuration that took effect, and counters."""
+        """What explains a slow run: the configuration that took effect, counters and times.
+
+        Numbers, strings and dictionaries of them, as JSON has them. See `Metrics` for the
+        counters; the times are `Latencies`, each with count, mean, p50, p90, p99 and max (None
+        before the first). `kvcache_usage` is the share of the KV blocks that requests hold.
+        """
         with self._lock:
             self._check_open()
             runner, scheduler = self.model_runner, self.scheduler
@@ -361,10 +372,13 @@ class LLMEngine:
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
                 "num_kvcache_blocks": runner.num_blocks,
                 "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
+                "kvcache_usage": scheduler.block_manager.num_used_blocks / runner.num_blocks,
                 "num_waiting": len(scheduler.waiting),
                 "num_running": len(scheduler.running),
                 "num_preemptions": scheduler.num_preemptions,
                 **self._metrics.as_dict(),
+                "prefix_cache_hit_rate": self._metrics.prefix_cache_hit_rate,
+                **self._latencies.as_dict(),
             }
 
     # -- the end --------------------------------------------------------------------------------
