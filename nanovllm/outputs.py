@@ -150,19 +150,29 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Where the time of a request went, in seconds; of several completions the first started.
+    """Where the time of a request went, in seconds since it was queued.
 
     Attributes:
-        queue_seconds: until it first ran.
-        first_token_seconds: until its first token was there.
-        total_seconds: until it had ended.
-        num_preemptions: how often it lost its place in the KV cache.
+        queue_seconds: until it first ran (the first of its completions).
+        first_token_seconds: until its first token was there (of any completion).
+        total_seconds: until it had ended (the last of its completions).
+        num_preemptions: how often its completions lost their place in the KV cache.
+        decode_seconds: from the first token of a completion to its last, preemptions included;
+            summed over the completions, which run side by side.
+        num_decode_tokens: tokens after the first of a completion; summed likewise.
     """
 
     queue_seconds: float
     first_token_seconds: float
     total_seconds: float
     num_preemptions: int
+    decode_seconds: float
+    num_decode_tokens: int
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of a token after the first. None if no completion has more than one token."""
+        return self.decode_seconds / self.num_decode_tokens if self.num_decode_tokens else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
-    *("plan", "channel", "workers", "structured_output"),
+    *("plan", "channel", "workers", "request", "metrics", "structured_output"),
+    *("controls", "detokenizer"),
 )
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
 NEVER += ["llguidance"]

@@ -26,7 +26,7 @@ from nanovllm.engine.controls import request_controls
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
-from nanovllm.engine.metrics import Metrics, Progress
+from nanovllm.engine.metrics import Latencies, Metrics, Progress
 from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -117,7 +117,7 @@ class LLMEngine:
         self._decoder = Decoder(self.tokenizer)
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
-        self._metrics = Metrics()
+        self._metrics, self._latencies = Metrics(), Latencies()
         overlap = self.config.overlap
         if overlap is None:
             overlap = self.model_runner.device.type == "cuda"
@@ -141,6 +141,7 @@ class LLMEngine:
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
+        self._metrics.num_aborted += len(set(self._requests.values()))
         self._under_way.clear()
         self._finished.clear()
         self._requests.clear()
@@ -269,13 +270,18 @@ class LLMEngine:
                 _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
                 self._tell(step)
-                for seq in finished:
-                    request = self._requests.pop(seq.seq_id)
-                    if request.is_finished and request.listener is None:
-                        self._finished.append(request)
+                # Completions of one request may end in the same step: it ends once.
+                requests = dict.fromkeys(self._requests.pop(seq.seq_id) for seq in finished)
+                for request in requests:
+                    if request.is_finished:
+                        if request.listener is None:
+                            self._finished.append(request)
+                        self._metrics.count_finished(request)
+                        self._latencies.add_finished(request.metrics())
             now = time.perf_counter()
-            self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
-            self._metrics.count_finished(finished)
+            seconds = now - max(step.launched_at, self._booked_at)
+            prefills = self._metrics.count_step(step.scheduled, seconds)
+            self._latencies.add_step(seconds, prefills)
             self._booked_at = now
 
     def _tell(self, step: StepUnderWay) -> None:
@@ -325,8 +331,10 @@ class LLMEngine:
                 requests = self._requests.items()
                 seq_ids = [i for i, request in requests if request.request_id == request_id]
                 for seq_id in seq_ids:
-                    del self._requests[seq_id]
                     self.scheduler.abort(seq_id)
+                for seq_id in seq_ids:
+                    del self._requests[seq_id]
+                self._metrics.num_aborted += bool(seq_ids)
                 return bool(seq_ids)
 
     # -- the whole job --------------------------------------------------------------------------
@@ -467,7 +475,12 @@ class LLMEngine:
         return self._default_params
 
     def metrics(self) -> dict[str, Any]:
-        """What explains a slow run: the configuration that took effect, and counters."""
+        """What explains a slow run: the configuration that took effect, counters and times.
+
+        Numbers, strings and dictionaries of them, as JSON has them. See `Metrics` for the
+        counters; the times are `Latencies`, each with count, mean, p50, p90, p99 and max (None
+        before the first). `kvcache_usage` is the share of the KV blocks that requests hold.
+        """
         with self._lock:
             self._check_open()
             runner, scheduler = self.model_runner, self.scheduler
@@ -483,10 +496,13 @@ class LLMEngine:
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
                 "num_kvcache_blocks": runner.num_blocks,
                 "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
+                "kvcache_usage": scheduler.block_manager.num_used_blocks / runner.num_blocks,
                 "num_waiting": len(scheduler.waiting),
                 "num_running": len(scheduler.running),
                 "num_preemptions": scheduler.num_preemptions,
                 **self._metrics.as_dict(),
+                "prefix_cache_hit_rate": self._metrics.prefix_cache_hit_rate,
+                **self._latencies.as_dict(),
             }
 
     # -- the end --------------------------------------------------------------------------------

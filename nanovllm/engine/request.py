@@ -31,6 +31,19 @@ class Request:
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
 
+    def metrics(self) -> RequestMetrics:
+        """Where its time went."""
+        assert self.is_finished, f"request {self.request_id} has not finished"
+        seqs, arrived_at = self.seqs, self.seqs[0].arrived_at
+        return RequestMetrics(
+            queue_seconds=min(seq.started_at for seq in seqs) - arrived_at,
+            first_token_seconds=min(seq.first_token_at for seq in seqs) - arrived_at,
+            total_seconds=max(seq.finished_at for seq in seqs) - arrived_at,
+            num_preemptions=sum(seq.num_preemptions for seq in seqs),
+            decode_seconds=sum(seq.finished_at - seq.first_token_at for seq in seqs),
+            num_decode_tokens=sum(seq.num_completion_tokens - 1 for seq in seqs),
+        )
+
     def output(self, decode: "Decoder") -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
@@ -47,16 +60,7 @@ class Request:
             num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs,
             embedding=first.embedding,
-            metrics=self._metrics() if finished else None,
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        seqs, arrived_at = self.seqs, self.seqs[0].arrived_at
-        return RequestMetrics(
-            queue_seconds=min(seq.started_at for seq in seqs) - arrived_at,
-            first_token_seconds=min(seq.first_token_at for seq in seqs) - arrived_at,
-            total_seconds=max(seq.finished_at for seq in seqs) - arrived_at,
-            num_preemptions=sum(seq.num_preemptions for seq in seqs),
+            metrics=self.metrics() if finished else None,
         )
 
     def tell(self) -> None:
