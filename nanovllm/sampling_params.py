@@ -4,6 +4,7 @@ Names, defaults and meanings are those of vLLM; only the default of `max_tokens`
 """
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -94,7 +95,8 @@ class SamplingParams:
         logit_bias: added to the logits of tokens, by their ids.
         allowed_token_ids: nothing else is drawn.
         bad_words: strings whose tokens are not generated; of several tokens the last is not.
-        structured_outputs: the form that the text must have.
+        structured_outputs: the form that the text must have; not with `min_tokens`,
+            `allowed_token_ids` or `bad_words`.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: give text; False: token ids only.
 
@@ -145,6 +147,13 @@ class SamplingParams:
             raise ValueError(
                 f"`n` must be 1 at temperature 0, where all completions are the same, got {self.n}"
             )
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` must not be given with structured_outputs, which say what may "
+                        f"come: together they can leave nothing; got {getattr(self, name)!r}"
+                    )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"`min_tokens` must be at most max_tokens {self.max_tokens}, got {self.min_tokens}"
@@ -237,8 +246,10 @@ def _schema_text(schema: Any) -> str:
     try:
         text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
         is_object = isinstance(json.loads(text), dict)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`json` must be a JSON Schema, got {schema!r}: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"`json` must be a JSON Schema, got {reprlib.repr(schema)}: {error}"
+        ) from error
     if not is_object:
         raise ValueError(f"`json` must be a JSON Schema, which is an object, got {schema!r}")
     return text

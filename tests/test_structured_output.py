@@ -445,10 +445,6 @@ def test_each_thread_has_a_matcher(monkeypatch):
 
 # -- refusals -------------------------------------------------------------------------------------
 
-CIRCLE: dict[str, Any] = {}
-CIRCLE["properties"] = CIRCLE
-
-
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -460,14 +456,9 @@ CIRCLE["properties"] = CIRCLE
         ({"regex": "\ud800"}, "surrogates not allowed"),
         ({"regex": "(" * 5000}, "'((((((((((((...(((((((((((((': regex parse error: "),
         ({"choice": ["\ud800"]}, "error parsing string"),
-        ({"json": "{"}, "'{': Expecting property name"),
-        ({"json": "[1]"}, "'[1]': a schema is an object"),
-        ({"json": "[" * 100_000}, "maximum recursion depth"),
-        ({"json": {"type": "foo"}}, "{'type': 'foo'}: Invalid type: foo"),
-        ({"json": {"enum": {1}}}, "Object of type set is not JSON serializable"),
-        ({"json": {"maximum": float("nan")}}, 'failed to parse "%json"'),
-        ({"json": CIRCLE}, "Circular reference detected"),
-        ({"json": {"uniqueItems": True}}, "{'uniqueItems': True}: Unimplemented keys: [\"uni"),
+        ({"json": {"type": "foo"}}, """'{"type": "foo"}': Invalid type: foo"""),
+        ({"json": '{"maximum": NaN}'}, 'failed to parse "%json"'),
+        ({"json": {"uniqueItems": True}}, """'{"uniqueItems": true}': Unimplemented keys: ["uni"""),
         ({"json": {"oneOf": [{}, {}]}}, "oneOf constraints are not supported"),
         ({"json": {"$ref": "#/nope"}}, "Pointer '/nope' does not exist"),
         ({"json": {"$ref": "https://x.org/y"}}, "retriever does not fetch"),

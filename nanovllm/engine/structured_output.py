@@ -187,11 +187,9 @@ class GrammarCompiler:
 def _lark(name: str, value: Any) -> str:
     """The form in llguidance's dialect of Lark."""
     if name == "json_object":
-        name, value = "json", {"type": "object"}
+        name, value = "json", '{"type": "object"}'
     if name == "json":
-        schema = json.loads(value) if isinstance(value, str) else dict(value)
-        if not isinstance(schema, dict):
-            raise ValueError("a schema is an object")
+        schema = json.loads(value)
         options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
         return "start: %json " + json.dumps({**schema, "x-guidance": options})
     if name == "regex":
