@@ -7,15 +7,36 @@ logic (sequences, blocks, scheduling) imports without torch, and nothing looks a
 import logging
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.workers import WorkerError
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerError"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TokenLogprobs",
+    "WorkerError",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
