@@ -12,6 +12,7 @@ HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
     *("plan", "channel", "workers"),
 )
+USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
 
 
@@ -23,7 +24,8 @@ def imported(code: str, modules: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "modules", ["nanovllm", ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)]
+    "modules",
+    ["nanovllm", USER_MODULES, ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)],
 )
 def test_import_is_light(modules):
     assert imported(f"import {modules}", ["torch", *NEVER]) == []
