@@ -1,4 +1,4 @@
-"""What `generate` returns: one `RequestOutput` per prompt."""
+"""What `generate` and `beam_search` return: one output per prompt."""
 
 import math
 from array import array
@@ -212,3 +212,30 @@ class RequestOutput(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(KEYS)
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """A sequence that a beam search has found.
+
+    Attributes:
+        tokens: prompt and generated tokens, a final end-of-sequence token included.
+        cum_logprob: the sum of the log-probabilities of the generated ones.
+        text: all `tokens` as text, special tokens included; "" without a tokenizer.
+        finish_reason: "stop" at an end-of-sequence token, "length" at `max_tokens` or where the
+            model's context or the KV pool ends.
+        stop_reason: the end-of-sequence token that ended it; None else.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The best sequences for a prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -1,9 +1,11 @@
 """`SamplingParams`: how one request is sampled, when it ends, and what its result carries.
 
-Names, defaults and meanings are those of vLLM; only the default of `max_tokens` is 64.
+`BeamSearchParams`: the same for a beam search. Names, defaults and meanings are those of vLLM; only
+the default of `max_tokens` is 64.
 """
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -16,6 +18,7 @@ from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numb
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,48 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < MIN_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches.
+
+    There is no `include_stop_str_in_output`: only end-of-sequence tokens end a beam, and results
+    have them.
+
+    Attributes:
+        beam_width: sequences that are kept at each step and returned, at most 10.
+        max_tokens: the most tokens to generate, at least 1.
+        ignore_eos: go on after an end-of-sequence token, up to `max_tokens`.
+        temperature: 0, as nothing is drawn; for calls that say so.
+        length_penalty: sequences are compared by log-probability / length ** length_penalty, so
+            that more of it favours longer ones. The length is that of prompt and output, without
+            the token that ended it.
+
+    Raises:
+        TypeError: for a value of the wrong type, or an unknown argument.
+        ValueError: for a value out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    _: KW_ONLY
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_float("temperature", self.temperature, -math.inf)
+        if self.temperature != 0:
+            raise ValueError(
+                f"`temperature` must be 0, got {self.temperature!r}: beams are the most likely "
+                "sequences, generate() draws others"
+            )
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)  # powers stay finite
+        plain_numbers(self)
 
 
 def _items(name: str, value: Any, kind: str) -> list[Any]:

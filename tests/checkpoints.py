@@ -97,7 +97,8 @@ def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
 
 
 @functools.cache
-def _reference_model(path: Path) -> transformers.PreTrainedModel:
+def reference_model(path: Path) -> transformers.PreTrainedModel:
+    """The checkpoint in transformers, float32 on the CPU."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
 
 
@@ -106,7 +107,7 @@ def _reference(path: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[in
     ids = list(prompt)
     for _ in range(max_tokens):
         with torch.inference_mode():
-            ids.append(int(_reference_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(reference_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
     return tuple(ids[len(prompt) :])
 
 

@@ -445,6 +445,7 @@ def test_each_thread_has_a_matcher(monkeypatch):
 
 # -- refusals -------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [

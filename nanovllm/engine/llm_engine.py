@@ -203,9 +203,9 @@ class LLMEngine:
             if params.stop or (listener and params.detokenize and self.tokenizer is not None):
                 seq.detokenizer = self._new_detokenizer(params)
             if params.logprobs is not None:
-                seq.logprobs = TokenLogprobs(params.logprobs, self._decoder.token)
+                seq.logprobs = self._new_logprobs(params.logprobs)
         if params.prompt_logprobs is not None:
-            logprobs = TokenLogprobs(params.prompt_logprobs, self._decoder.token)
+            logprobs = self._new_logprobs(params.prompt_logprobs)
             logprobs.append_nothing()
             seqs[0].prompt_logprobs = logprobs
         for seq in seqs:
@@ -213,6 +213,9 @@ class LLMEngine:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
+
+    def _new_logprobs(self, count: int) -> TokenLogprobs:
+        return TokenLogprobs(min(count, self.model_config.vocab_size), self._decoder.token)
 
     def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
         return Detokenizer(
