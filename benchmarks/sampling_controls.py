@@ -54,7 +54,7 @@ SCHEMA = {
 }
 
 
-def write_tokenizer(directory: str, vocab_size: int, eos_token_id: int) -> None:
+def write_tokenizer(directory: str) -> None:
     """A byte-level tokenizer: the bytes, short words, and an end-of-sequence token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -62,8 +62,8 @@ def write_tokenizer(directory: str, vocab_size: int, eos_token_id: int) -> None:
     letters = string.ascii_lowercase
     words = ("".join(word) for n in (2, 3, 4) for word in itertools.product(letters, repeat=n))
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens += itertools.islice(words, vocab_size - len(tokens) - 1)
-    tokens.insert(eos_token_id, "<end>")
+    tokens += itertools.islice(words, int(bench.COMMON["vocab_size"]) - len(tokens) - 1)
+    tokens.insert(int(bench.COMMON["eos_token_id"]), "<end>")
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
         if args.dummy:
-            write_tokenizer(directory, bench.COMMON["vocab_size"], bench.COMMON["eos_token_id"])
+            write_tokenizer(directory)
         llm = LLM(directory, **options)
     vocab_size = llm.model_config.vocab_size
     prompts = many(random.Random(0), args.num_seqs, PROMPT)
