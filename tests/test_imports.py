@@ -10,7 +10,7 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
-    *("plan", "channel", "workers"),
+    *("plan", "channel", "workers", "detokenizer"),
 )
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
 
