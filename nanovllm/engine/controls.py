@@ -87,7 +87,9 @@ def request_controls(
         assert tokenizer is not None, "`SamplingParamsReader` refuses them"
         bad_words = bad_word_tokens(tokenizer, params.bad_words)
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
+    stops = set(params.stop_token_ids or ())
+    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
+        stops |= {token for token in eos_token_ids if token < vocab_size}
     biases = dict(params.logit_bias or {})
     biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
     controls = RequestControls(
