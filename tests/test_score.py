@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ranks_of, threads_fixture  # noqa: F401
+from ranks import threads_fixture  # noqa: F401
 from test_engine_faults import fail_at
 
 from checkpoints import (
@@ -398,7 +398,7 @@ def test_places_without_the_most_likely() -> None:
     "twin", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
 )
 def test_places_can_be_copied_and_sent(twin: Any) -> None:
-    places = TokenLogprobs(1, lambda token: chr(token))  # which itself cannot be pickled
+    places = TokenLogprobs(1, lambda token: f"{token:c}")  # which itself cannot be pickled
     places.append([70, 71], [-1.0, -0.5], 2)
     copied = twin(places)
     assert list(copied) == list(places) == [{70: Logprob(-1.0, 2, "F"), 71: Logprob(-0.5, 1, "G")}]
@@ -411,11 +411,11 @@ def test_results_are_sent_without_the_tokenizer() -> None:
         [output] = llm.generate("127+345=", params, use_tqdm=False)
         [score] = llm.score("127+345=", use_tqdm=False)
     data = pickle.dumps(output)
-    assert len(data) < 4000
+    assert b"okenizer" not in data
     sent = pickle.loads(data)
     assert list(sent.prompt_logprobs) == list(output.prompt_logprobs)
     assert list(sent.outputs[0].logprobs) == list(output.outputs[0].logprobs)
-    texts = [place[token].decoded_token
-             for token, place in zip(sent["token_ids"], sent.outputs[0].logprobs, strict=True)]  # fmt: skip
+    drawn = zip(sent["token_ids"], sent.outputs[0].logprobs, strict=True)
+    texts = [place[token].decoded_token for token, place in drawn]
     assert texts == ["4", "7", "2", "<|im_end|>"]
     assert pickle.loads(pickle.dumps(score)) == score == ScoreOutput(**vars(score))
