@@ -188,5 +188,6 @@ class LLM(LLMEngine):
 
 def _candidates(output: RequestOutput) -> Candidates:
     logprobs = output.outputs[0].logprobs
-    assert logprobs is not None, "the log-probabilities of next tokens are missing"
-    return {token: item.logprob for token, item in logprobs[0].items()}
+    first = logprobs[0] if logprobs else None
+    assert first is not None, "the log-probabilities of next tokens are missing"
+    return {token: item.logprob for token, item in first.items()}
