@@ -21,6 +21,9 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.utils.checks import check_bool, check_choice
 
 POOLING = ("last", "mean")
+# For requests that are not about what is generated. Those that ignore the end of a text are left
+# out of the lengths that admission learns: after many single tokens it would expect no others.
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class LLM(LLMEngine):
@@ -45,7 +48,7 @@ class LLM(LLMEngine):
         Raises:
             as `generate`.
         """
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        params = replace(ONE_TOKEN, prompt_logprobs=0)
         outputs = []
         for output in self.generate(prompts, params, use_tqdm):
             token_ids, places = output.prompt_token_ids, output.prompt_logprobs
@@ -78,9 +81,8 @@ class LLM(LLMEngine):
         check_choice("pooling", pooling, POOLING)
         check_bool("normalize", normalize)
         parsed = self._reader.parse_all(prompts)
-        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         outputs = []
-        for output in self._complete(parsed, [params] * len(parsed), use_tqdm, pooling):
+        for output in self._complete(parsed, [ONE_TOKEN] * len(parsed), use_tqdm, pooling):
             vector = output.embedding
             assert vector is not None
             if normalize:
@@ -162,7 +164,7 @@ class LLM(LLMEngine):
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"`params` must be a BeamSearchParams, got {type(params).__name__}")
         count = min(2 * params.beam_width, self.model_config.vocab_size)
-        one_token = SamplingParams(0.0, 1, logprobs=count, detokenize=False)
+        one_token = replace(ONE_TOKEN, logprobs=count)
 
         def next_tokens(sequences: list[list[int]]) -> list[Candidates]:
             outputs = self.generate(sequences, one_token, use_tqdm=False)
@@ -186,5 +188,6 @@ class LLM(LLMEngine):
 
 def _candidates(output: RequestOutput) -> Candidates:
     logprobs = output.outputs[0].logprobs
-    assert logprobs is not None, "the log-probabilities of next tokens are missing"
-    return {token: item.logprob for token, item in logprobs[0].items()}
+    first = logprobs[0] if logprobs else None
+    assert first is not None, "the log-probabilities of next tokens are missing"
+    return {token: item.logprob for token, item in first.items()}

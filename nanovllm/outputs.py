@@ -51,6 +51,11 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         """Add a place without log-probabilities: the first token of a prompt."""
         self.append([0] * (self._count + 1), [0.0] * (self._count + 1), 0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and other processes: with the texts of its tokens, without the tokenizer."""
+        texts = {token: self._text(token) for token in set(self._token_ids)}
+        return {**vars(self), "_text": texts.get}
+
     @property
     def total(self) -> float:
         """The sum over the tokens themselves."""

@@ -116,6 +116,18 @@ def reference(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
     return list(_reference(path, tuple(prompt), max_tokens))
 
 
+def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities after each token of a text by transformers: [n, V] float32."""
+    with torch.inference_mode():
+        return reference_model(path)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+
+def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Hidden states behind the final norm by transformers: [n, M] float32."""
+    with torch.inference_mode():
+        return reference_model(path).model(torch.tensor([token_ids])).last_hidden_state[0]
+
+
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     """Greedy parameters."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)

@@ -43,9 +43,10 @@ class Extras:
         last_tokens: torch.Tensor,
     ) -> None:
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
-        self._last_tokens, self._max_num_seqs = last_tokens, max_num_seqs
+        self._last_tokens = last_tokens
         self.sampler = ControlledSampler(vocab_size, max_num_seqs)
-        self._sums: torch.Tensor | None = None  # [max_num_seqs, M] float32, of hidden states
+        # Sums of hidden states [M] float32, by slot and by where they end.
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def sample(
         self,
@@ -130,15 +131,14 @@ class Extras:
             rows = hidden[ends[i] - plan.num_tokens[i] : ends[i]]
             vector = rows[-1].float()
             if is_mean:
-                if self._sums is None:
-                    shape = self._max_num_seqs, hidden.shape[1]
-                    self._sums = torch.zeros(shape, device=hidden.device)
-                total = self._sums[plan.slots[i]]
-                if plan.starts[i] == 0:
-                    total.zero_()
-                vector = total.add_(rows.sum(0, dtype=torch.float32)) / float(
-                    plan.starts[i] + plan.num_tokens[i]
-                )
+                slot, start = int(plan.slots[i]), int(plan.starts[i])
+                end = start + int(plan.num_tokens[i])
+                if start == 0:
+                    self._sums[slot] = {0: torch.zeros_like(vector)}
+                before = self._sums[slot][start]
+                total = before + rows.sum(0, dtype=torch.float32)
+                self._sums[slot] = {start: before, end: total}  # a failed step is repeated
+                vector = total / end
             if plan.samples[i]:
                 pooled.append(vector)
         return torch.stack(pooled) if pooled else None
