@@ -31,7 +31,7 @@ from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.structured_output import GrammarCompiler
+from nanovllm.engine.structured_output import Grammar, GrammarCompiler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
@@ -172,19 +172,23 @@ class LLMEngine:
             self._check_open()
             params = self._params_reader.parse(sampling_params)
             parsed = self._reader.parse(prompt)
-            return self._add(*parsed, params, listener=listener)
+            return self._add(*parsed, params, self._compile(params), listener=listener)
+
+    def _compile(self, params: SamplingParams) -> list[Grammar | None]:
+        """The grammars of a request's completions. A wrong form is found here."""
+        form = params.structured_outputs
+        return [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
 
     def _add(
         self,
         text: str | None,
         token_ids: list[int],
         params: SamplingParams,
+        grammars: list[Grammar | None],
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
         controls = self._controls_of(params)
-        form = params.structured_outputs
-        grammars = [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
         seqs = [
             Sequence(
                 next(self._seq_ids),
@@ -404,17 +408,21 @@ class LLMEngine:
             self._check_open()
             parsed = self._reader.parse_all(prompts)
             params = self._params_reader.parse_all(sampling_params, len(parsed))
-        return self._stream(parsed, params)
+            grammars = [self._compile(own) for own in params]
+        return self._stream(parsed, params, grammars)
 
     def _stream(
-        self, prompts: list[ParsedPrompt], params: list[SamplingParams]
+        self,
+        prompts: list[ParsedPrompt],
+        params: list[SamplingParams],
+        grammars: list[list[Grammar | None]],
     ) -> Iterator[RequestOutput]:
         news: deque[RequestOutput] = deque()
         left: set[int] = set()
         try:
             with self._lock:
-                for prompt, own in zip(prompts, params, strict=True):
-                    left.add(self._add(*prompt, own, listener=news.append))
+                for prompt, own, forms in zip(prompts, params, grammars, strict=True):
+                    left.add(self._add(*prompt, own, forms, listener=news.append))
             while left:
                 with self._lock:
                     if not news and self.scheduler.is_finished():
@@ -446,11 +454,12 @@ class LLMEngine:
                     "generate() needs an engine without requests of its own, but some of "
                     "add_request() are left: finish them with step(), or abort() them"
                 )
+            grammars = [self._compile(own) for own in params]
             outputs: dict[int, RequestOutput] = {}
             with self._reset_on_error(), Progress(len(prompts), self._metrics, use_tqdm) as bar:
                 ids = [
-                    self._add(*prompt, p, pooling)
-                    for prompt, p in zip(prompts, params, strict=True)
+                    self._add(*prompt, own, forms, pooling)
+                    for prompt, own, forms in zip(prompts, params, grammars, strict=True)
                 ]
                 while not self._is_idle():
                     finished = self.step()
