@@ -93,10 +93,9 @@ def test_guided_requests_beside_others(tiny: str) -> None:
         "properties": {"a": {"enum": [1, 22]}},
         "required": ["a"],
         "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False},
     }
     form = StructuredOutputsParams(json=schema)
-    as_json = SamplingParams(temperature=1.0, structured_outputs=form)
+    as_json = SamplingParams(temperature=1.0, max_tokens=400, structured_outputs=form)
     plain = SamplingParams(temperature=0, max_tokens=12)
     with LLM(tiny, **SMALL) as llm:
         outputs = llm.generate(
