@@ -37,7 +37,7 @@ class RequestControls(NamedTuple):
         filters: top_k (0: all), top_p, min_p.
         penalties: repetition, presence, frequency.
         num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
-        bias_tokens: [E] int32.
+        bias_tokens: [E] int32, ascending.
         biases: [E] float32, what is added to their logits, -inf where they are banned.
         min_tokens: `early_bans` hold before so many have been generated.
         early_bans: [K] int32, tokens.
@@ -96,8 +96,8 @@ def request_controls(
         filters=(0, 1.0, 0.0) if params.is_greedy else (top_k, params.top_p, params.min_p),
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias_tokens=np.array(list(biases), np.int32),
-        biases=np.array(list(biases.values()), np.float32),
+        bias_tokens=np.array(sorted(biases), np.int32),
+        biases=np.array([biases[token] for token in sorted(biases)], np.float32),
         min_tokens=params.min_tokens if stops else 0,
         early_bans=np.array(sorted(stops), np.int32),
         bad_words=tuple(word for word in bad_words if len(word) > 1),
@@ -253,6 +253,8 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
         longest = max(map(len, controls.bad_words)) - 1
         done = known(seq, max(0, length - seq.num_prompt_tokens - longest))
         bans += [last for *before, last in controls.bad_words if done[-len(before) :] == before]
+    if not bans:
+        return controls.bias_tokens, controls.biases
     tokens = np.concatenate([controls.bias_tokens, np.array(bans, np.int32)])
     biases = np.concatenate([controls.biases, np.full(len(bans), BANNED, np.float32)])
     order = np.argsort(tokens, kind="stable")
