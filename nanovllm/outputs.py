@@ -24,7 +24,7 @@ class Logprob:
     decoded_token: str | None
 
 
-class TokenLogprobs(Sequence[dict[int, Logprob] | None]):
+class TokenLogprobs(Sequence[dict[int, Logprob]]):
     """For each token of a text, by their ids: itself first, then the most likely ones.
 
     Reads like a list of dictionaries (None for the first token of a prompt), but holds plain
@@ -101,7 +101,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
 
 

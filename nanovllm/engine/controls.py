@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from nanovllm.engine.inputs import Tokenizer, bad_word_tokens
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import PENDING, Sequence
-from nanovllm.engine.structured_output import Grammar, fill_masks
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.structured_output import fill_masks
 from nanovllm.sampling_params import SamplingParams
 
 Float32 = NDArray[np.float32]
@@ -26,7 +26,8 @@ ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
 
-KnownTokens = Callable[[Sequence], list[int]]  # its completion, pending tokens resolved
+# The completion of a sequence from a place on, also a token that is not booked yet.
+KnownTokens = Callable[[Sequence, int], list[int]]
 
 
 class RequestControls(NamedTuple):
@@ -86,7 +87,9 @@ def request_controls(
         assert tokenizer is not None, "`SamplingParamsReader` refuses them"
         bad_words = bad_word_tokens(tokenizer, params.bad_words)
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos_token_ids))
+    stops = set(params.stop_token_ids or ())
+    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
+        stops |= {token for token in eos_token_ids if token < vocab_size}
     biases = dict(params.logit_bias or {})
     biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
     controls = RequestControls(
@@ -247,10 +250,9 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
     if length - seq.num_prompt_tokens < controls.min_tokens:
         bans += controls.early_bans.tolist()
     if controls.bad_words:
-        done = known(seq)
-        for *before, last in controls.bad_words:
-            if done[-len(before) :] == before:
-                bans.append(last)
+        longest = max(map(len, controls.bad_words)) - 1
+        done = known(seq, max(0, length - seq.num_prompt_tokens - longest))
+        bans += [last for *before, last in controls.bad_words if done[-len(before) :] == before]
     tokens = np.concatenate([controls.bias_tokens, np.array(bans, np.int32)])
     biases = np.concatenate([controls.biases, np.full(len(bans), BANNED, np.float32)])
     order = np.argsort(tokens, kind="stable")
@@ -260,35 +262,26 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
 def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[Int32, Int32]:
     """The masks that these sequences need, and which of them each takes (-1: none)."""
     rows = np.full(len(seqs), -1, np.int32)
-    masks: list[Int32] = []
-    grammars: list[tuple[Grammar, int]] = []  # and their masks
-    width = -(-vocab_size // 32)
-    for row, seq in enumerate(seqs):
-        assert seq.controls is not None
-        allowed = seq.controls.allowed
-        if seq.grammar is not None:
-            tokens = known(seq)
-            for token in tokens[seq.num_followed :]:
-                seq.grammar.accept(token)
-            seq.num_followed = len(tokens)
-            grammars.append((seq.grammar, len(masks)))
-            allowed = np.full(width, -1, np.int32) if allowed is None else allowed
-        if allowed is not None:
-            rows[row] = len(masks)
-            masks.append(allowed)
-    merged = np.array(masks, np.int32).reshape(-1, width)
-    if grammars:
-        filled = np.empty((len(grammars), width), np.int32)
-        fill_masks([grammar for grammar, _ in grammars], filled)
-        merged[[row for _, row in grammars]] &= filled
-    return merged, rows
+    allowed = [(row, seq.controls.allowed) for row, seq in enumerate(seqs) if seq.controls]
+    given = [(row, mask) for row, mask in allowed if mask is not None]
+    guided = [(row, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+    masks = np.empty((len(given) + len(guided), -(-vocab_size // 32)), np.int32)
+    for i, (row, mask) in enumerate(given):
+        rows[row], masks[i] = i, mask
+    for i, (row, grammar) in enumerate(guided, len(given)):
+        seq, rows[row] = seqs[row], i
+        for token in known(seq, seq.num_followed):
+            grammar.accept(token)
+            seq.num_followed += 1
+    fill_masks([grammar for _, grammar in guided], masks[len(given) :])
+    return masks, rows
 
 
 def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
     """Slot, token and count [3, h] of all tokens that these sequences have."""
     parts = [np.zeros((3, 0), np.int32)]
     for seq in seqs:
-        tokens, counts = np.unique(np.array(known(seq), np.int32), return_counts=True)
+        tokens, counts = np.unique(np.array(known(seq, 0), np.int32), return_counts=True)
         prompt = np.unique(np.array(seq.prompt_token_ids, np.int32))
         every = np.union1d(tokens, prompt)
         values = np.zeros(len(every), np.int32)
@@ -296,12 +289,3 @@ def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
         values[np.searchsorted(every, prompt)] += IN_PROMPT
         parts.append(np.stack([np.full(len(every), seq.slot), every, values]).astype(np.int32))
     return np.concatenate(parts, axis=1)
-
-
-def known_completion(seq: Sequence, pending: int) -> list[int]:
-    """Its completion, where `pending` is what the step under way has sampled for it."""
-    tokens = seq.completion_token_ids
-    assert seq.num_pending <= 1, f"{seq!r} has {seq.num_pending} pending tokens"
-    if tokens and tokens[-1] == PENDING:
-        tokens[-1] = pending
-    return tokens

@@ -10,12 +10,12 @@ from typing import Any
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 MAX_INCOMPLETE = 3  # bytes of a character that lacks one
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# transformers' clean-up deletes spaces: " n '" loses its first one when " t" follows. No space
-# with more behind it was ever seen to go: its patterns have four characters at most.
+# transformers' clean-up deletes spaces: " n '" loses its first one when " t" follows. None goes
+# that has more behind it, as trying all strings of a few of the characters in its patterns shows.
 CLEAN_UP_REACH = 4
 # Tokens that are decoded again for what comes before a new one: more than incomplete bytes and
 # the reach of the clean-up can be, so that a character cut at their beginning does no harm.
-CONTEXT, CLEAN_UP_CONTEXT = 8, 24
+CONTEXT, CLEAN_UP_CONTEXT = 6, 24
 
 
 class ByteRun:
@@ -118,7 +118,10 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """The completion has ended: incomplete bytes become U+FFFD, and nothing is held back."""
+        """The completion has ended: incomplete bytes become U+FFFD, and nothing is held back.
+
+        No stop string is looked for in that.
+        """
         if not self._ended:
             text = self._decode(self._window + self._run.token_ids)
             self._end(self._tail[: self._num_certain] + text[self._offset :])
@@ -134,7 +137,7 @@ class Detokenizer:
         return text
 
     def _extend(self, token_id: int) -> tuple[str, str]:
-        """Decode one more token. Returns the text that is certain now, and what follows it."""
+        """Decode one more token. Returns the text that is certain now, and what follows that."""
         byte = self._byte(token_id) if self._has_runs else None
         if byte is not None:
             return self._extend_run(token_id, byte)
@@ -146,11 +149,8 @@ class Detokenizer:
         if run:
             self._run = ByteRun()
 
-        end = len(text)
-        if not self._has_runs:
-            incomplete = end - len(text.rstrip(REPLACEMENT))
-            # Wrong bytes look like incomplete ones, but only so many can be incomplete.
-            end -= min(incomplete, MAX_INCOMPLETE)
+        # Wrong bytes look like incomplete ones, but only so many can be incomplete.
+        end = max(len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE)
         space = text.find(" ", max(end - CLEAN_UP_REACH, 0), end) if self._cleans_up else -1
         start, self._offset = self._offset, max(self._offset, end if space < 0 else space)
         certain, uncertain = text[start : self._offset], text[self._offset : end]
@@ -168,6 +168,7 @@ class Detokenizer:
         return certain, uncertain
 
     def _extend_run(self, token_id: int, byte: bytes) -> tuple[str, str]:
+        """The same for a byte token of a run."""
         was_valid = self._run.is_valid
         self._run.append(token_id, byte)
         window_rest = self._window_text[self._offset :] if was_valid else ""
@@ -184,9 +185,8 @@ class Detokenizer:
     def _find_stop(self, before: str) -> tuple[int, int, str] | None:
         """End, beginning and text of the first stop string that was not in the tail before."""
         tail = self._tail
-        if tail.startswith(before):
-            unchanged = len(before)
-        else:
+        unchanged = len(before)
+        if not tail.startswith(before):
             unchanged = len(commonprefix([before, tail]))  # noqa: RUF071 - strings, not paths
         found = []
         for stop in self._stop:

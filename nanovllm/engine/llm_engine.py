@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.controls import request_controls
+from nanovllm.engine.controls import KnownTokens, request_controls
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
@@ -260,7 +260,7 @@ class LLMEngine:
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
             self._launching, launched_at = True, time.perf_counter()
-            tokens = self.executor.run(scheduled, self._known_completion)
+            tokens = self.executor.run(scheduled, self._known_tokens())
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
@@ -297,15 +297,22 @@ class LLMEngine:
         for request in {r.request_id: r for r in requests if r and r.listener}.values():
             request.tell()
 
-    def _known_completion(self, seq: Sequence) -> list[int]:
-        """The tokens that a sequence has generated, also one that is not booked yet."""
-        token_ids = seq.completion_token_ids
-        if seq.num_pending:
-            assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
-            scheduled, tokens, _ = self._under_way[-1]
-            sampled = [item.seq for item in scheduled if item.samples]
-            token_ids[-1] = self.executor.wait(tokens)[sampled.index(seq)]
-        return token_ids
+    def _known_tokens(self) -> KnownTokens:
+        """For controls that depend on the last tokens: it waits for those under way."""
+        pending: dict[Sequence, int] = {}
+
+        def known(seq: Sequence, start: int) -> list[int]:
+            token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
+            if seq.num_pending:
+                assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
+                if not pending:
+                    scheduled, tokens, _ = self._under_way[-1]
+                    sampled = (item.seq for item in scheduled if item.samples)
+                    pending.update(zip(sampled, self.executor.wait(tokens), strict=True))
+                token_ids[-1] = pending[seq]
+            return token_ids
+
+        return known
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:

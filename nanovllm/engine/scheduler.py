@@ -292,7 +292,8 @@ class Scheduler:
         elif may_stop and token_id in (params.stop_token_ids or ()):
             seq.finish_reason, seq.stop_reason = "stop", token_id
         if text is not None and (seq.finish_reason is None or params.include_stop_str_in_output):
-            stop = text.append(token_id, may_stop=may_stop and seq.finish_reason is None)
+            looks = num_generated > params.min_tokens and seq.finish_reason is None
+            stop = text.append(token_id, may_stop=looks)
             if stop is not None:
                 seq.finish_reason, seq.stop_reason = "stop", stop
         if seq.finish_reason is None and (

@@ -1,0 +1,170 @@
+"""What the controls of sampling mean: float64, token by token, with transformers for the logits.
+
+Written from the words of `SamplingParams`, without any code of the package but that class.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from nanovllm import SamplingParams
+
+BadWords = Iterable[tuple[int, ...]]
+
+
+def processed(
+    logits: Iterable[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    eos: Collection[int] = (),
+    bad_words: BadWords = (),
+) -> np.ndarray:
+    """What the temperature divides: [V] float64."""
+    banned = {
+        word[-1] for word in bad_words if tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
+    }
+    if len(output) < params.min_tokens:
+        banned |= set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(eos))
+    values = []
+    for token, logit in enumerate(logits):
+        value = float(logit)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            value = -math.inf
+        if token in banned:
+            value = -math.inf
+        value += (params.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            penalty = params.repetition_penalty
+            value = value / penalty if value > 0 else value * penalty
+        value -= params.frequency_penalty * output.count(token)
+        value -= params.presence_penalty * (token in output)
+        values.append(value)
+    return np.array(values)
+
+
+class Kept(NamedTuple):
+    """Which tokens the filters leave, [V] bool, and for which of them rounding may decide."""
+
+    mask: np.ndarray
+    doubtful: np.ndarray
+
+
+def kept(values: np.ndarray, params: SamplingParams) -> Kept:
+    """min_p, top_k and top_p, each from its definition. values: [V], what `processed` returns."""
+    possible = np.isfinite(values)
+    if params.is_greedy:
+        return Kept(possible, np.zeros_like(possible))
+    top_p, min_p = float(np.float32(params.top_p)), float(np.float32(params.min_p))
+    temperature = float(np.float32(params.temperature))
+    weights = np.exp((values - values.max()) / temperature)
+    left = possible & (weights >= min_p)
+    doubtful = np.abs(weights - min_p) < 1e-9 * min_p
+    if params.top_k > 0:
+        left &= np.array([(values > value).sum() < params.top_k for value in values])
+    total = math.fsum(weights[left])
+    if top_p < 1:
+        before = np.array([math.fsum(weights[left & (values > value)]) for value in values])
+        left &= before < top_p * total
+        doubtful |= np.abs(before - top_p * total) < 1e-9 * total
+    return Kept(left, doubtful & possible & (values < values.max()))
+
+
+def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Of drawing each token, [V]. values: what `processed` returns."""
+    weights = np.exp((values - values.max()) / params.temperature) * kept(values, params).mask
+    return weights / weights.sum()
+
+
+def noise(key: int, position: int, vocab_size: int) -> np.ndarray:
+    """The draws [V] from the exponential distribution for one token of one request."""
+    bits = np.random.Philox(key=key, counter=position << 64)
+    return np.random.Generator(bits).standard_exponential(vocab_size)
+
+
+@dataclass
+class Completion:
+    """What should come out. logprobs: [generated, V], by the model alone."""
+
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | None
+    logprobs: np.ndarray
+
+
+class Oracle:
+    """Generates a token at a time with a model of transformers, float32, without any cache.
+
+    Args:
+        path: the checkpoint.
+        eos: its end-of-sequence tokens.
+        max_model_len: where sequences end.
+    """
+
+    def __init__(self, path: Any, eos: Collection[int] = (), max_model_len: int = 128) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
+        self.eos, self.max_model_len = set(eos), max_model_len
+        self._logits: dict[tuple[int, ...], np.ndarray] = {}
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """Of the token after `ids`, [V] float64."""
+        if tuple(ids) not in self._logits:
+            with torch.inference_mode():
+                row = self.model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
+            self._logits[tuple(ids)] = row.double().numpy()
+        return self._logits[tuple(ids)]
+
+    def complete(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        unseeded: str = "",
+        bad_words: BadWords = (),
+    ) -> Completion:
+        """One completion.
+
+        Args:
+            prompt: token ids.
+            params: all controls that work on token ids.
+            index: the place of the completion among the n of its request.
+            unseeded: what the draws depend on without `seed`: the engine's seed and the sequence.
+            bad_words: as tokens.
+        """
+        name = unseeded if params.seed is None else f"request {params.seed + index}"
+        key = xxhash.xxh64_intdigest(name.encode())
+        output: list[int] = []
+        rows: list[np.ndarray] = []
+        while True:
+            logits = self.logits([*prompt, *output])
+            rows.append(logits - np.logaddexp.reduce(logits))
+            values = processed(logits, prompt, output, params, self.eos, bad_words)
+            if not params.is_greedy:
+                values = np.where(kept(values, params).mask, values, -np.inf) / params.temperature
+                values -= np.log(noise(key, len(prompt) + len(output), len(values)))
+            token = int(values.argmax())
+            output.append(token)
+            reason, stop = self._end(prompt, output, params)
+            if reason:
+                return Completion(output, reason, stop, np.array(rows))
+
+    def _end(
+        self, prompt: list[int], output: list[int], params: SamplingParams
+    ) -> tuple[str | None, int | None]:
+        token = output[-1]
+        if len(output) >= params.min_tokens:
+            if token in self.eos and not params.ignore_eos:
+                return "stop", None
+            if token in (params.stop_token_ids or ()):
+                return "stop", token
+        if len(output) == params.max_tokens or len(prompt) + len(output) == self.max_model_len:
+            return "length", None
+        return None, None

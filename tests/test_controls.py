@@ -1,0 +1,706 @@
+"""Controls of requests, and which of them act in a step: what the host tells rank 0."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pytest
+from host import EOS, VOCAB_SIZE, FakeModel, make_scheduler, reference
+
+from nanovllm import SamplingParams
+from nanovllm.engine.controls import (
+    Controls,
+    ControlTable,
+    RequestControls,
+    request_controls,
+    token_mask,
+)
+from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
+from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.sampling_params import StructuredOutputsParams
+
+Known = Any
+BadWords = tuple[tuple[int, ...], ...]
+INF = np.inf
+GREEDY = {"temperature": 0.0}
+
+
+class Numbers:
+    """A tokenizer of texts that are token ids."""
+
+    def encode(self, text: str, *, verbose: bool, add_special_tokens: bool = True) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+
+def as_text(words: BadWords) -> list[str]:
+    return [",".join(map(str, word)) for word in words]
+
+
+def controls_of(
+    vocab_size: int = 50, eos: Collection[int] = (9,), **options: Any
+) -> RequestControls | None:
+    return request_controls(SamplingParams(**options), vocab_size, eos, Numbers())
+
+
+# -- of a request ---------------------------------------------------------------------------------
+
+PLAIN: list[dict[str, Any]] = [
+    {},
+    GREEDY,
+    {"temperature": 0.3, "max_tokens": None, "seed": 3, "n": 2},
+    {"top_k": -1, "top_p": 1.0, "min_p": 0.0},
+    {"top_k": 50},  # the whole vocabulary
+    {"top_k": 51},
+    {"top_k": 3, "top_p": 0.5, "min_p": 0.1, **GREEDY},
+    {"min_tokens": 3, "ignore_eos": True},
+    {"stop_token_ids": [4]},
+    {"stop": ["x"], "skip_special_tokens": False},
+    {"logit_bias": {}, "bad_words": []},
+    {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    {"prompt_logprobs": 3},
+]
+
+
+@pytest.mark.parametrize("options", PLAIN, ids=str)
+def test_requests_without_controls(options: dict[str, Any]) -> None:
+    assert controls_of(**options) is None
+
+
+LASTING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"top_k": 49}, {"filters": (49, 1.0, 0.0)}),
+    ({"top_k": 1}, {"filters": (1, 1.0, 0.0)}),
+    ({"top_p": 0.5, "top_k": 90}, {"filters": (0, 0.5, 0.0)}),
+    ({"min_p": 0.5, "top_k": -1}, {"filters": (0, 1.0, 0.5)}),
+    ({"repetition_penalty": 1.5}, {"penalties": (1.5, 0.0, 0.0), "has_penalties": True}),
+    ({"presence_penalty": -0.5}, {"penalties": (1.0, -0.5, 0.0), "has_penalties": True}),
+    (
+        {"frequency_penalty": 2.0, **GREEDY, "top_k": 4},
+        {"penalties": (1.0, 0.0, 2.0), "has_penalties": True},
+    ),
+    ({"logprobs": 0}, {"num_logprobs": 0}),
+    ({"logprobs": 7, **GREEDY}, {"num_logprobs": 7}),
+    ({"logit_bias": {4: 0.5, 2: -3.0}}, {"bias": {4: 0.5, 2: -3.0}}),
+    ({"allowed_token_ids": [3, 3]}, {"allowed": [3]}),
+    ({"structured_outputs": StructuredOutputsParams(regex="a*")}, {"is_guided": True}),
+]
+
+
+@pytest.mark.parametrize(("options", "want"), LASTING, ids=str)
+def test_requests_with_controls(options: dict[str, Any], want: dict[str, Any]) -> None:
+    controls = controls_of(**options)
+    assert controls is not None and controls.lasts
+    mask = None if controls.allowed is None else [i for i in range(50) if bit(controls.allowed, i)]
+    assert {
+        "filters": controls.filters,
+        "penalties": controls.penalties,
+        "has_penalties": controls.has_penalties,
+        "num_logprobs": controls.num_logprobs,
+        "bias": dict(zip(controls.bias_tokens.tolist(), controls.biases.tolist(), strict=True)),
+        "allowed": mask,
+        "is_guided": controls.is_guided,
+        "min_tokens": controls.min_tokens,
+        "bad_words": controls.bad_words,
+    } == {
+        "filters": (0, 1.0, 0.0),
+        "penalties": (1.0, 0.0, 0.0),
+        "has_penalties": False,
+        "num_logprobs": -1,
+        "bias": {},
+        "allowed": None,
+        "is_guided": False,
+        "min_tokens": 0,
+        "bad_words": (),
+        **want,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "bans"),
+    [
+        ({}, [8, 9]),
+        ({"stop_token_ids": [30, 9, 4]}, [4, 8, 9, 30]),
+        ({"stop_token_ids": [30, 4], "ignore_eos": True}, [4, 30]),
+    ],
+)
+def test_min_tokens_alone_ends(options: dict[str, Any], bans: list[int]) -> None:
+    controls = controls_of(eos=[9, 8], min_tokens=3, **options)
+    assert controls is not None
+    assert not controls.lasts
+    assert (controls.min_tokens, controls.early_bans.tolist()) == (3, bans)
+
+
+def test_end_of_sequence_tokens_beyond_the_vocabulary_are_not_banned() -> None:
+    """A checkpoint may name some that the model cannot sample: nothing has a logit for them."""
+    controls = controls_of(eos=[9, 50, 151_645], min_tokens=3)
+    assert controls is not None
+    assert controls.early_bans.tolist() == [9]
+    assert controls_of(eos=[50], min_tokens=3) is None
+
+
+def test_bad_words_of_one_token_are_a_bias() -> None:
+    """It is banned whatever `logit_bias` wants; longer ones depend on what comes before."""
+    words = as_text(((7,), (1, 2), (8,), (1, 2, 3)))
+    controls = controls_of(bad_words=words, logit_bias={7: 50.0, 3: 1.0})
+    assert controls is not None and controls.lasts
+    biases = dict(zip(controls.bias_tokens.tolist(), controls.biases.tolist(), strict=True))
+    assert biases == {7: -INF, 3: 1.0, 8: -INF}
+    assert controls.bad_words == ((1, 2), (1, 2, 3))
+    controls = controls_of(bad_words=["1,2"])
+    assert controls is not None and controls.lasts
+
+
+def bit(mask: np.ndarray, token: int) -> bool:
+    return bool(int(mask[token // 32]) & 0xFFFFFFFF & 1 << token % 32)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 100, 151_936])
+def test_masks(vocab_size: int) -> None:
+    rng = random.Random(vocab_size)
+    for count in (1, 2, 40, vocab_size):
+        tokens = (
+            {0, vocab_size - 1} if count == 2 else {rng.randrange(vocab_size) for _ in range(count)}
+        )
+        mask = token_mask(list(tokens), vocab_size)
+        assert mask is not None
+        assert mask.dtype == np.int32 and mask.shape == (-(-vocab_size // 32),)
+        assert {i for i in range(32 * len(mask)) if bit(mask, i)} == tokens
+    assert token_mask(None, vocab_size) is None
+
+
+# -- of a step ------------------------------------------------------------------------------------
+
+_ids = itertools.count()
+
+
+def make(
+    prompt: list[int] | int, bad_words: BadWords = (), slot: int = -1, **options: Any
+) -> Sequence:
+    """A sequence with controls; with a slot it runs."""
+    tokens = [1] * prompt if isinstance(prompt, int) else prompt
+    params = SamplingParams(**{"max_tokens": 12, "bad_words": as_text(bad_words), **options})
+    seq = Sequence(next(_ids), tokens, params, block_size=4)
+    seq.controls = request_controls(params, VOCAB_SIZE, [EOS], Numbers())
+    if slot >= 0:
+        seq.slot, seq.status, seq.block_table = slot, SequenceStatus.RUNNING, [slot]
+    return seq
+
+
+def unasked(seq: Sequence, start: int) -> list[int]:
+    raise AssertionError(f"the tokens of {seq!r} are not needed")
+
+
+def whole(*seqs: Sequence) -> list[ScheduledSequence]:
+    """A step with all uncomputed tokens of these."""
+    return [ScheduledSequence.of(seq, 1_000_000) for seq in seqs]
+
+
+def plan(
+    table: ControlTable, scheduled: list[ScheduledSequence], known: Known = unasked
+) -> Controls | None:
+    """Plan a step, count it as sent and launched. Its controls, if there are any."""
+    step, controls = table.plan(scheduled, known)
+    for name, mine, plain in zip(StepPlan._fields, step, plan_step(scheduled), strict=True):
+        assert name == "controlled" or np.array_equal(mine, plain), name
+    found = controls() if step.controlled.any() else None
+    mark_sent(scheduled)
+    for seq, _, num_tokens, _ in scheduled:
+        seq.num_computed_tokens += num_tokens
+    if found is not None:
+        sampling = [i for i, item in enumerate(scheduled) if item.samples]
+        assert [sampling[row] for row in found.rows] == np.flatnonzero(step.controlled).tolist()
+    return found
+
+
+def known(seq: Sequence, start: int) -> list[int]:
+    return seq.completion_token_ids[start:]
+
+
+def test_min_tokens_act_until_they_are_reached() -> None:
+    """After that the request is a plain one, in the fast path of all."""
+    table = ControlTable(4, VOCAB_SIZE)
+    seq = make(5, slot=2, min_tokens=3, stop_token_ids=[7])
+    for generated in range(6):
+        found = plan(table, whole(seq))
+        assert (found is not None) == (generated < 3)
+        if found is not None:
+            assert found.rows.tolist() == [0]
+            assert found.edit_tokens.tolist() == [EOS, 7]
+            assert found.edit_biases.tolist() == [-INF, -INF]
+            assert not found.has_filters and not found.has_penalties and found.draws
+            assert found.num_logprobs.tolist() == [-1]
+        seq.append_token(3)
+
+
+def test_min_tokens_end_beside_other_controls() -> None:
+    table = ControlTable(4, VOCAB_SIZE)
+    seq = make(5, slot=0, min_tokens=2, top_k=3, logit_bias={9: 1.0, EOS: 4.0})
+    for generated in range(4):
+        found = plan(table, whole(seq))
+        assert found is not None
+        edits = list(zip(found.edit_tokens.tolist(), found.edit_biases.tolist(), strict=True))
+        bans = [(EOS, -INF)] if generated < 2 else []
+        assert sorted(edits) == sorted([*bans, (EOS, 4.0), (9, 1.0)])
+        seq.append_token(3)
+
+
+def test_rows_are_those_that_sample() -> None:
+    """Chunks of prompts have no row, plain requests have one without controls."""
+    table = ControlTable(8, VOCAB_SIZE)
+    plain, top_k, chunk, biased, late = (
+        make(3, slot=5),
+        make(2, slot=1, top_k=4, min_p=0.25),
+        make(9, slot=0, top_k=2),
+        make(4, slot=7, logit_bias={8: 1.0, 2: -1.0, 5: 3.0}, logprobs=3),
+        make(4, slot=3, temperature=0.5),
+    )
+    step = [
+        *whole(plain, top_k),
+        ScheduledSequence.of(chunk, 4),
+        *whole(biased, late),
+    ]
+    found = plan(table, step)
+    assert found is not None
+    assert found.rows.tolist() == [1, 2]
+    assert found.top_k.tolist() == [4, 0]
+    assert found.top_p.tolist() == [1, 1]
+    assert found.min_p.tolist() == [0.25, 0]
+    assert found.penalties.T.tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert found.edit_starts.tolist() == [0, 0, 3]
+    assert found.edit_tokens.tolist() == [2, 5, 8]
+    assert found.edit_biases.tolist() == [-1, 3, 1]
+    assert found.num_logprobs.tolist() == [-1, 3]
+    assert found.mask_rows.tolist() == [-1, -1] and found.masks.shape == (0, 1)
+    assert found.has_filters and not found.has_penalties
+    assert plan(table, whole(plain, late)) is None
+    assert plan(table, [ScheduledSequence.of(chunk, 2)]) is None
+    found = plan(table, whole(late, chunk))
+    assert found is not None
+    assert (found.rows.tolist(), found.top_k.tolist()) == ([1], [2])
+
+
+def test_only_what_differs_from_the_softmax_draws() -> None:
+    table = ControlTable(2, VOCAB_SIZE)
+    found = plan(table, whole(make(3, slot=0, logprobs=2)))
+    assert found is not None
+    assert not found.draws
+    for options in ({"min_p": 0.5}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):
+        found = plan(table, whole(make(3, slot=0, **options)), known)
+        assert found is not None and found.draws, options
+    found = plan(
+        table, whole(make(3, slot=0, allowed_token_ids=[2, 4]), make(3, slot=1, logprobs=1))
+    )
+    assert found is not None and found.draws
+    assert found.mask_rows.tolist() == [0, -1]
+    assert found.masks.tolist() == [[20]]
+
+
+def test_bad_words_look_at_the_completion() -> None:
+    """Not at the prompt, and the newest token may be one that only `known` knows."""
+    table = ControlTable(4, VOCAB_SIZE)
+    words = ((5, 6), (4, 5, 7), (9, 9, 9, 9, 8), (5, 11))
+    seq = make([4, 5], words, slot=0)
+
+    def bans(tokens: list[int]) -> list[int]:
+        def known(asked: Sequence, start: int) -> list[int]:
+            assert asked is seq
+            return tokens[start:]
+
+        found = plan(table, whole(seq), known)
+        assert found is not None
+        assert np.isneginf(found.edit_biases).all()
+        return found.edit_tokens.tolist()
+
+    assert bans([]) == []
+    for i, (token, want) in enumerate(
+        [(5, [6, 11]), (6, []), (4, []), (5, [6, 7, 11]), (9, []), (9, []), (9, []), (9, [8])]
+    ):
+        seq.append_token(PENDING)
+        tokens = [*seq.completion_token_ids[:i], token]
+        assert bans(tokens) == want
+        seq.resolve_pending(token)
+    assert seq.completion_token_ids == [5, 6, 4, 5, 9, 9, 9, 9]
+
+
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.5}
+
+
+def counts_of(found: Controls | None) -> dict[int, dict[int, int]]:
+    """The tokens of each slot whose counts begin anew."""
+    assert found is not None
+    tables: dict[int, dict[int, int]] = {slot: {} for slot in found.reset.tolist()}
+    for slot, token, count in found.counts.T.tolist():
+        assert token not in tables[slot], "twice"
+        tables[slot][token] = count
+    return tables
+
+
+PROMPT_ONLY = -(2**15)
+
+
+def test_counts_are_told_once() -> None:
+    table = ControlTable(4, VOCAB_SIZE)
+    seq, other = make([3, 4, 3], slot=2, **PENALTIES), make(2, slot=1, top_k=2)
+    assert counts_of(plan(table, whole(seq, other), known)) == {2: {3: PROMPT_ONLY, 4: PROMPT_ONLY}}
+    for _ in range(4):
+        seq.append_token(7)
+        other.append_token(7)
+        assert counts_of(plan(table, whole(seq, other))) == {}
+    assert counts_of(plan(table, whole(make(2, slot=3, **PENALTIES)), known)) == {
+        3: {1: PROMPT_ONLY}
+    }
+    seq.append_token(7)
+    assert counts_of(plan(table, whole(seq))) == {}, "not in each step, and in no other's way"
+
+
+def test_counts_of_a_chunked_prompt_are_told_when_it_samples() -> None:
+    table = ControlTable(4, VOCAB_SIZE)
+    seq = make([3, 4, 3, 5, 6], slot=0, **PENALTIES)
+    assert plan(table, [ScheduledSequence.of(seq, 2)]) is None
+    assert plan(table, [ScheduledSequence.of(seq, 1)]) is None
+    assert counts_of(plan(table, whole(seq), known)) == {
+        0: dict.fromkeys([3, 4, 5, 6], PROMPT_ONLY)
+    }
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+def test_counts_begin_anew_after_a_preemption(slot: int) -> None:
+    """In another slot or in its own, which another request may have had meanwhile."""
+    table = ControlTable(4, VOCAB_SIZE)
+    seq = make([3, 4], slot=0, **PENALTIES)
+    plan(table, whole(seq), known)
+    seq.append_token(4)
+    plan(table, whole(seq))
+    seq.append_token(8)
+    for thief in (make(1, slot=0, top_k=3), make(1, slot=0, **PENALTIES)):
+        plan(table, whole(thief), known)
+    seq.slot, seq.num_sent_blocks, seq.num_computed_tokens = slot, 0, 0
+    assert plan(table, [ScheduledSequence.of(seq, 2)]) is None
+    want = {3: PROMPT_ONLY, 4: PROMPT_ONLY + 1, 8: 1}
+    assert counts_of(plan(table, whole(seq), known)) == {slot: want}
+    seq.append_token(8)
+    assert counts_of(plan(table, whole(seq))) == {}
+
+
+def test_counts_begin_anew_after_a_launch_that_failed() -> None:
+    """The device may have counted the token of a step that is repeated, or not."""
+    table = ControlTable(4, VOCAB_SIZE)
+    seq, idle = make([3], slot=0, **PENALTIES), make([5], slot=2, **PENALTIES)
+    plan(table, whole(seq, idle), known)
+    seq.append_token(4)
+    idle.append_token(6)
+    _, controls = table.plan(whole(seq), known)
+    assert counts_of(controls()) == {}
+    table.forget()
+    assert counts_of(plan(table, whole(seq), known)) == {0: {3: PROMPT_ONLY, 4: 1}}
+    seq.append_token(5)
+    assert counts_of(plan(table, whole(seq, idle), known)) == {2: {5: PROMPT_ONLY, 6: 1}}
+    table.forget()
+    idle.append_token(PENDING)
+    want = {5: PROMPT_ONLY, 6: 1, 8: 1}
+    assert counts_of(plan(table, whole(idle), lambda asked, start: [6, 8])) == {2: want}
+
+
+def test_counts_begin_anew_when_a_launched_step_was_not_booked() -> None:
+    """Ctrl-C between the two: the device has counted a token that the host does not know of."""
+    table = ControlTable(4, VOCAB_SIZE)
+    seq = make([3], slot=0, **PENALTIES)
+    plan(table, whole(seq), known)
+    seq.append_token(4)
+    step = whole(seq)
+    for _ in range(2):
+        _, controls = table.plan(step, known)
+        controls()
+    assert counts_of(controls()) == {0: {3: PROMPT_ONLY, 4: 1}}
+
+
+def test_counts_end_at_their_type() -> None:
+    table = ControlTable(1, VOCAB_SIZE)
+    seq = make([3, 4], slot=0, **PENALTIES)
+    seq.token_ids += [3] * 40_000 + [5] * 32_768 + [6] * 32_767
+    want = {3: -1, 4: PROMPT_ONLY, 5: 32_767, 6: 32_767}
+    assert counts_of(plan(table, whole(seq), known)) == {0: want}
+
+
+def test_a_slot_forgets_the_request_before() -> None:
+    """Whatever that had, the next one has its own controls only."""
+    table = ControlTable(1, VOCAB_SIZE)
+    every: dict[str, Any] = {
+        **PENALTIES, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "logprobs": 5, "min_tokens": 9,
+        "allowed_token_ids": [1], "logit_bias": {1: 1.0},
+    }  # fmt: skip
+    for options in ({}, {"logprobs": 1}, {"min_tokens": 1}, {"logit_bias": {2: 1.0}}, PENALTIES):
+        assert plan(table, whole(make(2, slot=0, **every)), known) is not None
+        found = plan(table, whole(make(2, slot=0, **options)), known)
+        if not options:
+            assert found is None
+            continue
+        assert found is not None
+        assert not found.has_filters and not len(found.masks)
+        assert found.has_penalties == (options is PENALTIES)
+        assert len(found.reset) == (options is PENALTIES)
+        assert found.num_logprobs.tolist() == [options.get("logprobs", -1)]
+        assert len(found.edit_tokens) == len(options.keys() & {"min_tokens", "logit_bias"})
+
+
+# -- random requests through the scheduler --------------------------------------------------------
+
+
+class FaultError(Exception):
+    """A launch that failed."""
+
+
+class Counted:
+    """What the device counts for one slot."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[int] = Counter()
+        self.prompt: set[int] = set()
+
+
+class Engine:
+    """The engine's loop around a fake model, with a fake table of counts. Some launches fail.
+
+    Each step's controls are compared with what the sequences say.
+    """
+
+    def __init__(self, rng: random.Random, scheduler: Scheduler, lookahead: int) -> None:
+        self.rng, self.scheduler, self.lookahead = rng, scheduler, lookahead
+        self.model = FakeModel(scheduler)
+        self.table = ControlTable(scheduler.max_num_seqs, VOCAB_SIZE)
+        self.under_way: list[tuple[list[ScheduledSequence], list[int]]] = []
+        self.launching, self.fault_rate = False, 0.03
+        self.device = [Counted() for _ in range(scheduler.max_num_seqs)]
+        self.stays: dict[int, tuple[int, int]] = {}  # slot -> sequence, how often preempted
+        self.doubtful: set[int] = set()  # slots that may be told again
+        self.bad_words: dict[int, BadWords] = {}
+        self.counts: Counter[str] = Counter()
+
+    def arrive(self) -> Sequence:
+        rng, V = self.rng, VOCAB_SIZE
+        prompt = [rng.randrange(V) for _ in range(rng.choice([1, 3, 8, 14]))]
+        choices: dict[str, Any] = {
+            "top_k": [0, 5, V],
+            "top_p": [1.0, 0.75],
+            "min_p": [0.0, 0.5],
+            "repetition_penalty": [1.0, 1.0, 1.5],
+            "frequency_penalty": [0.0, 0.0, -0.5],
+            "logprobs": [None, None, 2],
+            "min_tokens": [0, 0, 4],
+            "stop_token_ids": [None, None, [rng.randrange(V), 3]],
+            "logit_bias": [None, None, {rng.randrange(V): 1.0, rng.randrange(V): -2.0}],
+            "allowed_token_ids": [None, None, [rng.randrange(V), 0, V - 1]],
+            "ignore_eos": [True, False],
+            "max_tokens": [5, 12, 25],
+        }
+        options = {name: rng.choice(values) for name, values in choices.items()}
+        if rng.random() < 0.25:
+            options = {"max_tokens": 20, "ignore_eos": True}
+        words: set[tuple[int, ...]] = set()
+        if rng.random() < 0.4:  # some that will come up
+            text = expected(make(prompt, **options), self.scheduler.max_model_len)
+            for _ in range(4):
+                i = rng.randrange(len(text))
+                words.add((*text[i : i + rng.randint(1, 2)], rng.randrange(V)))
+        seq = make(prompt, tuple(words), **options)
+        self.bad_words[seq.seq_id] = tuple(words)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> None:
+        books_only = self.launching and self.under_way
+        scheduled = [] if books_only else self.scheduler.schedule()
+        if scheduled:
+            self.launching = True
+            tokens = self.run(scheduled)
+            if self.rng.random() < self.fault_rate:
+                raise FaultError("Ctrl-C before it is booked")
+            self.scheduler.advance(scheduled)
+            self.under_way.append((scheduled, tokens))
+            self.launching = False
+        while len(self.under_way) > (self.lookahead if scheduled else 0):
+            self.scheduler.postprocess(*self.under_way.pop(0))
+        self.scheduler.check_invariants()
+
+    def tokens_of(self, seq: Sequence) -> list[int]:
+        """The completion, also what a step under way has sampled."""
+        tokens = seq.completion_token_ids
+        for scheduled, drawn in self.under_way:
+            sampled = [item.seq for item in scheduled if item.samples]
+            if seq in sampled and PENDING in tokens:
+                tokens[tokens.index(PENDING)] = drawn[sampled.index(seq)]
+        assert PENDING not in tokens
+        return tokens
+
+    def known(self, seq: Sequence, start: int) -> list[int]:
+        """Waits for the device, so it is asked only where there is no other way."""
+        assert self.bad_words[seq.seq_id] or seq.slot in self.doubtful
+        self.counts["pending"] += seq.num_pending
+        return self.tokens_of(seq)[start:]
+
+    def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
+        for seq, *_ in scheduled:
+            if self.stays.get(seq.slot) != (seq.seq_id, seq.num_preemptions):
+                self.stays[seq.slot] = seq.seq_id, seq.num_preemptions
+                self.doubtful.add(seq.slot)
+                self.counts["resumed"] += seq.num_preemptions > 0
+        plan, controls = self.table.plan(scheduled, self.known)
+        sampling = [item.seq for item in scheduled if item.samples]
+        want = [row for row, seq in enumerate(sampling) if self.is_controlled(seq)]
+        found = controls() if plan.controlled.any() else None
+        assert want == ([] if found is None else found.rows.tolist())
+        self.counts["plain"] += len(sampling) - len(want)
+        counted = []
+        if found is not None:
+            seqs = [sampling[row] for row in want]
+            for i, seq in enumerate(seqs):
+                self.check_row(found, i, seq)
+            counted = self.check_counts(found, seqs)
+        for fails in (False, True):
+            if fails:
+                tokens = self.model.run(scheduled)
+                for slot, token in zip([seq.slot for seq in sampling], tokens, strict=True):
+                    if slot in counted:
+                        self.device[slot].tokens[token] += 1
+            if self.rng.random() < self.fault_rate:  # before or after the work
+                self.counts["failed"] += 1
+                self.doubtful |= set(range(len(self.device)))
+                self.table.forget()
+                raise FaultError
+        return tokens
+
+    def is_controlled(self, seq: Sequence) -> bool:
+        p = seq.sampling_params
+        lasts = (
+            0 < p.top_k < VOCAB_SIZE or p.top_p < 1 or p.min_p > 0 or self.is_penalised(seq)
+            or p.logprobs is not None or p.logit_bias or p.allowed_token_ids is not None
+            or self.bad_words[seq.seq_id]
+        )  # fmt: skip
+        return bool(lasts or self.bans_early(seq))
+
+    def is_penalised(self, seq: Sequence) -> bool:
+        p = seq.sampling_params
+        return p.repetition_penalty != 1 or p.frequency_penalty != 0
+
+    def bans_early(self, seq: Sequence) -> set[int]:
+        p = seq.sampling_params
+        if seq.num_completion_tokens >= p.min_tokens:
+            return set()
+        return set(p.stop_token_ids or ()) | (set() if p.ignore_eos else {EOS})
+
+    def check_row(self, found: Controls, i: int, seq: Sequence) -> None:
+        p = seq.sampling_params
+        assert found.top_k[i] == p.top_k % VOCAB_SIZE
+        assert (found.top_p[i], found.min_p[i]) == (p.top_p, p.min_p)
+        penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+        assert tuple(found.penalties[:, i]) == penalties
+        assert found.num_logprobs[i] == (-1 if p.logprobs is None else p.logprobs)
+        edits = Counter((p.logit_bias or {}).items())
+        edits += Counter((token, -INF) for token in self.bans_early(seq))
+        tokens = self.tokens_of(seq)
+        for word in self.bad_words[seq.seq_id]:
+            if len(tokens) >= len(word) - 1 and tokens[len(tokens) - len(word) + 1 :] == [
+                *word[:-1]
+            ]:
+                edits[word[-1], -INF] += 1
+                self.counts["bad word"] += 1
+        start, end = found.edit_starts[i : i + 2]
+        ids = found.edit_tokens[start:end].tolist()
+        assert ids == sorted(ids)
+        assert Counter(zip(ids, found.edit_biases[start:end].tolist(), strict=True)) == edits
+        self.counts["edit"] += len(ids)
+        row = found.mask_rows[i]
+        if p.allowed_token_ids is None:
+            assert row == -1
+        else:
+            allowed = {token for token in range(32) if bit(found.masks[row], token)}
+            assert allowed == set(p.allowed_token_ids)
+
+    def check_counts(self, found: Controls, seqs: list[Sequence]) -> Collection[int]:
+        """Take in what the device is told; it then knows the truth. Returns the slots that count
+        the token to come: those of all rows, if one is penalised.
+        """
+        assert found.has_penalties == any(map(self.is_penalised, seqs))
+        told = found.reset.tolist()
+        penalised = [seq for seq in seqs if self.is_penalised(seq)]
+        assert set(told) <= {seq.slot for seq in penalised} & self.doubtful, "told needlessly"
+        for slot in told:
+            self.device[slot] = Counted()
+        for slot, token, count in found.counts.T.tolist():
+            assert slot in told
+            own = self.device[slot]
+            assert count and token not in own.prompt and not own.tokens[token]
+            if count < 0:
+                own.prompt.add(token)
+            own.tokens[token] = count + (1 << 15) * (count < 0)
+        for seq in penalised:
+            own = self.device[seq.slot]
+            assert own.prompt == set(seq.prompt_token_ids)
+            assert +own.tokens == Counter(self.tokens_of(seq))
+            self.counts["counted"] += 1
+        self.counts["told"] += len(told)
+        self.doubtful -= {seq.slot for seq in penalised}
+        return [seq.slot for seq in seqs] if penalised else []
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
+@pytest.mark.parametrize("lookahead", [0, 1], ids=["synchronous", "overlap"])
+def test_random_requests(lookahead: int, mixed: bool) -> None:
+    """Arrivals, chunks, preemptions, aborts and failing launches: in each step the controls are
+    right, counts are told when the device cannot have them, and not otherwise.
+    """
+    total: Counter[str] = Counter()
+    for seed, (num_blocks, max_num_seqs, budget) in enumerate([(9, 4, 6), (6, 3, 16), (40, 8, 12)]):
+        print(f"seed {seed}: {num_blocks} blocks, {max_num_seqs} sequences, budget {budget}")
+        rng = random.Random(seed)
+        scheduler = make_scheduler(
+            num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=30,
+            mixed_steps=mixed,
+        )
+        scheduler.lengths.remaining = lambda seq: 1  # type: ignore[method-assign]
+        engine = Engine(rng, scheduler, lookahead)
+        seqs, aborted = [], set()
+        for i in range(500):
+            if i < 450 and len(scheduler.waiting) < 6 and rng.random() < 0.4:
+                seqs.append(engine.arrive())
+            if seqs and rng.random() < 0.02:
+                victim = rng.choice(seqs)
+                if scheduler.abort(victim.seq_id):
+                    aborted.add(victim)
+            try:
+                engine.step()
+            except FaultError:
+                engine.counts["fault"] += 1
+                # What has been launched and not booked has counted its tokens.
+                engine.doubtful |= set(range(max_num_seqs))
+        while not scheduler.is_finished():
+            engine.fault_rate = 0.0
+            engine.step()
+        for seq in set(seqs) - aborted:
+            assert seq.completion_token_ids == expected(seq, scheduler.max_model_len)
+        engine.counts["preempt"] = scheduler.num_preemptions
+        total += engine.counts
+    print(dict(total))
+    names = ["plain", "resumed", "failed", "fault", "edit", "counted", "told", "preempt"]
+    assert all(total[name] > 20 for name in names), total
+    assert total["bad word"] > 20
+    assert (total["pending"] > 20) == bool(lookahead)
+    assert total["counted"] > 3 * total["told"]
+
+
+def expected(seq: Sequence, max_model_len: int) -> list[int]:
+    """What the fake model, which heeds no controls, gives for the sequence."""
+    p = seq.sampling_params
+    endless = make(seq.prompt_token_ids, max_tokens=p.max_tokens, ignore_eos=True)
+    text, _ = reference(endless, 1 << 20)
+    for i in range(1, len(text) + 1):
+        ends = text[i - 1] in (p.stop_token_ids or ()) or (text[i - 1] == EOS and not p.ignore_eos)
+        if (ends and i >= p.min_tokens) or seq.num_prompt_tokens + i == max_model_len:
+            return text[:i]
+    return text
