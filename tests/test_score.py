@@ -147,11 +147,13 @@ def test_preempted_prompts_have_each_place_once(
     """
     monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     known = []  # of the preempted: places that they have, and tokens of the prompt
+    whole = []  # and whether they must compute it all again
     preempt = Scheduler.preempt
 
     def record(self: Scheduler, seq: Any) -> None:
         if seq.prompt_logprobs is not None:
             known.append((len(seq.prompt_logprobs), seq.num_prompt_tokens))
+            whole.append(seq.needs_whole_prompt)
         preempt(self, seq)
 
     monkeypatch.setattr(Scheduler, "preempt", record)
@@ -167,6 +169,7 @@ def test_preempted_prompts_have_each_place_once(
     assert metrics["num_preemptions"] == len(known) > 0
     assert any(1 < places < size for places, size in known), "none in the middle of its prompt"
     assert any(places == size for places, size in known), "none behind its prompt"
+    assert whole == [places < size for places, size in known]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
