@@ -138,6 +138,7 @@ class LLMEngine:
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
         self._finished: list[Request] = []  # ended, and not returned by `step` yet
+        self._left: deque[Listener] = deque()  # of streams that have ended or were left
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
@@ -162,13 +163,16 @@ class LLMEngine:
             prompt: the prompt.
             sampling_params: None for those of `get_default_sampling_params`.
             listener: is called with what is new after each step, in the form that `stream` gives;
-                `step` does not return the request then.
+                `step` does not return the request then. It may call the engine, too. An error that
+                it raises comes out of `step`, and other listeners may miss news by it.
 
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
             self._check_open()
+            if listener is not None and not callable(listener):
+                raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
             params = self._params_reader.parse(sampling_params)
             parsed = self._reader.parse(prompt)
             return self._add(*parsed, params, listener=listener)
@@ -199,7 +203,8 @@ class LLMEngine:
         request.listener = listener
         for seq, grammar in zip(seqs, grammars, strict=True):
             seq.controls, seq.grammar = controls, grammar
-            if params.stop or (listener and params.detokenize and self.tokenizer is not None):
+            is_heard = listener is not None and params.detokenize
+            if params.stop or (is_heard and self.tokenizer is not None):
                 seq.detokenizer = self._new_detokenizer(params)
             if params.logprobs is not None:
                 seq.logprobs = TokenLogprobs(params.logprobs, self._decoder.token)
@@ -245,6 +250,7 @@ class LLMEngine:
             raise
 
     def _step(self) -> None:
+        self._drop_left()
         # After a launch that failed, the device may have newer tokens than the step it repeats
         # needs: first book the steps under way, so that the host knows the right ones.
         books_only = self._launching and self._under_way
@@ -268,7 +274,7 @@ class LLMEngine:
                 self._under_way.popleft()
                 _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                self._tell(step)
+                listened = self._listened(step)
                 for seq in finished:
                     request = self._requests.pop(seq.seq_id)
                     if request.is_finished and request.listener is None:
@@ -277,12 +283,14 @@ class LLMEngine:
             self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
             self._metrics.count_finished(finished)
             self._booked_at = now
+            for request in listened:  # last: a listener may call the engine
+                request.tell()
 
-    def _tell(self, step: StepUnderWay) -> None:
-        """Give those who listen the news of a step."""
-        requests = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
-        for request in {r.request_id: r for r in requests if r and r.listener}.values():
-            request.tell()
+    def _listened(self, step: StepUnderWay) -> list[Request]:
+        """The requests in a step to whose news somebody listens, each once."""
+        found = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
+        requests = {request.request_id: request for request in found if request}
+        return [request for request in requests.values() if request.listener is not None]
 
     def _known_completion(self, seq: Sequence) -> list[int]:
         """The tokens that a sequence has generated, also one that is not booked yet."""
@@ -315,6 +323,7 @@ class LLMEngine:
             return self._is_idle()
 
     def _is_idle(self) -> bool:
+        self._drop_left()
         return self.scheduler.is_finished() and not self._finished
 
     def abort(self, request_id: int) -> bool:
@@ -328,6 +337,17 @@ class LLMEngine:
                     del self._requests[seq_id]
                     self.scheduler.abort(seq_id)
                 return bool(seq_ids)
+
+    def _drop_left(self) -> None:
+        """Abort what streams have left. They cannot: garbage collection ends them in any call."""
+        while self._left:
+            for request_id in self._heard_by(self._left[0]):
+                self.abort(request_id)
+            self._left.popleft()
+
+    def _heard_by(self, listener: Listener) -> set[int]:
+        requests = self._requests.values()
+        return {request.request_id for request in requests if request.listener is listener}
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -351,13 +371,25 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
-            RuntimeError: if the engine is closed, or busy with requests of `add_request`.
+            RuntimeError: if the engine is closed, or busy with requests of other calls.
         """
         with self._lock:
-            self._check_open()
-            parsed = self._reader.parse_all(prompts)
-            params = self._params_reader.parse_all(sampling_params, len(parsed))
+            parsed, params = self._parse(prompts, sampling_params)
             return self._complete(parsed, params, use_tqdm)
+
+    def _parse(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
+    ) -> tuple[list[ParsedPrompt], list[SamplingParams]]:
+        """Check what the caller wants, as long as nothing is queued."""
+        self._check_open()
+        parsed = self._reader.parse_all(prompts)
+        params = self._params_reader.parse_all(sampling_params, len(parsed))
+        for form in {id(own): own.structured_outputs for own in params}.values():
+            if form is not None:
+                self._compiler.compile(form)
+        return parsed, params
 
     def stream(
         self,
@@ -383,35 +415,34 @@ class LLMEngine:
             TypeError, ValueError: naming the argument that is wrong, before anything is queued.
         """
         with self._lock:
-            self._check_open()
-            parsed = self._reader.parse_all(prompts)
-            params = self._params_reader.parse_all(sampling_params, len(parsed))
+            parsed, params = self._parse(prompts, sampling_params)
         return self._stream(parsed, params)
 
     def _stream(
         self, prompts: list[ParsedPrompt], params: list[SamplingParams]
     ) -> Iterator[RequestOutput]:
         news: deque[RequestOutput] = deque()
-        left: set[int] = set()
+        listener, num_left = news.append, len(prompts)
         try:
             with self._lock:
                 for prompt, own in zip(prompts, params, strict=True):
-                    left.add(self._add(*prompt, own, listener=news.append))
-            while left:
+                    self._add(*prompt, own, listener=listener)
+            while num_left:
                 with self._lock:
-                    if not news and self.scheduler.is_finished():
-                        raise RuntimeError("an error in another call has dropped these requests")
                     if not news:
+                        self._check_open()
+                        if not self._heard_by(listener):
+                            raise RuntimeError(
+                                "requests of this stream have been aborted, or dropped by an error "
+                                "in another call"
+                            )
                         self._advance()
                 while news:
                     output = news.popleft()
-                    if output.finished:
-                        left.discard(output.request_id)
+                    num_left -= output.finished
                     yield output
         finally:
-            if not self.is_closed:
-                for request_id in left:
-                    self.abort(request_id)
+            self._left.append(listener)
 
     def _complete(
         self,
@@ -425,8 +456,8 @@ class LLMEngine:
             self._check_open()
             if not self._is_idle():
                 raise RuntimeError(
-                    "generate() needs an engine without requests of its own, but some of "
-                    "add_request() are left: finish them with step(), or abort() them"
+                    "generate() needs an engine without requests of its own, but some of stream() "
+                    "or add_request() are left: finish them with step(), or abort() them"
                 )
             outputs: dict[int, RequestOutput] = {}
             with self._reset_on_error(), Progress(len(prompts), self._metrics, use_tqdm) as bar:
@@ -470,6 +501,7 @@ class LLMEngine:
         """What explains a slow run: the configuration that took effect, and counters."""
         with self._lock:
             self._check_open()
+            self._drop_left()
             runner, scheduler = self.model_runner, self.scheduler
             graphs = runner.graphs
             return {

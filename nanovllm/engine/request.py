@@ -63,14 +63,15 @@ class Request:
         """Give the listener what is new: tokens, and the text that no later token can change."""
         news = []
         for index, seq in enumerate(self.seqs):
-            start, end = self._num_told[index], seq.num_known_tokens - seq.num_prompt_tokens
+            prompt = seq.num_prompt_tokens
+            start, end = self._num_told[index], seq.num_known_tokens - prompt
             if end > start:
                 self._num_told[index] = end
                 news.append(
                     CompletionOutput(
                         index=index,
                         text="" if seq.detokenizer is None else seq.detokenizer.take(),
-                        token_ids=seq.completion_token_ids[start:end],
+                        token_ids=seq.token_ids[prompt + start : prompt + end],
                         finish_reason=seq.finish_reason,
                         stop_reason=seq.stop_reason,
                         logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
