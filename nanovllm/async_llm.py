@@ -38,6 +38,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         llm = LLM(model, **options)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # nothing may be asked behind the end
         self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, self._commands.put, None)
@@ -57,14 +58,16 @@ class AsyncLLM:
             TypeError, ValueError: naming the argument that is wrong.
             RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
         """
-        self._check_open()
         loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+        commands = self._commands
 
         def tell(item: News) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody listens
+            try:
                 loop.call_soon_threadsafe(news.put_nowait, item)
+            except RuntimeError:  # the loop has been closed: nobody listens
+                commands.put(partial(_Jobs.drop, tell=tell))
 
-        self._commands.put(partial(_Jobs.add, prompt=prompt, params=sampling_params, tell=tell))
+        self._ask(partial(_Jobs.add, prompt=prompt, params=sampling_params, tell=tell))
         try:
             while True:
                 item = await news.get()
@@ -74,23 +77,37 @@ class AsyncLLM:
                 if item.finished:
                     return
         finally:
-            self._commands.put(partial(_Jobs.drop, tell=tell))
+            commands.put(partial(_Jobs.drop, tell=tell))
 
     async def metrics(self) -> dict[str, Any]:
         """See `LLM.metrics`."""
-        self._check_open()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
 
-        def ask(jobs: "_Jobs") -> None:
-            try:
-                give = partial(answer.set_result, jobs.llm.metrics())
-            except RuntimeError as error:  # an error has closed the engine
-                give = partial(answer.set_exception, error)
-            loop.call_soon_threadsafe(give)
+        def give(found: dict[str, Any] | Exception) -> None:
+            if answer.done():  # cancelled
+                return
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
 
-        self._commands.put(ask)
+        def ask(jobs: "_Jobs") -> None:
+            found: dict[str, Any] | Exception
+            try:
+                found = jobs.llm.metrics()
+            except RuntimeError as error:  # an error has closed the engine
+                found = error
+            with suppress(RuntimeError):  # the loop has been closed: nobody listens
+                loop.call_soon_threadsafe(give, found)
+
+        self._ask(ask)
         return await answer
+
+    def _ask(self, command: "Command") -> None:
+        with self._lock:
+            self._check_open()
+            self._commands.put(command)
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -98,7 +115,8 @@ class AsyncLLM:
 
     def exit(self) -> None:
         """End all requests and give the memory back. May be called again."""
-        self._close()
+        with self._lock:
+            self._close()
         self._thread.join()
 
     async def __aenter__(self) -> Self:
@@ -132,15 +150,12 @@ class _Jobs:
             self.llm.abort(self._ids.pop(tell))
 
     def step(self) -> None:
-        try:
-            self.llm.step()
-        except Exception as error:
-            self.fail(error)
+        self.llm.step()
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
         for tell, request_id in self._ids.items():
-            with suppress(RuntimeError):  # the error may have closed the engine
+            with suppress(Exception):  # the error may have closed the engine
                 self.llm.abort(request_id)
             tell(error)
         self._ids.clear()
@@ -157,9 +172,12 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
             try:
                 command = commands.get(block=llm.is_closed or llm.is_finished())
             except queue.Empty:
-                jobs.step()
-                continue
+                command = _Jobs.step
             if command is None:
                 break
-            command(jobs)
+            try:
+                command(jobs)
+            except Exception as error:  # which may have dropped any request
+                jobs.fail(error)
+            del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))

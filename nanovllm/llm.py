@@ -80,9 +80,9 @@ class LLM(LLMEngine):
         """
         check_choice("pooling", pooling, POOLING)
         check_bool("normalize", normalize)
-        parsed = self._reader.parse_all(prompts)
+        checked = self._maker.check_all(prompts, ONE_TOKEN)
         outputs = []
-        for output in self._complete(parsed, [ONE_TOKEN] * len(parsed), use_tqdm, pooling):
+        for output in self._complete(checked, use_tqdm, pooling):
             vector = output.embedding
             assert vector is not None
             if normalize:
@@ -139,7 +139,7 @@ class LLM(LLMEngine):
         )
         prompts = renderer.render_all(messages)
         for name, prompt in prompts.items():
-            self._reader.parse(prompt, name)  # here errors can name the conversation
+            self._maker.prompts.parse(prompt, name)  # here errors can name the conversation
         return self.generate(list(prompts.values()), sampling_params, use_tqdm)
 
     def beam_search(
@@ -173,7 +173,7 @@ class LLM(LLMEngine):
         with self._lock:
             self._check_open()
             found = beam_search(
-                [prompt.token_ids for prompt in self._reader.parse_all(prompts)],
+                [prompt.token_ids for prompt in self._maker.prompts.parse_all(prompts)],
                 params,
                 next_tokens,
                 eos_token_ids=self.eos_token_ids,
@@ -183,7 +183,7 @@ class LLM(LLMEngine):
             return [BeamSearchOutput([self._with_text(beam) for beam in beams]) for beams in found]
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
-        return replace(beam, text=self._decoder(beam.tokens, skip_special_tokens=False))
+        return replace(beam, text=self._maker.decoder(beam.tokens, skip_special_tokens=False))
 
 
 def _candidates(output: RequestOutput) -> Candidates:

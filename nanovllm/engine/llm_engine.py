@@ -3,7 +3,6 @@
 The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
 """
 
-import itertools
 import logging
 import os
 import threading
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,18 +20,17 @@ from typing_extensions import Self
 
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.controls import KnownTokens, request_controls
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.controls import KnownTokens
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
+from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Latencies, Metrics, Progress
-from nanovllm.engine.request import Decoder, Listener, Request
+from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.request_maker import CheckedRequest, RequestMaker
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.structured_output import Grammar, GrammarCompiler
 from nanovllm.model_config import ModelConfig, read_sampling_params
-from nanovllm.outputs import RequestOutput, TokenLogprobs
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
 
@@ -94,28 +91,16 @@ class LLMEngine:
         self.eos_token_ids = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)
-        self._reader = PromptReader(
+        vocab_size = self.model_config.vocab_size
+        self._maker = RequestMaker(
+            PromptReader(self.tokenizer, vocab_size, self.model_runner.max_model_len, pool_tokens),
+            SamplingParamsReader(self.tokenizer, vocab_size, self._default_params),
             self.tokenizer,
-            self.model_config.vocab_size,
-            self.model_runner.max_model_len,
-            pool_tokens,
+            vocab_size,
+            self.eos_token_ids,
+            self.config.kvcache_block_size,
+            self.config.seed,
         )
-        self._params_reader = SamplingParamsReader(
-            self.tokenizer, self.model_config.vocab_size, self._default_params
-        )
-        self._controls_of = lru_cache(
-            partial(
-                request_controls,
-                vocab_size=self.model_config.vocab_size,
-                eos_token_ids=self.eos_token_ids,
-                tokenizer=self.tokenizer,
-            )
-        )
-        self._compiler = GrammarCompiler(
-            self.tokenizer, self.model_config.vocab_size, self.eos_token_ids
-        )
-        self._decoder = Decoder(self.tokenizer)
-        self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
         self._metrics, self._latencies = Metrics(), Latencies()
         overlap = self.config.overlap
@@ -138,6 +123,7 @@ class LLMEngine:
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
         self._finished: list[Request] = []  # ended, and not returned by `step` yet
+        self._left: deque[Listener] = deque()  # of streams that have ended or were left
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
@@ -163,71 +149,29 @@ class LLMEngine:
             prompt: the prompt.
             sampling_params: None for those of `get_default_sampling_params`.
             listener: is called with what is new after each step, in the form that `stream` gives;
-                `step` does not return the request then.
+                `step` does not return the request then. It may call the engine, too. An error that
+                it raises comes out of `step`, and other listeners may miss news by it.
 
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
             self._check_open()
-            params = self._params_reader.parse(sampling_params)
-            parsed = self._reader.parse(prompt)
-            return self._add(*parsed, params, self._compile(params), listener=listener)
-
-    def _compile(self, params: SamplingParams) -> list[Grammar | None]:
-        """The grammars of a request's completions. A wrong form is found here."""
-        form = params.structured_outputs
-        return [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
+            if listener is not None and not callable(listener):
+                raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
+            return self._add(self._maker.check(prompt, sampling_params), listener=listener)
 
     def _add(
         self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        grammars: list[Grammar | None],
+        checked: CheckedRequest,
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
-        controls = self._controls_of(params)
-        seqs = [
-            Sequence(
-                next(self._seq_ids),
-                token_ids,
-                params,
-                block_size=self.config.kvcache_block_size,
-                seed=self.config.seed,
-                index=index,
-            )
-            for index in range(params.n)
-        ]
-        request = Request(next(self._request_ids), text, params, seqs)
-        request.listener = listener
-        for seq, grammar in zip(seqs, grammars, strict=True):
-            seq.controls, seq.grammar = controls, grammar
-            if params.stop or (listener and params.detokenize and self.tokenizer is not None):
-                seq.detokenizer = self._new_detokenizer(params)
-            if params.logprobs is not None:
-                seq.logprobs = self._new_logprobs(params.logprobs)
-        if params.prompt_logprobs is not None:
-            logprobs = self._new_logprobs(params.prompt_logprobs)
-            logprobs.append_nothing()
-            seqs[0].prompt_logprobs = logprobs
-        for seq in seqs:
-            seq.pooling = pooling
+        request = self._maker.make(checked, pooling, listener)
+        for seq in request.seqs:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
-
-    def _new_logprobs(self, count: int) -> TokenLogprobs:
-        return TokenLogprobs(min(count, self.model_config.vocab_size), self._decoder.token)
-
-    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(
-            self.tokenizer,
-            params.stop or (),
-            params.include_stop_str_in_output,
-            params.skip_special_tokens,
-        )
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and book the one before it. Returns the requests that have ended.
@@ -253,6 +197,7 @@ class LLMEngine:
             raise
 
     def _step(self) -> None:
+        self._drop_left()
         # After a launch that failed, the device may have newer tokens than the step it repeats
         # needs: first book the steps under way, so that the host knows the right ones.
         books_only = self._launching and self._under_way
@@ -276,7 +221,7 @@ class LLMEngine:
                 self._under_way.popleft()
                 _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                self._tell(step)
+                listened = self._listened(step)
                 # Completions of one request may end in the same step: it ends once.
                 requests = dict.fromkeys(self._requests.pop(seq.seq_id) for seq in finished)
                 for request in requests:
@@ -290,12 +235,14 @@ class LLMEngine:
             prefills = self._metrics.count_step(step.scheduled, seconds)
             self._latencies.add_step(seconds, prefills)
             self._booked_at = now
+            for request in listened:  # last: a listener may call the engine
+                request.tell()
 
-    def _tell(self, step: StepUnderWay) -> None:
-        """Give those who listen the news of a step."""
-        requests = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
-        for request in {r.request_id: r for r in requests if r and r.listener}.values():
-            request.tell()
+    def _listened(self, step: StepUnderWay) -> list[Request]:
+        """The requests in a step to whose news somebody listens, each once."""
+        found = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
+        requests = {request.request_id: request for request in found if request}
+        return [request for request in requests.values() if request.listener is not None]
 
     def _known_tokens(self) -> KnownTokens:
         """For controls that depend on the last tokens: it waits for those under way."""
@@ -335,6 +282,7 @@ class LLMEngine:
             return self._is_idle()
 
     def _is_idle(self) -> bool:
+        self._drop_left()
         return self.scheduler.is_finished() and not self._finished
 
     def abort(self, request_id: int) -> bool:
@@ -350,6 +298,17 @@ class LLMEngine:
                     del self._requests[seq_id]
                 self._metrics.num_aborted += bool(seq_ids)
                 return bool(seq_ids)
+
+    def _drop_left(self) -> None:
+        """Abort what streams have left. They cannot: garbage collection ends them in any call."""
+        while self._left:
+            for request_id in self._heard_by(self._left[0]):
+                self.abort(request_id)
+            self._left.popleft()
+
+    def _heard_by(self, listener: Listener) -> set[int]:
+        requests = self._requests.values()
+        return {request.request_id for request in requests if request.listener is listener}
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -373,13 +332,11 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
-            RuntimeError: if the engine is closed, or busy with requests of `add_request`.
+            RuntimeError: if the engine is closed, or busy with requests of other calls.
         """
         with self._lock:
             self._check_open()
-            parsed = self._reader.parse_all(prompts)
-            params = self._params_reader.parse_all(sampling_params, len(parsed))
-            return self._complete(parsed, params, use_tqdm)
+            return self._complete(self._maker.check_all(prompts, sampling_params), use_tqdm)
 
     def stream(
         self,
@@ -406,61 +363,47 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            parsed = self._reader.parse_all(prompts)
-            params = self._params_reader.parse_all(sampling_params, len(parsed))
-            grammars = [self._compile(own) for own in params]
-        return self._stream(parsed, params, grammars)
+            checked = self._maker.check_all(prompts, sampling_params)
+        return self._stream(checked)
 
-    def _stream(
-        self,
-        prompts: list[ParsedPrompt],
-        params: list[SamplingParams],
-        grammars: list[list[Grammar | None]],
-    ) -> Iterator[RequestOutput]:
+    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         news: deque[RequestOutput] = deque()
-        left: set[int] = set()
+        listener, num_left = news.append, len(checked)
         try:
             with self._lock:
-                for prompt, own, forms in zip(prompts, params, grammars, strict=True):
-                    left.add(self._add(*prompt, own, forms, listener=news.append))
-            while left:
+                for request in checked:
+                    self._add(request, listener=listener)
+            while num_left:
                 with self._lock:
-                    if not news and self.scheduler.is_finished():
-                        raise RuntimeError("an error in another call has dropped these requests")
                     if not news:
+                        self._check_open()
+                        if not self._heard_by(listener):
+                            raise RuntimeError(
+                                "requests of this stream have been aborted, or dropped by an error "
+                                "in another call"
+                            )
                         self._advance()
                 while news:
                     output = news.popleft()
-                    if output.finished:
-                        left.discard(output.request_id)
+                    num_left -= output.finished
                     yield output
         finally:
-            if not self.is_closed:
-                for request_id in left:
-                    self.abort(request_id)
+            self._left.append(listener)
 
     def _complete(
-        self,
-        prompts: list[ParsedPrompt],
-        params: list[SamplingParams],
-        use_tqdm: bool,
-        pooling: str | None = None,
+        self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
     ) -> list[RequestOutput]:
         """Run checked requests to their end."""
         with self._lock:
             self._check_open()
             if not self._is_idle():
                 raise RuntimeError(
-                    "generate() needs an engine without requests of its own, but some of "
-                    "add_request() are left: finish them with step(), or abort() them"
+                    "generate() needs an engine without requests of its own, but some of stream() "
+                    "or add_request() are left: finish them with step(), or abort() them"
                 )
-            grammars = [self._compile(own) for own in params]
             outputs: dict[int, RequestOutput] = {}
-            with self._reset_on_error(), Progress(len(prompts), self._metrics, use_tqdm) as bar:
-                ids = [
-                    self._add(*prompt, own, forms, pooling)
-                    for prompt, own, forms in zip(prompts, params, grammars, strict=True)
-                ]
+            with self._reset_on_error(), Progress(len(checked), self._metrics, use_tqdm) as bar:
+                ids = [self._add(request, pooling) for request in checked]
                 while not self._is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)
@@ -468,7 +411,7 @@ class LLMEngine:
             return [outputs[request_id] for request_id in ids]
 
     def _output(self, request: Request) -> RequestOutput:
-        return request.output(self._decoder)
+        return request.output(self._maker.decoder)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.
@@ -502,6 +445,7 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
+            self._drop_left()
             runner, scheduler = self.model_runner, self.scheduler
             graphs = runner.graphs
             return {

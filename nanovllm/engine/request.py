@@ -18,13 +18,19 @@ class Request:
         prompt: None if it came as token ids.
         params: for all completions.
         seqs: one for each completion.
+        listener: is told what is new; the end is then nobody else's.
     """
 
     def __init__(
-        self, request_id: int, prompt: str | None, params: SamplingParams, seqs: list[Sequence]
+        self,
+        request_id: int,
+        prompt: str | None,
+        params: SamplingParams,
+        seqs: list[Sequence],
+        listener: Listener | None = None,
     ) -> None:
         self.request_id, self.prompt, self.params, self.seqs = request_id, prompt, params, seqs
-        self.listener: Listener | None = None  # is told what is new, instead of the end alone
+        self.listener = listener
         self._num_told = [0] * len(seqs)  # tokens
 
     @property
@@ -67,14 +73,15 @@ class Request:
         """Give the listener what is new: tokens, and the text that no later token can change."""
         news = []
         for index, seq in enumerate(self.seqs):
-            start, end = self._num_told[index], seq.num_known_tokens - seq.num_prompt_tokens
+            prompt = seq.num_prompt_tokens
+            start, end = self._num_told[index], seq.num_known_tokens - prompt
             if end > start:
                 self._num_told[index] = end
                 news.append(
                     CompletionOutput(
                         index=index,
                         text="" if seq.detokenizer is None else seq.detokenizer.take(),
-                        token_ids=seq.completion_token_ids[start:end],
+                        token_ids=seq.token_ids[prompt + start : prompt + end],
                         finish_reason=seq.finish_reason,
                         stop_reason=seq.stop_reason,
                         logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
