@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published c
         "tie_word_embeddings": False,
     },
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 151936,

@@ -3,13 +3,18 @@
     python benchmarks/sampling_controls.py --dummy qwen3-0.6b [--num-seqs 256] [--repeat 3]
 
 All sequences decode together: prompts of 512 random tokens, 128 new tokens each. "one of 256" has
-the control on a single sequence. Prints median and range of decode tokens per second and the
-median's distance from that without controls; the last line is JSON, which --save FILE appends.
+top_k and top_p on a single sequence. "guided JSON" needs llguidance; random weights get a tokenizer
+of as many short words as the vocabulary has room for. Prints median and range of decode tokens per
+second and the median's distance from that without controls; the last line is JSON, which
+--save FILE appends.
 """
 
 import argparse
+import importlib.util
+import itertools
 import random
 import statistics
+import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench
 from benchmarks.workloads import many
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
 PROMPT, OUTPUT = 512, 128
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -38,6 +43,36 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    },
+    "required": ["name", "age", "tags"],
+}
+
+
+def write_tokenizer(directory: str) -> None:
+    """A byte-level tokenizer: the bytes, short words, and an end-of-sequence token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = string.ascii_lowercase
+    words = ("".join(word) for n in (2, 3, 4) for word in itertools.product(letters, repeat=n))
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += itertools.islice(words, int(bench.COMMON["vocab_size"]) - len(tokens) - 1)
+    tokens.insert(int(bench.COMMON["eos_token_id"]), "<end>")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
+        directory
+    )
+
+
 def measure(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
     """Decode tokens per second of a run."""
     llm.reset_prefix_cache()
@@ -56,7 +91,10 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=bench.positive, default=256)
     parser.add_argument("--repeat", type=bench.positive, default=3)
     args = parser.parse_args()
-    llm, _ = bench.build(args)
+    with bench.checkpoint(args) as (directory, options):
+        if args.dummy:
+            write_tokenizer(directory)
+        llm = LLM(directory, **options)
     vocab_size = llm.model_config.vocab_size
     prompts = many(random.Random(0), args.num_seqs, PROMPT)
     prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
@@ -66,6 +104,10 @@ def main() -> None:
     cases[f"one of {args.num_seqs}"] = [
         cases["top_k=50, top_p=0.9"][0], *[plain] * (args.num_seqs - 1)
     ]  # fmt: skip
+    if importlib.util.find_spec("llguidance"):
+        form = StructuredOutputsParams(json=SCHEMA)
+        guided = SamplingParams(**common, structured_outputs=form)
+        cases["guided JSON"] = [guided] * args.num_seqs
     runs: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(args.repeat + 1):  # in turns, so that a drift of the machine hits all
         for name, params in cases.items():

@@ -7,15 +7,44 @@ logic (sequences, blocks, scheduling) imports without torch, and nothing looks a
 import logging
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    ScoreOutput,
+    TokenLogprobs,
+)
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.engine.workers import WorkerError
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "WorkerError"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoreOutput",
+    "StructuredOutputsParams",
+    "TokenLogprobs",
+    "WorkerError",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -29,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from nanovllm.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "WorkerError":
         from nanovllm.engine.workers import WorkerError
 

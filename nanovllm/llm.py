@@ -1,6 +1,29 @@
 """`LLM`: the user's class."""
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.beam_search import Candidates, beam_search
+from nanovllm.chat import ChatRenderer, Conversation, Tool
+from nanovllm.engine.inputs import Prompts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoreOutput,
+)
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.utils.checks import check_bool, check_choice
+
+POOLING = ("last", "mean")
+# For requests that are not about what is generated. Those that ignore the end of a text are left
+# out of the lengths that admission learns: after many single tokens it would expect no others.
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class LLM(LLMEngine):
@@ -9,3 +32,162 @@ class LLM(LLMEngine):
     All options are those of `nanovllm.config.Config`. Use it as a context manager, or call
     `exit()`, to give the memory back at a known time.
     """
+
+    def score(self, prompts: Prompts, use_tqdm: bool = True) -> list[ScoreOutput]:
+        """How likely texts are, token by token: for perplexity, and to compare answers.
+
+        Logits are computed for some hundred tokens at a time, so long texts need no more memory.
+
+        Args:
+            prompts: as for `generate`; each leaves room for one token within `max_model_len`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            as `generate`.
+        """
+        params = replace(ONE_TOKEN, prompt_logprobs=0)
+        outputs = []
+        for output in self.generate(prompts, params, use_tqdm):
+            token_ids, places = output.prompt_token_ids, output.prompt_logprobs
+            assert places is not None
+            logprobs = [places[i][token_ids[i]].logprob for i in range(1, len(token_ids))]
+            outputs.append(ScoreOutput(token_ids, logprobs))
+        return outputs
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling: str = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Texts as vectors: hidden states behind the final norm.
+
+        Args:
+            prompts: as for `generate`.
+            pooling: "last" takes that of the last token, "mean" the mean over all tokens.
+            normalize: scale each vector to length 1.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            as `generate`.
+        """
+        check_choice("pooling", pooling, POOLING)
+        check_bool("normalize", normalize)
+        checked = self._maker.check_all(prompts, ONE_TOKEN)
+        outputs = []
+        for output in self._complete(checked, use_tqdm, pooling):
+            vector = output.embedding
+            assert vector is not None
+            if normalize:
+                length = math.hypot(*vector) or 1.0
+                vector = [value / length for value in vector]
+            outputs.append(
+                EmbeddingRequestOutput(
+                    output.request_id, EmbeddingOutput(vector), output.prompt_token_ids, True
+                )
+            )
+        return outputs
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations.
+
+        Args:
+            messages: one conversation or a list of them. A conversation is a list of dictionaries
+                with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`,
+                which become its lines. Other keys are the template's.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            chat_template: a Jinja template; None for the checkpoint's own.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: leave the last message open, for the model to go on with; needs
+                `add_generation_prompt=False`.
+            tools: what the model may call: JSON Schemas, or functions with types and docstrings.
+            chat_template_kwargs: variables of the template, such as `enable_thinking`.
+
+        Returns:
+            One output per conversation, in their order. `prompt` is what the template made of it.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
+            RuntimeError: as in `generate`.
+        """
+        renderer = ChatRenderer(
+            self.tokenizer,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        prompts = renderer.render_all(messages)
+        for name, prompt in prompts.items():
+            self._maker.prompts.parse(prompt, name)  # here errors can name the conversation
+        return self.generate(list(prompts.values()), sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Find likely continuations of prompts by beam search.
+
+        Each step is a `generate` of one token for all beams, most of whose tokens the prefix cache
+        serves.
+
+        Args:
+            prompts: as in `generate`.
+            params: for all prompts.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"`params` must be a BeamSearchParams, got {type(params).__name__}")
+        count = min(2 * params.beam_width, self.model_config.vocab_size)
+        one_token = replace(ONE_TOKEN, logprobs=count)
+
+        def next_tokens(sequences: list[list[int]]) -> list[Candidates]:
+            outputs = self.generate(sequences, one_token, use_tqdm=False)
+            return [_candidates(output) for output in outputs]
+
+        with self._lock:
+            self._check_open()
+            found = beam_search(
+                [prompt.token_ids for prompt in self._maker.prompts.parse_all(prompts)],
+                params,
+                next_tokens,
+                eos_token_ids=self.eos_token_ids,
+                max_model_len=self.max_model_len,
+                use_tqdm=use_tqdm,
+            )
+            return [BeamSearchOutput([self._with_text(beam) for beam in beams]) for beams in found]
+
+    def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
+        return replace(beam, text=self._maker.decoder(beam.tokens, skip_special_tokens=False))
+
+
+def _candidates(output: RequestOutput) -> Candidates:
+    logprobs = output.outputs[0].logprobs
+    first = logprobs[0] if logprobs else None
+    assert first is not None, "the log-probabilities of next tokens are missing"
+    return {token: item.logprob for token, item in first.items()}

@@ -1,9 +1,12 @@
 """`SamplingParams`: how one request is sampled, when it ends, and what its result carries.
 
-Names, defaults and meanings are those of vLLM; only the default of `max_tokens` is 64.
+`BeamSearchParams`: the same for a beam search. Names, defaults and meanings are those of vLLM; only
+the default of `max_tokens` is 64.
 """
 
 import json
+import math
+import reprlib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -15,6 +18,7 @@ from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numb
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class SamplingParams:
         logit_bias: added to the logits of tokens, by their ids.
         allowed_token_ids: nothing else is drawn.
         bad_words: strings whose tokens are not generated; of several tokens the last is not.
-        structured_outputs: the form that the text must have.
+        structured_outputs: the form that the text must have; not with `min_tokens`,
+            `allowed_token_ids` or `bad_words`.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: give text; False: token ids only.
 
@@ -145,6 +150,13 @@ class SamplingParams:
             raise ValueError(
                 f"`n` must be 1 at temperature 0, where all completions are the same, got {self.n}"
             )
+        if self.structured_outputs is not None:
+            for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"`{name}` must not be given with structured_outputs, which say what may "
+                        f"come: together they can leave nothing; got {getattr(self, name)!r}"
+                    )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"`min_tokens` must be at most max_tokens {self.max_tokens}, got {self.min_tokens}"
@@ -198,6 +210,48 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches.
+
+    There is no `include_stop_str_in_output`: only end-of-sequence tokens end a beam, and results
+    have them.
+
+    Attributes:
+        beam_width: sequences that are kept at each step and returned, at most 10.
+        max_tokens: the most tokens to generate, at least 1.
+        ignore_eos: go on after an end-of-sequence token, up to `max_tokens`.
+        temperature: 0, as nothing is drawn; for calls that say so.
+        length_penalty: sequences are compared by log-probability / length ** length_penalty, so
+            that more of it favours longer ones. The length is that of prompt and output, without
+            the token that ended it.
+
+    Raises:
+        TypeError: for a value of the wrong type, or an unknown argument.
+        ValueError: for a value out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    _: KW_ONLY
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_float("temperature", self.temperature, -math.inf)
+        if self.temperature != 0:
+            raise ValueError(
+                f"`temperature` must be 0, got {self.temperature!r}: beams are the most likely "
+                "sequences, generate() draws others"
+            )
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)  # powers stay finite
+        plain_numbers(self)
+
+
 def _items(name: str, value: Any, kind: str) -> list[Any]:
     """What a list, set or array has; nothing for None."""
     if value is None:
@@ -237,8 +291,10 @@ def _schema_text(schema: Any) -> str:
     try:
         text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
         is_object = isinstance(json.loads(text), dict)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`json` must be a JSON Schema, got {schema!r}: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"`json` must be a JSON Schema, got {reprlib.repr(schema)}: {error}"
+        ) from error
     if not is_object:
         raise ValueError(f"`json` must be a JSON Schema, which is an object, got {schema!r}")
     return text

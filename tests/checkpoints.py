@@ -4,7 +4,7 @@ import functools
 import gc
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.engine.step_inputs import PendingTokens
 
 gc.freeze()  # engines collect garbage when they end: spare them the imported modules
 
@@ -97,7 +98,8 @@ def edit_tensors(path: Path, **changes: torch.Tensor | None) -> None:
 
 
 @functools.cache
-def _reference_model(path: Path) -> transformers.PreTrainedModel:
+def reference_model(path: Path) -> transformers.PreTrainedModel:
+    """The checkpoint in transformers, float32 on the CPU."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
 
 
@@ -106,13 +108,25 @@ def _reference(path: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[in
     ids = list(prompt)
     for _ in range(max_tokens):
         with torch.inference_mode():
-            ids.append(int(_reference_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(reference_model(path)(torch.tensor([ids])).logits[0, -1].argmax()))
     return tuple(ids[len(prompt) :])
 
 
 def reference(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
     """The greedy continuation of `prompt` by transformers, without any cache."""
     return list(_reference(path, tuple(prompt), max_tokens))
+
+
+def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities after each token of a text by transformers: [n, V] float32."""
+    with torch.inference_mode():
+        return reference_model(path)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+
+def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Hidden states behind the final norm by transformers: [n, M] float32."""
+    with torch.inference_mode():
+        return reference_model(path).model(torch.tensor([token_ids])).last_hidden_state[0]
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -170,6 +184,66 @@ def assert_usable(llm: LLM, path: Path) -> None:
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert tokens(outputs) == [reference(path, p, 6) for p in prompts]
     assert_idle(llm)
+
+
+def play(patch: pytest.MonkeyPatch, llm: LLM, scripts: list[list[int]]) -> None:
+    """Let the model say this: one script for each completion from now on, then "#" for ever."""
+    order: dict[int, int] = {}  # by the ids of sequences, which grow with arrival
+
+    def scripted(scheduled: Any, known: Any) -> PendingTokens:
+        for seq in sorted((item.seq for item in scheduled), key=lambda seq: seq.seq_id):
+            order.setdefault(seq.seq_id, len(order))
+        said = [
+            [*scripts[order[item.seq.seq_id]], *b"#" * 200][item.seq.num_completion_tokens]
+            for item in scheduled
+            if item.samples
+        ]
+        return PendingTokens(torch.tensor(said, dtype=torch.int32))
+
+    patch.setattr(llm.executor, "run", scripted)
+
+
+def gather(stream: Iterable[RequestOutput]) -> dict[int, list[tuple[Any, ...]]]:
+    """What a stream gives, put together: for each request what `facts` says of the whole."""
+    parts: dict[int, dict[int, list[CompletionOutput]]] = {}
+    ended = set()
+    for output in stream:
+        assert output.request_id not in ended, "news behind the end"
+        ended |= {output.request_id} if output.finished else set()
+        assert (output.metrics is not None) is output.finished
+        own = parts.setdefault(output.request_id, {})
+        assert output.outputs, "no news"
+        for new in output.outputs:
+            news = own.setdefault(new.index, [])
+            assert not news or news[-1].finish_reason is None, "news behind the end"
+            assert news or new.stop_reason is None or new.finish_reason
+            assert new.token_ids, "no news"
+            assert new.logprobs is None or len(new.logprobs) == len(new.token_ids)
+            news.append(new)
+        reasons = [news[-1].finish_reason for news in own.values()]
+        assert not output.finished or all(reasons)
+    assert ended == set(parts), "no end"
+    return {i: [_joined(own[index]) for index in sorted(own)] for i, own in parts.items()}
+
+
+def _joined(news: list[CompletionOutput]) -> tuple[Any, ...]:
+    logprobs = None if news[0].logprobs is None else [p for new in news for p in new.logprobs or ()]
+    whole = CompletionOutput(
+        news[0].index,
+        "".join(new.text for new in news),
+        [token for new in news for token in new.token_ids],
+        news[-1].finish_reason,
+        news[-1].stop_reason,
+        logprobs,
+    )
+    return facts(whole)
+
+
+def facts(whole: CompletionOutput) -> tuple[Any, ...]:
+    """A completion, so that those of streams and of `generate` can be compared."""
+    logprobs = None if whole.logprobs is None else list(whole.logprobs)
+    reasons = (whole.finish_reason, whole.stop_reason)
+    return (whole.index, whole.text, whole.token_ids, *reasons, logprobs)
 
 
 @pytest.fixture(name="llm")

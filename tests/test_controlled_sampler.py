@@ -105,10 +105,11 @@ def draw(
     n, V = logits.shape
     last_tokens = torch.full((max(n, int(data.slots.max()) + 1),), -1, dtype=torch.int32)
     sampler = sampler or ControlledSampler(V, n)
-    drawn, logprobs = sampler(logits, data, controls, last_tokens)
+    drawn = sampler(logits, data, controls, last_tokens)
     assert drawn.dtype == torch.int32 and drawn.shape == (n,)
     assert torch.equal(last_tokens[data.slots], drawn)
-    return drawn, logprobs
+    most = min(int(controls.num_logprobs.max()), V)
+    return drawn, None if most < 0 else logprobs_of(logits, drawn, most)
 
 
 def survivors(row: torch.Tensor) -> set[int]:

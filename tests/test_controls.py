@@ -189,7 +189,7 @@ def make(
     return seq
 
 
-def unasked(seq: Sequence) -> list[int]:
+def unasked(seq: Sequence, start: int) -> list[int]:
     raise AssertionError(f"the tokens of {seq!r} are not needed")
 
 
@@ -215,8 +215,8 @@ def plan(
     return found
 
 
-def known(seq: Sequence) -> list[int]:
-    return seq.completion_token_ids
+def known(seq: Sequence, start: int) -> list[int]:
+    return seq.completion_token_ids[start:]
 
 
 def test_min_tokens_act_until_they_are_reached() -> None:
@@ -305,7 +305,11 @@ def test_bad_words_look_at_the_completion() -> None:
     seq = make([4, 5], words, slot=0)
 
     def bans(tokens: list[int]) -> list[int]:
-        found = plan(table, whole(seq), lambda asked: tokens if asked is seq else unasked(asked))
+        def known(asked: Sequence, start: int) -> list[int]:
+            assert asked is seq
+            return tokens[start:]
+
+        found = plan(table, whole(seq), known)
         assert found is not None
         assert np.isneginf(found.edit_biases).all()
         return found.edit_tokens.tolist()
@@ -397,7 +401,7 @@ def test_counts_begin_anew_after_a_launch_that_failed() -> None:
     table.forget()
     idle.append_token(PENDING)
     want = {5: PROMPT_ONLY, 6: 1, 8: 1}
-    assert counts_of(plan(table, whole(idle), lambda asked: [6, 8])) == {2: want}
+    assert counts_of(plan(table, whole(idle), lambda asked, start: [6, 8])) == {2: want}
 
 
 def test_counts_begin_anew_when_a_launched_step_was_not_booked() -> None:
@@ -531,11 +535,11 @@ class Engine:
         assert PENDING not in tokens
         return tokens
 
-    def known(self, seq: Sequence) -> list[int]:
+    def known(self, seq: Sequence, start: int) -> list[int]:
         """Waits for the device, so it is asked only where there is no other way."""
         assert self.bad_words[seq.seq_id] or seq.slot in self.doubtful
         self.counts["pending"] += seq.num_pending
-        return self.tokens_of(seq)
+        return self.tokens_of(seq)[start:]
 
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
         for seq, *_ in scheduled:

@@ -25,6 +25,7 @@ from checkpoints import (
     run_steps,
 )
 from nanovllm import LLM, CompletionOutput, SamplingParams
+from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.step_inputs import PendingTokens
 
 # -- outputs --------------------------------------------------------------------------------------
@@ -109,6 +110,14 @@ def test_metrics_explain_a_run(llm):
     metrics = llm.metrics()
     times = (metrics.pop("prefill_seconds"), metrics.pop("decode_seconds"))
     assert min(times) > 0
+    assert {k: metrics.pop(k)["count"] for k in vars(Latencies())} == {
+        "prefill_step_seconds": 2,
+        "decode_step_seconds": 3,
+        "queue_seconds": 3,
+        "first_token_seconds": 3,
+        "seconds_per_token": 3,
+        "total_seconds": 3,
+    }
     assert metrics == {
         "attention_backend": "torch",
         "device": "cpu",
@@ -119,6 +128,7 @@ def test_metrics_explain_a_run(llm):
         "num_graph_replays": 0,
         "num_kvcache_blocks": 32,
         "num_used_kvcache_blocks": 0,
+        "kvcache_usage": 0.0,
         "num_waiting": 0,
         "num_running": 0,
         "num_steps": 5,  # 115 prompt tokens at 64 a step, then 3 decodes
@@ -126,7 +136,13 @@ def test_metrics_explain_a_run(llm):
         "num_decode_tokens": 3 * 3,
         "overlap": False,
         "num_finished": 3,
+        "num_aborted": 0,
+        "num_finished_by_stop": 0,
+        "num_finished_by_length": 3,
+        "num_generated_tokens": 3 * 4,
+        "num_prompt_tokens": 115,
         "num_cached_tokens": 0,
+        "prefix_cache_hit_rate": 0.0,
         "num_preemptions": 0,
     }
 
@@ -189,6 +205,17 @@ def test_requests_finish_under_their_ids(llm, checkpoint):
     assert_idle(llm)
     default = llm.add_request(PROMPT)
     assert len(run_steps(llm)[default]) == SamplingParams().max_tokens
+
+
+def test_completions_that_end_together_are_returned_once(llm):
+    """A bug once: the request was returned for each completion that its last step ended."""
+    params = SamplingParams(max_tokens=4, n=3)
+    request_id = llm.add_request([10] * 4, params)  # no full block, so that all start at once
+    outputs = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    assert [output.request_id for output in outputs] == [request_id]
+    assert len(outputs[0].outputs) == 3
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])

@@ -112,8 +112,7 @@ class StandIn:
         n = len(batch.input_ids)
         size = self.sizes[bisect_left(self.sizes, n)]
         lay_out(*self.inputs._split(self.inputs._device.numpy()), batch, size)
-        tokens, logits = self.runner.run_model(self.inputs.views(size))
-        return Computed(tokens[:n], logits[:n])
+        return Computed(*(part[:n] for part in self.runner.run_model(self.inputs.views(size))))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])

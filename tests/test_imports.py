@@ -10,9 +10,12 @@ from checkpoints import SMALL, TINY
 
 HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "batch", "memory", "inputs"),
-    *("plan", "channel", "workers"),
+    *("plan", "channel", "workers", "request", "metrics", "structured_output"),
+    *("controls", "detokenizer"),
 )
+USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
+NEVER += ["llguidance"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
@@ -23,7 +26,8 @@ def imported(code: str, modules: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "modules", ["nanovllm", ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)]
+    "modules",
+    ["nanovllm", USER_MODULES, ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)],
 )
 def test_import_is_light(modules):
     assert imported(f"import {modules}", ["torch", *NEVER]) == []

@@ -263,9 +263,10 @@ def test_sampling_params_that_the_model_meets_pass():
         allowed_token_ids=[8],
         logit_bias={0: 1, 8: -1},
         bad_words=["dog"],
-        structured_outputs=StructuredOutputsParams(regex="x"),
     )
+    guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
     assert reader.parse(params) is params
+    assert reader.parse(guided) is guided
     assert reader.parse_all([params, default], 2) == [params, default]
     assert reader.parse_all(params, 0) == []
     assert reader.parse(None) is default

@@ -77,10 +77,10 @@ def test_log_probabilities_of_large_and_small_steps(
     buffer = torch.zeros(64, 1024, dtype=torch.bfloat16, device="cuda")
     forward = ParallelLMHead.forward
 
-    def tapped(head: ParallelLMHead, hidden: torch.Tensor) -> torch.Tensor:
+    def tapped(head: ParallelLMHead, hidden: torch.Tensor, *out: Any) -> torch.Tensor:
         n = min(64, len(hidden))
         buffer[:n].copy_(hidden[:n])  # also out of graphs
-        return forward(head, hidden)
+        return forward(head, hidden, *out)
 
     monkeypatch.setattr(ParallelLMHead, "forward", tapped)
     reference = Qwen3ForCausalLM.from_pretrained(wide, torch_dtype=torch.bfloat16).cuda()

@@ -12,6 +12,7 @@ from nanovllm.engine.executor import OVERHEAD
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -90,8 +91,10 @@ def worst_case(max_num_seqs: int, budget: int, max_blocks: int) -> list[Schedule
     scheduled = []
     for slot in range(max_num_seqs):
         count = budget // max_num_seqs + (slot < budget % max_num_seqs)
-        seq = make_seq(max_blocks, block_size=1)
+        seq = make_seq(max_blocks + 1, block_size=1)  # a chunk, after which the prompt goes on
         seq.slot, seq.block_table = slot, list(range(max_blocks))
+        seq.sampling_params = SamplingParams(prompt_logprobs=0)
+        seq.prompt_logprobs, seq.pooling = TokenLogprobs(0, str), "mean"
         scheduled.append(ScheduledSequence(seq, max_blocks - count, count, True))
     return scheduled
 

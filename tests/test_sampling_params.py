@@ -127,6 +127,18 @@ REFUSED_WITHIN = [  # a part of the value is named
         )
         for temperature in (0, 1e-6)
     ),
+    *(
+        (
+            *({name: value, "structured_outputs": StructuredOutputsParams(regex="a")}, ValueError),
+            f"`{name}` must not be given with structured_outputs, which say what may come: "
+            f"together they can leave nothing; got {kept!r}",
+        )
+        for name, value, kept in (
+            ("min_tokens", 2, 2),
+            ("allowed_token_ids", [5], (5,)),
+            ("bad_words", ["a"], ("a",)),
+        )
+    ),
     (
         *({"stop": "a", "detokenize": False}, ValueError),
         "`stop` must be empty without `detokenize`: pass stop_token_ids",
@@ -351,7 +363,8 @@ def full():
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     choice = ["yes"]
     params = [
-        SamplingParams(0.5, 9, **lists, structured_outputs=StructuredOutputsParams(json=schema)),
+        SamplingParams(0.5, 9, **lists),
+        SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)),
         SamplingParams(structured_outputs=StructuredOutputsParams(choice=choice)),
     ]
     return params, lists, schema, choice
@@ -374,7 +387,7 @@ def test_equal_parameters_are_equal_and_have_one_hash():
     params, again = full()[0], full()[0]
     assert params == again
     assert [hash(item) for item in params] == [hash(item) for item in again]
-    assert len({*params, *again, SamplingParams()}) == 3
+    assert len({*params, *again, SamplingParams()}) == 4
     assert SamplingParams(stop="a", stop_token_ids={8, 0}) == SamplingParams(
         stop=["a"], stop_token_ids=[0, 8], logit_bias={}, temperature=1
     )
@@ -391,8 +404,8 @@ def test_parameters_survive_pickle_and_replace():
 
 
 def test_parameters_are_frozen():
-    params = full()[0][0]
-    for instance in (params, params.structured_outputs):
+    params = full()[0]
+    for instance in (*params, params[1].structured_outputs):
         for field in dataclasses.fields(instance):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(instance, field.name, getattr(instance, field.name))

@@ -91,7 +91,9 @@ class BlockManager:
             hashes.append(self.compute_hash(seq.block(i), hashes[-1] if hashes else NO_HASH))
 
     def _max_shared_blocks(self, seq: Sequence) -> int:
-        return (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
+        if not self.enable_prefix_caching or seq.needs_whole_prompt:
+            return 0
+        return (seq.num_tokens - 1) // self.block_size
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """The published blocks that hold the longest known prefix of `seq` (invariant 3, 4)."""

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from nanovllm.engine.inputs import Tokenizer, bad_word_tokens
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.structured_output import fill_masks
 from nanovllm.sampling_params import SamplingParams
 
 Float32 = NDArray[np.float32]
@@ -25,7 +26,8 @@ ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
 
-KnownTokens = Callable[[Sequence], list[int]]  # its completion, pending tokens resolved
+# The completion of a sequence from a place on, also a token that is not booked yet.
+KnownTokens = Callable[[Sequence, int], list[int]]
 
 
 class RequestControls(NamedTuple):
@@ -35,7 +37,7 @@ class RequestControls(NamedTuple):
         filters: top_k (0: all), top_p, min_p.
         penalties: repetition, presence, frequency.
         num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
-        bias_tokens: [E] int32.
+        bias_tokens: [E] int32, ascending.
         biases: [E] float32, what is added to their logits, -inf where they are banned.
         min_tokens: `early_bans` hold before so many have been generated.
         early_bans: [K] int32, tokens.
@@ -94,8 +96,8 @@ def request_controls(
         filters=(0, 1.0, 0.0) if params.is_greedy else (top_k, params.top_p, params.min_p),
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias_tokens=np.array(list(biases), np.int32),
-        biases=np.array(list(biases.values()), np.float32),
+        bias_tokens=np.array(sorted(biases), np.int32),
+        biases=np.array([biases[token] for token in sorted(biases)], np.float32),
         min_tokens=params.min_tokens if stops else 0,
         early_bans=np.array(sorted(stops), np.int32),
         bad_words=tuple(word for word in bad_words if len(word) > 1),
@@ -248,10 +250,11 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
     if length - seq.num_prompt_tokens < controls.min_tokens:
         bans += controls.early_bans.tolist()
     if controls.bad_words:
-        done = known(seq)
-        for *before, last in controls.bad_words:
-            if done[-len(before) :] == before:
-                bans.append(last)
+        longest = max(map(len, controls.bad_words)) - 1
+        done = known(seq, max(0, length - seq.num_prompt_tokens - longest))
+        bans += [last for *before, last in controls.bad_words if done[-len(before) :] == before]
+    if not bans:
+        return controls.bias_tokens, controls.biases
     tokens = np.concatenate([controls.bias_tokens, np.array(bans, np.int32)])
     biases = np.concatenate([controls.biases, np.full(len(bans), BANNED, np.float32)])
     order = np.argsort(tokens, kind="stable")
@@ -261,21 +264,26 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
 def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[Int32, Int32]:
     """The masks that these sequences need, and which of them each takes (-1: none)."""
     rows = np.full(len(seqs), -1, np.int32)
-    masks: list[Int32] = []
-    for row, seq in enumerate(seqs):
-        assert seq.controls is not None
-        if seq.controls.allowed is not None:
-            rows[row] = len(masks)
-            masks.append(seq.controls.allowed)
-    width = -(-vocab_size // 32)
-    return np.array(masks, np.int32).reshape(-1, width), rows
+    allowed = [(row, seq.controls.allowed) for row, seq in enumerate(seqs) if seq.controls]
+    given = [(row, mask) for row, mask in allowed if mask is not None]
+    guided = [(row, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+    masks = np.empty((len(given) + len(guided), -(-vocab_size // 32)), np.int32)
+    for i, (row, mask) in enumerate(given):
+        rows[row], masks[i] = i, mask
+    for i, (row, grammar) in enumerate(guided, len(given)):
+        seq, rows[row] = seqs[row], i
+        for token in known(seq, seq.num_followed):
+            grammar.accept(token)
+            seq.num_followed += 1
+    fill_masks([grammar for _, grammar in guided], masks[len(given) :])
+    return masks, rows
 
 
 def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
     """Slot, token and count [3, h] of all tokens that these sequences have."""
     parts = [np.zeros((3, 0), np.int32)]
     for seq in seqs:
-        tokens, counts = np.unique(np.array(known(seq), np.int32), return_counts=True)
+        tokens, counts = np.unique(np.array(known(seq, 0), np.int32), return_counts=True)
         prompt = np.unique(np.array(seq.prompt_token_ids, np.int32))
         every = np.union1d(tokens, prompt)
         values = np.zeros(len(every), np.int32)
@@ -283,12 +291,3 @@ def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
         values[np.searchsorted(every, prompt)] += IN_PROMPT
         parts.append(np.stack([np.full(len(every), seq.slot), every, values]).astype(np.int32))
     return np.concatenate(parts, axis=1)
-
-
-def known_completion(seq: Sequence, pending: int) -> list[int]:
-    """Its completion, where `pending` is what the step under way has sampled for it."""
-    tokens = seq.completion_token_ids
-    assert seq.num_pending <= 1, f"{seq!r} has {seq.num_pending} pending tokens"
-    if tokens and tokens[-1] == PENDING:
-        tokens[-1] = pending
-    return tokens

@@ -148,5 +148,4 @@ class DecodeGraphs:
         self._inputs.fill(batch, size)
         self._graphs[size].replay()
         self.num_replays += 1
-        tokens, logits = self._computed[size]
-        return Computed(tokens[:n], logits[:n])
+        return Computed(*(part[:n] for part in self._computed[size]))

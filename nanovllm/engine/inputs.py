@@ -100,7 +100,7 @@ class PromptReader:
             raise ValueError(
                 f"`{name}` is text, but the model directory has no tokenizer: pass token ids"
             )
-        return _encode(self._tokenizer, text, name)
+        return encode(self._tokenizer, text, name)
 
     def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
         if len(token_ids) == 0:
@@ -226,7 +226,7 @@ def bad_word_tokens(
     for i, word in enumerate(bad_words):
         text = word.lstrip(" ") or word
         plain, spaced = (
-            tuple(_encode(tokenizer, form, f"{name}[{i}]", add_special_tokens=False))
+            tuple(encode(tokenizer, form, f"{name}[{i}]", add_special_tokens=False))
             for form in (text, f" {text}")
         )
         if not plain or not spaced:
@@ -237,7 +237,8 @@ def bad_word_tokens(
     return list(dict.fromkeys(sequences))
 
 
-def _encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[int]:
+    """The tokens of a text; `name` is what errors call it."""
     try:
         # Its warning of long texts would come before our error, which says more.
         return tokenizer.encode(text, verbose=False, **options)

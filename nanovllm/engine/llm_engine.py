@@ -3,7 +3,6 @@
 The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
 """
 
-import itertools
 import logging
 import os
 import threading
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
-from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,11 +20,12 @@ from typing_extensions import Self
 
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.controls import request_controls
+from nanovllm.engine.controls import KnownTokens
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
-from nanovllm.engine.metrics import Metrics, Progress
-from nanovllm.engine.request import Decoder, Request
+from nanovllm.engine.metrics import Latencies, Metrics, Progress
+from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.request_maker import CheckedRequest, RequestMaker
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_inputs import PendingTokens
@@ -92,27 +91,18 @@ class LLMEngine:
         self.eos_token_ids = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)
-        self._reader = PromptReader(
+        vocab_size = self.model_config.vocab_size
+        self._maker = RequestMaker(
+            PromptReader(self.tokenizer, vocab_size, self.model_runner.max_model_len, pool_tokens),
+            SamplingParamsReader(self.tokenizer, vocab_size, self._default_params),
             self.tokenizer,
-            self.model_config.vocab_size,
-            self.model_runner.max_model_len,
-            pool_tokens,
+            vocab_size,
+            self.eos_token_ids,
+            self.config.kvcache_block_size,
+            self.config.seed,
         )
-        self._params_reader = SamplingParamsReader(
-            self.tokenizer, self.model_config.vocab_size, self._default_params
-        )
-        self._controls_of = lru_cache(
-            partial(
-                request_controls,
-                vocab_size=self.model_config.vocab_size,
-                eos_token_ids=self.eos_token_ids,
-                tokenizer=self.tokenizer,
-            )
-        )
-        self._decoder = Decoder(self.tokenizer)
-        self._request_ids, self._seq_ids = itertools.count(), itertools.count()
         self._requests: dict[int, Request] = {}  # by the ids of their sequences
-        self._metrics = Metrics()
+        self._metrics, self._latencies = Metrics(), Latencies()
         overlap = self.config.overlap
         if overlap is None:
             overlap = self.model_runner.device.type == "cuda"
@@ -133,9 +123,11 @@ class LLMEngine:
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
         self._finished: list[Request] = []  # ended, and not returned by `step` yet
+        self._left: deque[Listener] = deque()  # of streams that have ended or were left
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
+        self._metrics.num_aborted += len(set(self._requests.values()))
         self._under_way.clear()
         self._finished.clear()
         self._requests.clear()
@@ -144,38 +136,39 @@ class LLMEngine:
 
     # -- the step API ---------------------------------------------------------------------------
 
-    def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        listener: Listener | None = None,
+    ) -> int:
         """Queue one prompt (text, token ids or a dictionary; see `generate`).
 
         Args:
             prompt: the prompt.
             sampling_params: None for those of `get_default_sampling_params`.
+            listener: is called with what is new after each step, in the form that `stream` gives;
+                `step` does not return the request then. It may call the engine, too. An error that
+                it raises comes out of `step`, and other listeners may miss news by it.
 
         Returns:
             The request's id, found again in `RequestOutput.request_id`.
         """
         with self._lock:
             self._check_open()
-            params = self._params_reader.parse(sampling_params)
-            parsed = self._reader.parse(prompt)
-            return self._add(parsed.text, parsed.token_ids, params)
+            if listener is not None and not callable(listener):
+                raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
+            return self._add(self._maker.check(prompt, sampling_params), listener=listener)
 
-    def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> int:
-        controls = self._controls_of(params)
-        seqs = [
-            Sequence(
-                next(self._seq_ids),
-                token_ids,
-                params,
-                block_size=self.config.kvcache_block_size,
-                seed=self.config.seed,
-                index=index,
-            )
-            for index in range(params.n)
-        ]
-        request = Request(next(self._request_ids), text, params, seqs)
-        for seq in seqs:
-            seq.controls = controls
+    def _add(
+        self,
+        checked: CheckedRequest,
+        pooling: str | None = None,
+        listener: Listener | None = None,
+    ) -> int:
+        request = self._maker.make(checked, pooling, listener)
+        for seq in request.seqs:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
@@ -190,17 +183,21 @@ class LLMEngine:
         `abort` them. If Ctrl-C hits the scheduler while it changes its books, they are dropped.
         """
         with self._lock:
-            self._check_open()
-            try:
-                self._step()
-            except BaseException:
-                if self.executor.is_broken:
-                    self._close_quietly()
-                raise
+            self._advance()
             finished, self._finished = self._finished, []
             return [self._output(request) for request in finished]
 
+    def _advance(self) -> None:
+        self._check_open()
+        try:
+            self._step()
+        except BaseException:
+            if self.executor.is_broken:
+                self._close_quietly()
+            raise
+
     def _step(self) -> None:
+        self._drop_left()
         # After a launch that failed, the device may have newer tokens than the step it repeats
         # needs: first book the steps under way, so that the host knows the right ones.
         books_only = self._launching and self._under_way
@@ -208,7 +205,7 @@ class LLMEngine:
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
             self._launching, launched_at = True, time.perf_counter()
-            tokens = self.executor.run(scheduled, self._known_completion)
+            tokens = self.executor.run(scheduled, self._known_tokens())
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
@@ -222,25 +219,47 @@ class LLMEngine:
             token_ids = self.executor.wait(step.tokens)
             with self._reset_on_error():
                 self._under_way.popleft()
-                _keep_logprobs(step)
+                _take_results(step)
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                requests = [self._requests.pop(seq.seq_id) for seq in finished]
-                # Once, although several of its completions may have ended in this step.
-                self._finished += [r for r in dict.fromkeys(requests) if r.is_finished]
+                listened = self._listened(step)
+                # Completions of one request may end in the same step: it ends once.
+                requests = dict.fromkeys(self._requests.pop(seq.seq_id) for seq in finished)
+                for request in requests:
+                    if request.is_finished:
+                        if request.listener is None:
+                            self._finished.append(request)
+                        self._metrics.count_finished(request)
+                        self._latencies.add_finished(request.metrics())
             now = time.perf_counter()
-            self._metrics.count_step(step.scheduled, now - max(step.launched_at, self._booked_at))
-            self._metrics.count_finished(finished)
+            seconds = now - max(step.launched_at, self._booked_at)
+            prefills = self._metrics.count_step(step.scheduled, seconds)
+            self._latencies.add_step(seconds, prefills)
             self._booked_at = now
+            for request in listened:  # last: a listener may call the engine
+                request.tell()
 
-    def _known_completion(self, seq: Sequence) -> list[int]:
-        """The tokens that a sequence has generated, also one that is not booked yet."""
-        token_ids = seq.completion_token_ids
-        if seq.num_pending:
-            assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
-            scheduled, tokens, _ = self._under_way[-1]
-            sampled = [item.seq for item in scheduled if item.samples]
-            token_ids[-1] = self.executor.wait(tokens)[sampled.index(seq)]
-        return token_ids
+    def _listened(self, step: StepUnderWay) -> list[Request]:
+        """The requests in a step to whose news somebody listens, each once."""
+        found = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
+        requests = {request.request_id: request for request in found if request}
+        return [request for request in requests.values() if request.listener is not None]
+
+    def _known_tokens(self) -> KnownTokens:
+        """For controls that depend on the last tokens: it waits for those under way."""
+        pending: dict[Sequence, int] = {}
+
+        def known(seq: Sequence, start: int) -> list[int]:
+            token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
+            if seq.num_pending:
+                assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
+                if not pending:
+                    scheduled, tokens, _ = self._under_way[-1]
+                    sampled = (item.seq for item in scheduled if item.samples)
+                    pending.update(zip(sampled, self.executor.wait(tokens), strict=True))
+                token_ids[-1] = pending[seq]
+            return token_ids
+
+        return known
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -251,6 +270,11 @@ class LLMEngine:
             self._reset()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `exit` was called, or an error has closed the engine."""
+        return not self._close.alive
+
     def is_finished(self) -> bool:
         """Whether no request is left."""
         with self._lock:
@@ -258,6 +282,7 @@ class LLMEngine:
             return self._is_idle()
 
     def _is_idle(self) -> bool:
+        self._drop_left()
         return self.scheduler.is_finished() and not self._finished
 
     def abort(self, request_id: int) -> bool:
@@ -268,9 +293,22 @@ class LLMEngine:
                 requests = self._requests.items()
                 seq_ids = [i for i, request in requests if request.request_id == request_id]
                 for seq_id in seq_ids:
-                    del self._requests[seq_id]
                     self.scheduler.abort(seq_id)
+                for seq_id in seq_ids:
+                    del self._requests[seq_id]
+                self._metrics.num_aborted += bool(seq_ids)
                 return bool(seq_ids)
+
+    def _drop_left(self) -> None:
+        """Abort what streams have left. They cannot: garbage collection ends them in any call."""
+        while self._left:
+            for request_id in self._heard_by(self._left[0]):
+                self.abort(request_id)
+            self._left.popleft()
+
+    def _heard_by(self, listener: Listener) -> set[int]:
+        requests = self._requests.values()
+        return {request.request_id for request in requests if request.listener is listener}
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -294,20 +332,78 @@ class LLMEngine:
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
-            RuntimeError: if the engine is closed, or busy with requests of `add_request`.
+            RuntimeError: if the engine is closed, or busy with requests of other calls.
         """
         with self._lock:
             self._check_open()
-            parsed = self._reader.parse_all(prompts)
-            params = self._params_reader.parse_all(sampling_params, len(parsed))
+            return self._complete(self._maker.check_all(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts, and give what is new after each step.
+
+        Each output has the completions with news, of these the new tokens and the text that is
+        certain: half a character, and what may turn out to begin a stop string, is held back. All
+        texts of a completion together are the text that `generate` returns. An output with
+        `finished` is the last of its prompt.
+
+        Leaving the loop drops what is not finished. Between its steps other requests may be added.
+
+        Args:
+            prompts, sampling_params: as for `generate`.
+
+        Yields:
+            Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong, before anything is queued.
+        """
+        with self._lock:
+            self._check_open()
+            checked = self._maker.check_all(prompts, sampling_params)
+        return self._stream(checked)
+
+    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
+        news: deque[RequestOutput] = deque()
+        listener, num_left = news.append, len(checked)
+        try:
+            with self._lock:
+                for request in checked:
+                    self._add(request, listener=listener)
+            while num_left:
+                with self._lock:
+                    if not news:
+                        self._check_open()
+                        if not self._heard_by(listener):
+                            raise RuntimeError(
+                                "requests of this stream have been aborted, or dropped by an error "
+                                "in another call"
+                            )
+                        self._advance()
+                while news:
+                    output = news.popleft()
+                    num_left -= output.finished
+                    yield output
+        finally:
+            self._left.append(listener)
+
+    def _complete(
+        self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
+    ) -> list[RequestOutput]:
+        """Run checked requests to their end."""
+        with self._lock:
+            self._check_open()
             if not self._is_idle():
                 raise RuntimeError(
-                    "generate() needs an engine without requests of its own, but some of "
-                    "add_request() are left: finish them with step(), or abort() them"
+                    "generate() needs an engine without requests of its own, but some of stream() "
+                    "or add_request() are left: finish them with step(), or abort() them"
                 )
             outputs: dict[int, RequestOutput] = {}
-            with self._reset_on_error(), Progress(len(parsed), self._metrics, use_tqdm) as bar:
-                ids = [self._add(*prompt, p) for prompt, p in zip(parsed, params, strict=True)]
+            with self._reset_on_error(), Progress(len(checked), self._metrics, use_tqdm) as bar:
+                ids = [self._add(request, pooling) for request in checked]
                 while not self._is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)
@@ -315,7 +411,7 @@ class LLMEngine:
             return [outputs[request_id] for request_id in ids]
 
     def _output(self, request: Request) -> RequestOutput:
-        return request.output(self._decoder)
+        return request.output(self._maker.decoder)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.
@@ -341,9 +437,15 @@ class LLMEngine:
         return self._default_params
 
     def metrics(self) -> dict[str, Any]:
-        """What explains a slow run: the configuration that took effect, and counters."""
+        """What explains a slow run: the configuration that took effect, counters and times.
+
+        Numbers, strings and dictionaries of them, as JSON has them. See `Metrics` for the
+        counters; the times are `Latencies`, each with count, mean, p50, p90, p99 and max (None
+        before the first). `kvcache_usage` is the share of the KV blocks that requests hold.
+        """
         with self._lock:
             self._check_open()
+            self._drop_left()
             runner, scheduler = self.model_runner, self.scheduler
             graphs = runner.graphs
             return {
@@ -357,16 +459,19 @@ class LLMEngine:
                 "num_graph_replays": 0 if graphs is None else graphs.num_replays,
                 "num_kvcache_blocks": runner.num_blocks,
                 "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
+                "kvcache_usage": scheduler.block_manager.num_used_blocks / runner.num_blocks,
                 "num_waiting": len(scheduler.waiting),
                 "num_running": len(scheduler.running),
                 "num_preemptions": scheduler.num_preemptions,
                 **self._metrics.as_dict(),
+                "prefix_cache_hit_rate": self._metrics.prefix_cache_hit_rate,
+                **self._latencies.as_dict(),
             }
 
     # -- the end --------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if not self._close.alive:
+        if self.is_closed:
             raise RuntimeError("this engine is closed: build a new LLM")
 
     def exit(self) -> None:
@@ -403,12 +508,18 @@ def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
         pass
 
 
-def _keep_logprobs(step: StepUnderWay) -> None:
-    """Give the sequences the log-probabilities of their tokens, before those are booked."""
-    logprobs = step.tokens.logprobs()
-    if logprobs:
-        sampled = [item.seq for item in step.scheduled if item.samples]
-        for row, token_ids, values, rank in logprobs:
-            seq = sampled[row]
-            if not seq.is_finished and seq.sampling_params.logprobs is not None:
-                seq.logprobs.append((token_ids, values, rank))
+def _take_results(step: StepUnderWay) -> None:
+    """Give the sequences what comes with their tokens, before those are booked."""
+    scheduled, results = step.scheduled, step.tokens
+    sampled = [item.seq for item in scheduled if item.samples]
+    for row, token_ids, values, rank in results.logprobs():
+        logprobs = sampled[row].logprobs
+        if logprobs is not None and not sampled[row].is_finished:
+            logprobs.append(token_ids, values, rank)
+    for i, position, token_ids, values, rank in results.prompt_logprobs():
+        logprobs = scheduled[i].seq.prompt_logprobs
+        assert logprobs is not None, "nobody asked"
+        if position == len(logprobs):  # not again after a preemption
+            logprobs.append(token_ids, values, rank)
+    for i, vector in results.pooled():
+        scheduled[i].seq.embedding = vector

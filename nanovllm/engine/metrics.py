@@ -1,4 +1,4 @@
-"""Counters of an engine, and the progress bar that shows their rates."""
+"""Counters of an engine, its histograms of times, and the progress bar that shows rates."""
 
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
@@ -7,13 +7,18 @@ from typing import Any
 from tqdm.auto import tqdm
 from typing_extensions import Self
 
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import RequestMetrics
+from nanovllm.utils.histogram import Histogram
 
 
 @dataclass
 class Metrics:
     """What an engine has done since it was built.
+
+    A request counts once, when it ends, however often it was preempted. What an aborted one has
+    computed is found in the steps and their tokens only.
 
     Attributes:
         num_steps: steps of the model.
@@ -22,7 +27,12 @@ class Metrics:
         prefill_seconds: time of the steps in which a sequence prefilled.
         decode_seconds: time of the steps that only decoded.
         num_finished: requests that ended.
-        num_cached_tokens: prompt tokens of those that the prefix cache served.
+        num_aborted: requests that were dropped, by `abort` or after an error.
+        num_finished_by_stop: completions of finished requests that ended with "stop".
+        num_finished_by_length: those that ended with "length".
+        num_generated_tokens: tokens of these completions.
+        num_prompt_tokens: prompt tokens of finished requests, counted for each completion.
+        num_cached_tokens: those of them that the prefix cache served.
     """
 
     num_steps: int = 0
@@ -31,10 +41,19 @@ class Metrics:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_finished: int = 0
+    num_aborted: int = 0
+    num_finished_by_stop: int = 0
+    num_finished_by_length: int = 0
+    num_generated_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 
-    def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> None:
-        """Count a step that took `seconds` more than those before it."""
+    def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> bool:
+        """Count a step that took `seconds` more than those before it.
+
+        Returns:
+            Whether a sequence prefilled in it.
+        """
         total = sum(item.num_tokens for item in scheduled)
         decode = sum(item.is_decode for item in scheduled)
         prefill = total - decode
@@ -45,11 +64,22 @@ class Metrics:
             self.prefill_seconds += seconds
         else:
             self.decode_seconds += seconds
+        return prefill > 0
 
-    def count_finished(self, finished: list[Sequence]) -> None:
-        """Count sequences that ended."""
-        self.num_finished += len(finished)
-        self.num_cached_tokens += sum(seq.num_cached_tokens for seq in finished)
+    def count_finished(self, request: Request) -> None:
+        """Count a request that ended."""
+        self.num_finished += 1
+        for seq in request.seqs:
+            self.num_finished_by_stop += seq.finish_reason == "stop"
+            self.num_finished_by_length += seq.finish_reason == "length"
+            self.num_generated_tokens += seq.num_completion_tokens
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += seq.num_cached_tokens
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached share of the prompt tokens of finished requests; 0 before the first."""
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
 
     def as_dict(self) -> dict[str, int | float]:
         """The counters by name."""
@@ -59,6 +89,42 @@ class Metrics:
         """What has been counted since the copy `earlier`."""
         before = earlier.as_dict()
         return Metrics(**{k: v - before[k] for k, v in self.as_dict().items()})  # type: ignore[arg-type]
+
+
+class Latencies:
+    """Histograms of the time, in seconds, of each step and of each request that has finished.
+
+    A step lasts from its launch, or the end of the one before it, until its tokens are booked;
+    with overlap that includes the caller's time between two calls of `step`.
+
+    Attributes:
+        prefill_step_seconds: steps in which a sequence prefilled.
+        decode_step_seconds: steps that only decoded.
+        queue_seconds, first_token_seconds, total_seconds: as in `RequestMetrics`.
+        seconds_per_token: likewise; of the requests that have more than one token.
+    """
+
+    def __init__(self) -> None:
+        self.prefill_step_seconds, self.decode_step_seconds = Histogram(), Histogram()
+        self.queue_seconds, self.first_token_seconds = Histogram(), Histogram()
+        self.seconds_per_token, self.total_seconds = Histogram(), Histogram()
+
+    def add_step(self, seconds: float, prefills: bool) -> None:
+        """Add a step."""
+        steps = self.prefill_step_seconds if prefills else self.decode_step_seconds
+        steps.add(seconds)
+
+    def add_finished(self, metrics: RequestMetrics) -> None:
+        """Add a request that ended."""
+        self.queue_seconds.add(metrics.queue_seconds)
+        self.first_token_seconds.add(metrics.first_token_seconds)
+        self.total_seconds.add(metrics.total_seconds)
+        if metrics.seconds_per_token is not None:
+            self.seconds_per_token.add(metrics.seconds_per_token)
+
+    def as_dict(self) -> dict[str, dict[str, int | float | None]]:
+        """A summary of each, by name."""
+        return {name: histogram.as_dict() for name, histogram in vars(self).items()}
 
 
 class Progress:

@@ -22,13 +22,12 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
 from nanovllm.engine.controls import Controls
+from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build
-from nanovllm.layers.controlled_sampler import ControlledSampler
-from nanovllm.layers.embed_head import local_vocab
 from nanovllm.layers.linear import local_kv_heads
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
@@ -76,7 +75,6 @@ class ModelRunner:
             ),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
-        self.controlled_sampler = ControlledSampler(model_config.vocab_size, config.max_num_seqs)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
         self.last_tokens = torch.zeros(
@@ -90,6 +88,13 @@ class ModelRunner:
             if not on_cpu:
                 shape = config.max_num_seqs, len(self.model.lm_head.weight)
                 self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self.extras = Extras(
+                self.model.compute_logits,
+                model_config.vocab_size,
+                config.max_num_seqs,
+                group,
+                self.last_tokens,
+            )
             peak = 0 if on_cpu else self.warmup()  # bytes
             self.num_blocks = group.minimum(self._num_blocks(peak))
             longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
@@ -282,46 +287,14 @@ class ModelRunner:
                 computed = self.graphs.replay(batch)
             else:
                 computed = self.run_model(self.prepare(batch))
-            if not plan.controlled.any():
-                return PendingTokens(computed.tokens)
-            return self.run_controls(batch, plan.controlled, computed, controls)
-
-    def run_controls(
-        self,
-        batch: Batch,
-        who: NDArray[np.bool_],
-        computed: Computed,
-        controls: Callable[[], Controls] | None,
-    ) -> PendingTokens:
-        """Sample the sequences with controls again, by those. `who`: [B] says which they are."""
-        rows = np.flatnonzero(who[batch.samples])
-        metadata, _ = self.prepare_sample(batch, who)
-        [index] = upload(self.device, rows.astype(np.int32))
-        logits = computed.logits
-        if len(rows) < len(logits):
-            logits = logits.index_select(0, index)
-        logits = self._whole_rows(logits)
-        if controls is None:
-            tokens, logprobs = torch.empty_like(metadata.slots), None
-        else:
-            tokens, logprobs = self.controlled_sampler(
-                logits, metadata, controls(), self.last_tokens
-            )
-        tokens = self.group.broadcast(tokens)
-        if controls is None:
-            self.last_tokens.index_copy_(0, metadata.slots.long(), tokens)
-        computed.tokens.index_copy_(0, index.long(), tokens)
-        return PendingTokens(computed.tokens, rows, logprobs)
-
-    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's columns [n, len(vocab)] to all: [n, V]."""
-        if self.group.size == 1:
-            return logits
-        vocab_size = self.model_config.vocab_size
-        width = len(local_vocab(vocab_size, 0, self.group.size))  # the first has the most
-        padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
-        whole = self.group.all_gather(padded).transpose(0, 1).flatten(1)
-        return whole[:, :vocab_size].contiguous()
+            logprobs = None
+            if plan.controlled.any():
+                metadata, _ = self.prepare_sample(batch, plan.controlled)
+                who = plan.controlled[plan.samples]
+                logprobs = self.extras.sample(who, metadata, computed, controls)
+            prompt_logprobs = self.extras.prompt_logprobs(plan, computed.hidden)
+            pooled = self.extras.pool(plan, computed.hidden)
+            return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled)
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""
@@ -330,15 +303,16 @@ class ModelRunner:
         if inputs.context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
         with use_context(inputs.context):
-            hidden = self.model(input_ids, inputs.positions)
+            hidden = states = self.model(input_ids, inputs.positions)
         if inputs.sample_rows is not None:
-            hidden = hidden.index_select(0, inputs.sample_rows)
-        n = len(hidden)
+            states = hidden.index_select(0, inputs.sample_rows)
+        n = len(states)
         if not n:  # chunks of prompts only
-            return Computed(input_ids.new_empty(0), hidden)
+            return Computed(input_ids.new_empty(0), states, hidden)
         out = None if self.logits is None else self.logits[:n]
-        logits = self.model.compute_logits(hidden, out)
-        return Computed(self.sampler(logits, inputs.sampling, self.last_tokens), logits)
+        logits = self.model.compute_logits(states, out)
+        tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
+        return Computed(tokens, logits, hidden)
 
     def prepare(self, batch: Batch) -> StepInputs:
         """The batch on the device."""
@@ -397,7 +371,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
-        for name in ("graphs", "model", "kv_cache", "last_tokens", "logits", "controlled_sampler"):
+        for name in ("graphs", "model", "kv_cache", "last_tokens", "logits", "extras"):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

@@ -1,11 +1,13 @@
 """`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+Listener: TypeAlias = Callable[[RequestOutput], None]
 
 
 class Request:
@@ -16,59 +18,96 @@ class Request:
         prompt: None if it came as token ids.
         params: for all completions.
         seqs: one for each completion.
+        listener: is told what is new; the end is then nobody else's.
     """
 
     def __init__(
-        self, request_id: int, prompt: str | None, params: SamplingParams, seqs: list[Sequence]
+        self,
+        request_id: int,
+        prompt: str | None,
+        params: SamplingParams,
+        seqs: list[Sequence],
+        listener: Listener | None = None,
     ) -> None:
         self.request_id, self.prompt, self.params, self.seqs = request_id, prompt, params, seqs
+        self.listener = listener
+        self._num_told = [0] * len(seqs)  # tokens
 
     @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.seqs)
 
+    def metrics(self) -> RequestMetrics:
+        """Where its time went."""
+        assert self.is_finished, f"request {self.request_id} has not finished"
+        seqs, arrived_at = self.seqs, self.seqs[0].arrived_at
+        return RequestMetrics(
+            queue_seconds=min(seq.started_at for seq in seqs) - arrived_at,
+            first_token_seconds=min(seq.first_token_at for seq in seqs) - arrived_at,
+            total_seconds=max(seq.finished_at for seq in seqs) - arrived_at,
+            num_preemptions=sum(seq.num_preemptions for seq in seqs),
+            decode_seconds=sum(seq.finished_at - seq.first_token_at for seq in seqs),
+            num_decode_tokens=sum(seq.num_completion_tokens - 1 for seq in seqs),
+        )
+
     def output(self, decode: "Decoder") -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        first = self.seqs[0]
+        return self._output([self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)])
+
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        first, finished = self.seqs[0], self.is_finished
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=[self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)],
-            finished=True,
+            outputs=completions,
+            finished=finished,
             num_cached_tokens=first.num_cached_tokens,
-            metrics=RequestMetrics(
-                queue_seconds=min(seq.started_at for seq in self.seqs) - first.arrived_at,
-                first_token_seconds=(
-                    min(seq.first_token_at for seq in self.seqs) - first.arrived_at
-                ),
-                total_seconds=max(seq.finished_at for seq in self.seqs) - first.arrived_at,
-                num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
-            ),
+            prompt_logprobs=first.prompt_logprobs,
+            embedding=first.embedding,
+            metrics=self.metrics() if finished else None,
         )
+
+    def tell(self) -> None:
+        """Give the listener what is new: tokens, and the text that no later token can change."""
+        news = []
+        for index, seq in enumerate(self.seqs):
+            prompt = seq.num_prompt_tokens
+            start, end = self._num_told[index], seq.num_known_tokens - prompt
+            if end > start:
+                self._num_told[index] = end
+                news.append(
+                    CompletionOutput(
+                        index=index,
+                        text="" if seq.detokenizer is None else seq.detokenizer.take(),
+                        token_ids=seq.token_ids[prompt + start : prompt + end],
+                        finish_reason=seq.finish_reason,
+                        stop_reason=seq.stop_reason,
+                        logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+                    )
+                )
+        if news and self.listener is not None:
+            self.listener(self._output(news))
 
     def _completion(self, index: int, seq: Sequence, decode: "Decoder") -> CompletionOutput:
         token_ids = seq.completion_token_ids
-        text = ""
-        if self.params.detokenize:
-            text = decode(token_ids, self.params.skip_special_tokens)
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
-        logprobs = None
-        if self.params.logprobs is not None:
-            logprobs = [
-                _by_token(*entry, self.params.logprobs, decode.token) for entry in seq.logprobs
-            ]
+        text = ""
+        if seq.detokenizer is not None:
+            text = seq.detokenizer.text
+        elif self.params.detokenize:
+            ends_text = seq.finish_reason == "length" or self.params.include_stop_str_in_output
+            shown = token_ids if ends_text else token_ids[:-1]  # without what has stopped it
+            text = decode(shown, self.params.skip_special_tokens)
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=token_ids,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
-            logprobs=logprobs,
-            cumulative_logprob=(
-                None if logprobs is None else sum(values[0] for _, values, _ in seq.logprobs)
-            ),
+            logprobs=seq.logprobs,
+            cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
         )
 
 
@@ -95,18 +134,3 @@ class Decoder:
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id])
         return self._texts[token_id]
-
-
-def _by_token(
-    token_ids: list[int],
-    values: list[float],
-    rank: int,
-    count: int,
-    text: Callable[[int], str | None],
-) -> dict[int, Logprob]:
-    """The drawn token, which comes first, and `count` most likely ones."""
-    drawn = {token_ids[0]: Logprob(values[0], rank, text(token_ids[0]))}
-    top = zip(token_ids[1 : count + 1], values[1:], range(1, count + 1), strict=False)
-    return drawn | {
-        token: Logprob(value, rank, text(token)) for token, value, rank in top if token not in drawn
-    }

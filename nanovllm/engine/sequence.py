@@ -12,6 +12,9 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.controls import RequestControls
+    from nanovllm.engine.detokenizer import Detokenizer
+    from nanovllm.engine.structured_output import Grammar
+    from nanovllm.outputs import TokenLogprobs
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet
@@ -38,17 +41,23 @@ class Sequence:
         "block_size",
         "block_table",
         "controls",
+        "detokenizer",
+        "embedding",
         "finish_reason",
         "finished_at",
         "first_token_at",
+        "grammar",
         "logprobs",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_followed",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "num_sent_blocks",
+        "pooling",
+        "prompt_logprobs",
         "random_key",
         "sampling_params",
         "seq_id",
@@ -76,12 +85,17 @@ class Sequence:
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
         self.controls: RequestControls | None = None
+        self.grammar: Grammar | None = None  # of structured outputs
+        self.num_followed = 0  # tokens of the completion that the grammar knows
+        self.detokenizer: Detokenizer | None = None  # where its text is needed on the way
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        # Of each generated token: ids, the drawn one first, log-probabilities, rank of the first.
-        self.logprobs: list[tuple[list[int], list[float], int]] = []
+        self.logprobs: TokenLogprobs | None = None
+        self.prompt_logprobs: TokenLogprobs | None = None  # of the tokens computed so far
+        self.pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
+        self.embedding: list[float] | None = None
         # Seconds of time.perf_counter.
         self.arrived_at, self.started_at = time.perf_counter(), 0.0
         self.first_token_at, self.finished_at = 0.0, 0.0
@@ -125,6 +139,13 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens without KV: the rest of the prompt, or 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether its prompt must be computed, whatever is in the prefix cache."""
+        given = self.prompt_logprobs
+        missing = given is not None and len(given) < self.num_prompt_tokens
+        return missing or self.pooling == "mean"
 
     @property
     def prompt_token_ids(self) -> list[int]:

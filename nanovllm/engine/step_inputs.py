@@ -1,10 +1,12 @@
 """`StepInputs`: a step's arrays as tensors on the device, and the sampled tokens' way back."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
@@ -56,46 +58,70 @@ class Computed(NamedTuple):
     Attributes:
         tokens: [n] int32, sampled.
         logits: [n, len(vocab)], which the next step overwrites.
+        hidden: [T, M], behind the final norm.
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor
+    hidden: torch.Tensor
 
 
 class PendingTokens:
-    """Sampled tokens on their way from the device to the host.
+    """Sampled tokens on their way from the device to the host, and what comes with them.
 
     Args:
         tokens: [n] int32.
-        logprob_rows: [m], those of the n that have log-probabilities.
-        logprobs: of m rows.
+        plan: that of the step; needed for the rest.
+        logprobs: of the tokens with controls, None if nobody asked.
+        prompt_logprobs: of prompt tokens.
+        pooled: [k, M] float32.
     """
 
     def __init__(
         self,
         tokens: torch.Tensor,
-        logprob_rows: np.ndarray | None = None,
+        plan: StepPlan | None = None,
         logprobs: Logprobs | None = None,
+        prompt_logprobs: Logprobs | None = None,
+        pooled: torch.Tensor | None = None,
     ) -> None:
-        self._rows = logprob_rows
+        self._plan = plan
         self._copied = torch.cuda.Event() if tokens.is_cuda else None
-        self._host = [_to_host(tensor) for tensor in (tokens, *(logprobs or ()))]
+        self._tokens = _to_host(tokens)
+        self._logprobs = [_to_host(part) for part in logprobs or ()]
+        self._prompt_logprobs = [_to_host(part) for part in prompt_logprobs or ()]
+        self._pooled = None if pooled is None else _to_host(pooled)
         if self._copied is not None:
             self._copied.record()
 
     def wait(self) -> list[int]:
-        """The tokens, once they are there."""
+        """The tokens, once they are there. The rest may be read then, too."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host[0].tolist()
+        return self._tokens.tolist()
 
-    def logprobs(self) -> list[tuple[int, list[int], list[float], int]]:
-        """Row of the n, token ids, log-probabilities and the first token's rank, for each that has
-        them. After `wait`.
+    def logprobs(self) -> Iterator[tuple[int, list[int], list[float], int]]:
+        """For each token with controls, if anybody asked: its row of the n, token ids, its own
+        first, their log-probabilities, and its rank.
         """
-        if self._rows is None or len(self._host) == 1:
-            return []
-        return list(zip(self._rows.tolist(), *(x.tolist() for x in self._host[1:]), strict=True))
+        if self._plan is not None and self._logprobs:
+            rows = np.flatnonzero(self._plan.controlled[self._plan.samples]).tolist()
+            yield from zip(rows, *(part.tolist() for part in self._logprobs), strict=True)
+
+    def prompt_logprobs(self) -> Iterator[tuple[int, int, list[int], list[float], int]]:
+        """For prompt tokens: index of the sequence in the step, position, and the same."""
+        if self._plan is not None and self._prompt_logprobs:
+            entries = zip(*(part.tolist() for part in self._prompt_logprobs), strict=True)
+            for i, count, *_ in self._plan.prompt_logprobs.T.tolist():
+                first = int(self._plan.starts[i]) + 1
+                for position in range(first, first + count):
+                    yield i, position, *next(entries)
+
+    def pooled(self) -> Iterator[tuple[int, list[float]]]:
+        """Index of the sequence in the step, and the vector."""
+        if self._plan is not None and self._pooled is not None:
+            ended = [i for i, _ in self._plan.pooling.T.tolist() if self._plan.samples[i]]
+            yield from zip(ended, self._pooled.tolist(), strict=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

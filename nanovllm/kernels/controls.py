@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.sampling import LOG2E, MIN_TEMPERATURE
+from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
 
-BLOCK = 128  # columns of a block
 BLOCKS = 32  # blocks of a program of `process`
-CHUNK = 64  # blocks that `thresholds` looks at together
+CHUNK = 32  # blocks that `thresholds` gathers from at once
+PART = 4096  # values that it searches at once
 SPAN = 4096  # columns of a program of `logprobs`
 
 
@@ -133,50 +133,58 @@ def _largest(keys, k):
 
 
 @triton.jit
-def _weights(x_ptr, list_ptr, first, count, V, top, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-             MASS: tl.constexpr):  # fmt: skip
-    """Keys of the columns in a chunk of the listed blocks, and their weights: 2^((x - top) scale),
-    or 1 each.
-    """
+def _list_blocks(list_ptr, tops, blocks, bound):
+    """Write the blocks whose largest value reaches `bound`. Returns how many."""
+    tl.debug_barrier()  # an earlier list may still be read
+    chosen = ((_key(tops) >= bound) & (tops > float("-inf"))).to(tl.int32)
+    tl.store(list_ptr + tl.cumsum(chosen, 0) - 1, blocks, mask=chosen != 0)
+    tl.debug_barrier()
+    return tl.sum(chosen, 0)
+
+
+@triton.jit
+def _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of CHUNK listed blocks: [CHUNK * BLOCK]."""
     i = first + tl.arange(0, CHUNK)
     blocks = tl.load(list_ptr + i, mask=i < count, other=0)
     cols = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (i < count)[:, None] & (cols < V)
-    x = tl.load(x_ptr + cols, mask=inside, other=float("-inf"))
-    weights = tl.exp2((x - top) * scale) if MASS else inside.to(tl.float32)
-    return _key(x), weights
+    return tl.reshape(tl.load(x_ptr + cols, mask=inside, other=float("-inf")), [CHUNK * BLOCK])
 
 
 @triton.jit
-def _search(
-    x_ptr, list_ptr, count, V, top, scale, least, share,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
-    """The largest key that is reached by columns of at least a total weight: `share`, with MASS
-    that share of the weight of all columns that reach `least`.
-    """
-    target = share
-    if MASS:
-        target = 0.0
-        for first in range(0, count, CHUNK):
-            keys, weights = _weights(
-                x_ptr, list_ptr, first, count, V, top, scale, CHUNK, BLOCK, MASS
-            )
-            target += tl.sum(tl.sum(tl.where(keys >= least, weights, 0.0), 1), 0)
-        target *= share
+def _weigh(x, top, scale, bound, MASS: tl.constexpr):
+    """2^((x - top) scale), or 1 each; 0 for what does not reach `bound`."""
+    weights = tl.exp2((x - top) * scale) if MASS else tl.full(x.shape, 1.0, tl.float32)
+    return tl.where((_key(x) >= bound) & (x > float("-inf")), weights, 0.0)
+
+
+@triton.jit
+def _mass(values_ptr, num, top, scale, bound, PART: tl.constexpr):
+    """The weight of the values that reach `bound`."""
+    total = 0.0
+    for first in range(0, num, PART):
+        i = first + tl.arange(0, PART)
+        x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
+        total += tl.sum(_weigh(x, top, scale, bound, True), 0)
+    return total
+
+
+@triton.jit
+def _search(values_ptr, num, top, scale, target, PART: tl.constexpr, MASS: tl.constexpr):
+    """The largest key that values of at least a total weight of `target` reach."""
     found = tl.zeros([], tl.uint32)
     for step in range(16):  # two bits each
         bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
         low, middle, high = found | bit, found | (bit << 1), found | bit | (bit << 1)
         low_sum, middle_sum, high_sum = 0.0, 0.0, 0.0
-        for first in range(0, count, CHUNK):
-            keys, weights = _weights(
-                x_ptr, list_ptr, first, count, V, top, scale, CHUNK, BLOCK, MASS
-            )
-            weights = tl.where(keys >= least, weights, 0.0)
-            low_sum += tl.sum(tl.sum(tl.where(keys >= low, weights, 0.0), 1), 0)
-            middle_sum += tl.sum(tl.sum(tl.where(keys >= middle, weights, 0.0), 1), 0)
-            high_sum += tl.sum(tl.sum(tl.where(keys >= high, weights, 0.0), 1), 0)
+        for first in range(0, num, PART):
+            i = first + tl.arange(0, PART)
+            x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
+            weights, keys = _weigh(x, top, scale, low, MASS), _key(x)
+            low_sum += tl.sum(weights, 0)
+            middle_sum += tl.sum(tl.where(keys >= middle, weights, 0.0), 0)
+            high_sum += tl.sum(tl.where(keys >= high, weights, 0.0), 0)
         found = tl.where(low_sum >= target, low, found)
         found = tl.where(middle_sum >= target, middle, found)
         found = tl.where(high_sum >= target, high, found)
@@ -185,47 +193,61 @@ def _search(
 
 @triton.jit
 def _thresholds_kernel(
-    x_ptr, tops_ptr, list_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr,
-    V, NUM_BLOCKS, LOG2E,
-    BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, tops_ptr, list_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    out_ptr, V, NUM_BLOCKS, LOG2E,
+    BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    # One program: a row.
+    # One program: a row. What can be kept is narrowed down to the values from `bound` on, which
+    # are gathered; the bound is then searched among them, bit by bit.
     row = tl.program_id(0)
     temperature = tl.load(temperatures_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     x_ptr += row.to(tl.int64) * V
+    values_ptr += row.to(tl.int64) * V
     list_ptr += row.to(tl.int64) * NUM_BLOCKS
     blocks = tl.arange(0, BLOCKS_PAD)
     tops_ptr += row.to(tl.int64) * NUM_BLOCKS
     tops = tl.load(tops_ptr + blocks, mask=blocks < NUM_BLOCKS, other=float("-inf"))
     top = tl.max(tops, 0)
     least = tl.full([], float("-inf"), tl.float32)
-    filters = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
-    if filters & (temperature >= MIN_TEMPERATURE) & (tl.abs(top) < float("inf")):
+    if (temperature >= MIN_TEMPERATURE) & (tl.abs(top) < float("inf")):
         scale = LOG2E / temperature
         if min_p > 0.0:
             least = top + tl.log2(min_p) / scale
-        bound = _key(least)
-        keys = _key(tops)
-        if (top_k > 0) & (top_k <= NUM_BLOCKS):
-            bound = tl.maximum(bound, _largest(keys, top_k))  # so many tokens are as large
-        chosen = (keys >= bound) & (tops > float("-inf"))
-        count = tl.sum(chosen.to(tl.int32), 0)
-        tl.store(list_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, blocks, mask=chosen)
-        tl.debug_barrier()
-        if top_k > 0:
-            found = _search(
-                x_ptr, list_ptr, count, V, top, scale, bound, top_k.to(tl.float32),
-                CHUNK, BLOCK, MASS=False,
-            )  # fmt: skip
-            bound = tl.maximum(bound, found)
-        if top_p < 1.0:
-            found = _search(
-                x_ptr, list_ptr, count, V, top, scale, bound, top_p, CHUNK, BLOCK, MASS=True
-            )
-            bound = tl.maximum(bound, found)
-        least = _value(bound)
+        if (top_k > 0) | (top_p < 1.0):
+            bound = _key(least)
+            target = 0.0
+            if (top_k > 0) & (top_k <= NUM_BLOCKS):
+                bound = tl.maximum(bound, _largest(_key(tops), top_k))  # k tokens are as large
+            count = _list_blocks(list_ptr, tops, blocks, bound)
+            if top_k <= 0:
+                # Tokens below (1 - p) / V of the mass have together less than 1 - p of it.
+                total = 0.0
+                for first in range(0, count, CHUNK):
+                    x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
+                    total += tl.sum(_weigh(x, top, scale, bound, True), 0)
+                target = top_p * total
+                low = top + (tl.log2(total * (1.0 - top_p) / V) - 0.01) / scale
+                bound = tl.maximum(bound, _key(low))
+                count = _list_blocks(list_ptr, tops, blocks, bound)
+            num = 0
+            for first in range(0, count, CHUNK):
+                x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
+                reaches = ((_key(x) >= bound) & (x > float("-inf"))).to(tl.int32)
+                tl.store(values_ptr + num + tl.cumsum(reaches, 0) - 1, x, mask=reaches != 0)
+                num += tl.sum(reaches, 0)
+            tl.debug_barrier()
+            if top_k > 0:
+                found = _search(values_ptr, num, top, scale, top_k.to(tl.float32), PART, False)
+                bound = tl.maximum(bound, found)
+                target = top_p * _mass(values_ptr, num, top, scale, bound, PART)
+            if top_p < 1.0:
+                # Below the bound there is nothing, or what top_k leaves out: it cannot be found,
+                # since all from the bound on have more than the target.
+                found = _search(values_ptr, num, top, scale, target, PART, True)
+                bound = tl.maximum(bound, found)
+            least = _value(bound)
     tl.store(out_ptr + row, least)
 
 
@@ -252,9 +274,11 @@ def thresholds(
     num_blocks = tops.shape[1]
     out = torch.empty(n, dtype=torch.float32, device=x.device)
     listed = torch.empty(n, num_blocks, dtype=torch.int32, device=x.device)
+    values = torch.empty_like(x)
     _thresholds_kernel[(n,)](
-        x, tops, listed, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
-        BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+        x, tops, listed, values, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
+        BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, PART=PART,
+        num_warps=8,
     )  # fmt: skip
     return out
 

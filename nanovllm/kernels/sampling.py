@@ -19,6 +19,7 @@ from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.peers import peer_options, push_row, pushed_row
 
 LOG2E = 1.4426950408889634
+BLOCK = 128  # columns of a block, of which the largest logit may be known
 MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it the largest logit is taken
 
 
@@ -42,8 +43,8 @@ def _first_argmax(x, index):
 
 @triton.jit
 def _weigh_spans_kernel(
-    logits_ptr, temperatures_ptr, least_ptr, weight_ptr, V, stride, LOG2E,
-    SPAN: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperatures_ptr, least_ptr, tops_ptr, weight_ptr, V, stride, stride_tops, LOG2E,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit.
     launch_dependents(PDL)
@@ -52,10 +53,15 @@ def _weigh_spans_kernel(
     cols = span * SPAN + tl.arange(0, SPAN)
     wait(PDL)
     ptrs = logits_ptr + row.to(tl.int64) * stride + cols
-    x = tl.load(ptrs, mask=cols < V, other=float("-inf")).to(tl.float32)
+    inside = cols < V
+    if FILTER:  # most blocks need not be read
+        least = tl.load(least_ptr + row)
+        tops_ptr += row.to(tl.int64) * stride_tops
+        inside &= tl.load(tops_ptr + cols // BLOCK, mask=inside, other=float("-inf")) >= least
+    x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
     if FILTER:
-        x = tl.where(x >= tl.load(least_ptr + row), x, float("-inf"))
+        x = tl.where(x >= least, x, float("-inf"))
     weight = tl.max(x, 0)
     if temperature >= MIN_TEMPERATURE:
         scale = LOG2E / temperature
@@ -165,6 +171,7 @@ def sample(
     start: int = 0,
     peers: PeerMemory | None = None,
     least: torch.Tensor | None = None,
+    tops: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature).
 
@@ -179,6 +186,7 @@ def sample(
         start: where our part of the vocabulary begins, a multiple of `span`.
         peers: the ranks that have the other parts; None for the best of this part.
         least: [B] float32, smaller logits are not drawn.
+        tops: with `least`, [B, blocks] float32, the largest logit of each block of 128 columns.
 
     Returns:
         Tokens [B] int32, and the scores [B] float32 by which this part's best is to be compared
@@ -192,8 +200,9 @@ def sample(
     scores = torch.empty(B, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
     _weigh_spans_kernel[(B, SPANS)](
-        logits, temperatures, logits if least is None else least, weights, V, stride, LOG2E,
-        SPAN=span, FILTER=least is not None, num_warps=4, **pdl_options(logits),
+        logits, temperatures, logits if least is None else least, logits if tops is None else tops,
+        weights, V, stride, 0 if tops is None else tops.stride(0), LOG2E,
+        SPAN=span, BLOCK=BLOCK, FILTER=least is not None, num_warps=4, **pdl_options(logits),
     )  # fmt: skip
     _draw_kernel[(B,)](
         logits, temperatures, logits if least is None else least, keys, positions, slots, weights,

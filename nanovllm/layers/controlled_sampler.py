@@ -1,4 +1,4 @@
-"""`ControlledSampler`: draws for the rows whose requests have controls, and reports logprobs."""
+"""`ControlledSampler`: draws for the rows whose requests have controls; and log-probabilities."""
 
 from typing import NamedTuple
 
@@ -49,14 +49,13 @@ class ControlledSampler:
         metadata: SamplingMetadata,
         controls: Controls,
         last_tokens: torch.Tensor,
-    ) -> tuple[torch.Tensor, Logprobs | None]:
+    ) -> torch.Tensor:
         """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32, also written to
         last_tokens: [N] int32, by slot.
         """
         counts = self._update_counts(logits.device, controls) if controls.has_penalties else None
-        num_logprobs = min(int(controls.num_logprobs.max()), self.vocab_size)
         if logits.is_cuda:
-            return self._on_gpu(logits, metadata, controls, last_tokens, counts, num_logprobs)
+            return self._on_gpu(logits, metadata, controls, last_tokens, counts)
         x = process_logits(logits, metadata.slots, controls, counts)
         x = filter_logits(x, metadata.temperatures, controls)
         tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
@@ -64,7 +63,7 @@ class ControlledSampler:
         if counts is not None:
             own = counts[metadata.slots, tokens]
             counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
-        return tokens, None if num_logprobs < 0 else logprobs_of(logits, tokens, num_logprobs)
+        return tokens
 
     def _on_gpu(
         self,
@@ -73,8 +72,7 @@ class ControlledSampler:
         controls: Controls,
         last_tokens: torch.Tensor,
         counts: torch.Tensor | None,
-        num_logprobs: int,
-    ) -> tuple[torch.Tensor, Logprobs | None]:
+    ) -> torch.Tensor:
         from nanovllm.kernels import controls as kernels
         from nanovllm.kernels.sampling import sample
 
@@ -97,12 +95,10 @@ class ControlledSampler:
         if controls.has_filters:
             least = kernels.thresholds(x, tops, metadata.temperatures, top_k, top_p, min_p)
         span = vocab_span(self.vocab_size)
-        tokens, _ = sample(x, *metadata, last_tokens, span, least=least)
+        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
-        if num_logprobs < 0:
-            return tokens, None
-        return tokens, Logprobs(*kernels.logprobs(logits, tokens, num_logprobs))
+        return tokens
 
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
         """The table, begun anew for the sequences that it does not have."""
@@ -164,6 +160,10 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
+    if logits.is_cuda:
+        from nanovllm.kernels.controls import logprobs
+
+        return Logprobs(*logprobs(logits, tokens, num_logprobs))
     logp = logits.float().log_softmax(-1)
     drawn = logp.gather(1, tokens.long().unsqueeze(1))
     top = logp.topk(min(num_logprobs, logp.shape[1]), dim=1)

@@ -1,0 +1,183 @@
+"""`AsyncLLM`: an `LLM` for asyncio, in notebooks and small services."""
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from typing_extensions import Self
+
+from nanovllm.llm import LLM
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+News: TypeAlias = "RequestOutput | BaseException"
+Tell: TypeAlias = Callable[[News], None]
+
+
+class AsyncLLM:
+    """Completes the prompts of many coroutines at once: they share the engine's steps.
+
+    The engine runs in a thread of its own, which alone touches it. Use it as an asynchronous
+    context manager, or call `exit()`, to give the memory back at a known time.
+
+    Args:
+        model: directory of a Hugging Face checkpoint.
+        options: see `nanovllm.config.Config`.
+
+    Raises:
+        as `LLM`.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        llm = LLM(model, **options)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # nothing may be asked behind the end
+        self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
+        self._thread.start()
+        self._close = weakref.finalize(self, self._commands.put, None)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt, and give what is new after each step, as `LLM.stream` does.
+
+        Leaving the loop, or cancelling its task, aborts the request.
+
+        Args:
+            prompt: text, token ids or a dictionary.
+            sampling_params: None for those of `LLM.get_default_sampling_params`.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong.
+            RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
+        """
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+        commands = self._commands
+
+        def tell(item: News) -> None:
+            try:
+                loop.call_soon_threadsafe(news.put_nowait, item)
+            except RuntimeError:  # the loop has been closed: nobody listens
+                commands.put(partial(_Jobs.drop, tell=tell))
+
+        self._ask(partial(_Jobs.add, prompt=prompt, params=sampling_params, tell=tell))
+        try:
+            while True:
+                item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            commands.put(partial(_Jobs.drop, tell=tell))
+
+    async def metrics(self) -> dict[str, Any]:
+        """See `LLM.metrics`."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def give(found: dict[str, Any] | Exception) -> None:
+            if answer.done():  # cancelled
+                return
+            if isinstance(found, Exception):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        def ask(jobs: "_Jobs") -> None:
+            found: dict[str, Any] | Exception
+            try:
+                found = jobs.llm.metrics()
+            except RuntimeError as error:  # an error has closed the engine
+                found = error
+            with suppress(RuntimeError):  # the loop has been closed: nobody listens
+                loop.call_soon_threadsafe(give, found)
+
+        self._ask(ask)
+        return await answer
+
+    def _ask(self, command: "Command") -> None:
+        with self._lock:
+            self._check_open()
+            self._commands.put(command)
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError("this engine is closed: build a new AsyncLLM")
+
+    def exit(self) -> None:
+        """End all requests and give the memory back. May be called again."""
+        with self._lock:
+            self._close()
+        self._thread.join()
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.exit)
+
+
+class _Jobs:
+    """The requests of an engine, by whom to tell about them. Used by one thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._ids: dict[Tell, int] = {}
+
+    def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
+        try:
+            self._ids[tell] = self.llm.add_request(prompt, params, listener=tell)
+        except Exception as error:
+            tell(error)
+
+    def drop(self, tell: Tell) -> None:
+        if tell in self._ids:
+            self.llm.abort(self._ids.pop(tell))
+
+    def step(self) -> None:
+        self.llm.step()
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests."""
+        for tell, request_id in self._ids.items():
+            with suppress(Exception):  # the error may have closed the engine
+                self.llm.abort(request_id)
+            tell(error)
+        self._ids.clear()
+
+
+Command: TypeAlias = "Callable[[_Jobs], None] | None"
+
+
+def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
+    """Do what is asked, a step after the other, until the command None."""
+    jobs = _Jobs(llm)
+    with llm:
+        while True:
+            try:
+                command = commands.get(block=llm.is_closed or llm.is_finished())
+            except queue.Empty:
+                command = _Jobs.step
+            if command is None:
+                break
+            try:
+                command(jobs)
+            except Exception as error:  # which may have dropped any request
+                jobs.fail(error)
+            del command  # it would keep a request until the next one
+        jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))

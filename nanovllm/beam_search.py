@@ -1,0 +1,123 @@
+"""Beam search over the log-probabilities of next tokens, wherever those come from.
+
+Candidates, their order and what ends a beam are vLLM's. Imports no torch.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from nanovllm.outputs import BeamSearchSequence
+from nanovllm.sampling_params import BeamSearchParams
+
+Candidates: TypeAlias = Mapping[int, float]  # the log-probabilities of next tokens, by their ids
+
+
+class BeamSearch:
+    """The search for one prompt: `beams` are lengthened by `advance` until none is left.
+
+    All beams have the same length. What has ended competes by its score, see `BeamSearchParams`,
+    with what ends later.
+
+    Args:
+        prompt: its tokens.
+        params: of the search.
+        eos_token_ids: each of them ends a beam, unless `ignore_eos`.
+        max_model_len: the most tokens of prompt and output.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+    ) -> None:
+        self.beams = [BeamSearchSequence(prompt, 0.0)]
+        self._finished: list[BeamSearchSequence] = []
+        self._width, self._length_penalty = params.beam_width, params.length_penalty
+        self._eos_token_ids = () if params.ignore_eos else eos_token_ids
+        self._max_len = min(len(prompt) + params.max_tokens, max_model_len)
+
+    def advance(self, candidates: Sequence[Candidates]) -> None:
+        """Lengthen the beams by their most likely next tokens, given in the order of the beams.
+
+        A candidate that ends its beam is kept, however many go before it; of the others the
+        `beam_width` most likely go on.
+        """
+        grown = []  # (log-probability, beam, token): only the best become lists
+        for beam, logprobs in zip(self.beams, candidates, strict=True):
+            for token, logprob in logprobs.items():
+                total = beam.cum_logprob + logprob
+                if token in self._eos_token_ids:
+                    tokens = [*beam.tokens, token]
+                    self._finished.append(BeamSearchSequence(tokens, total, "", "stop", token))
+                else:
+                    grown.append((total, beam, token))
+        grown.sort(key=itemgetter(0), reverse=True)
+        self.beams = [
+            BeamSearchSequence([*beam.tokens, token], total)
+            for total, beam, token in grown[: self._width]
+        ]
+        if self.beams and len(self.beams[0].tokens) == self._max_len:
+            self._finished += [replace(beam, finish_reason="length") for beam in self.beams]
+            self.beams = []
+        self._finished = self.best()
+        if self.beams and self._is_decided():
+            self.beams = []
+
+    def best(self) -> list[BeamSearchSequence]:
+        """What has ended, at most `beam_width` sequences, the best first."""
+        return sorted(self._finished, key=self._score, reverse=True)[: self._width]
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.tokens) - (beam.finish_reason == "stop")
+        return beam.cum_logprob / length**self._length_penalty
+
+    def _is_decided(self) -> bool:
+        """Whether no beam can become better than all that have ended.
+
+        A beam never gets likelier, so at best it stays as it is and ends at the length that the
+        penalty favours.
+        """
+        if len(self._finished) < self._width:
+            return False
+        beam = self.beams[0]
+        length = self._max_len if self._length_penalty > 0 else len(beam.tokens)
+        return beam.cum_logprob / length**self._length_penalty <= self._score(self._finished[-1])
+
+
+def beam_search(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    next_tokens: Callable[[list[list[int]]], Sequence[Candidates]],
+    *,
+    eos_token_ids: Collection[int],
+    max_model_len: int,
+    use_tqdm: bool = False,
+) -> list[list[BeamSearchSequence]]:
+    """The best sequences for each prompt; all beams of all prompts advance together.
+
+    Args:
+        prompts: their tokens.
+        params: for all.
+        next_tokens: of sequences of tokens the most likely next ones.
+        eos_token_ids: see `BeamSearch`.
+        max_model_len: likewise.
+        use_tqdm: show a progress bar.
+    """
+    searches = [BeamSearch(p, params, eos_token_ids, max_model_len) for p in prompts]
+    # `disable=False` would overrule TQDM_DISABLE.
+    options: dict[str, Any] = {} if use_tqdm else {"disable": True}
+    with tqdm(total=params.max_tokens, desc="Beam search", unit="tok", **options) as bar:
+        while running := [search for search in searches if search.beams]:
+            sequences = [beam.tokens for search in running for beam in search.beams]
+            candidates = iter(next_tokens(sequences))
+            for search in running:
+                search.advance(list(islice(candidates, len(search.beams))))
+            bar.update()
+    return [search.best() for search in searches]

@@ -1,0 +1,164 @@
+"""Conversations as prompts: what callers pass to `LLM.chat`, checked and rendered.
+
+Imports no torch and no transformers; the tokenizer comes from the engine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from nanovllm.engine.inputs import encode
+from nanovllm.utils.checks import check_bool
+
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Message]
+Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
+
+ARGUMENTS = {  # of apply_chat_template, which are no variables of the template
+    *("conversation", "tools", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+
+
+class ChatRenderer:
+    """Turns conversations into prompts by a chat template; the arguments are `LLM.chat`'s.
+
+    Raises:
+        TypeError, ValueError: naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Tool] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        if tokenizer is None:
+            raise ValueError(
+                "chat() needs a tokenizer, but the model directory has none: pass token ids to "
+                "generate()"
+            )
+        if not isinstance(chat_template, (str, type(None))):
+            raise TypeError(
+                f"`chat_template` must be the text of a template, got {chat_template!r}"
+            )
+        if chat_template is None and not tokenizer.chat_template:
+            raise ValueError(
+                "`chat_template` must be given for a checkpoint that has none, got None: pass one, "
+                "or call generate()"
+            )
+        check_bool("add_generation_prompt", add_generation_prompt)
+        check_bool("continue_final_message", continue_final_message)
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "`add_generation_prompt` must be False with `continue_final_message`, got True: "
+                "a message is either begun or continued"
+            )
+        if tools is not None and not _is_list(tools):
+            raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise TypeError(f"`chat_template_kwargs` must be a dictionary, got {variables!r}")
+        if taken := sorted(ARGUMENTS & set(variables)):
+            raise ValueError(
+                f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
+                "pass the arguments of chat() by themselves"
+            )
+        self._tokenizer = tokenizer
+        self._options = {
+            **variables,
+            "tools": None if tools is None else list(tools),
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+
+    def render_all(
+        self, messages: Conversation | Sequence[Conversation]
+    ) -> dict[str, dict[str, Any]]:
+        """The prompts of one conversation or many, by what errors call the conversations."""
+        # All are checked before one is rendered.
+        return {
+            name: self._render(conversation, name)
+            for name, conversation in read_conversations(messages).items()
+        }
+
+    def _render(self, conversation: list[dict[str, Any]], name: str) -> dict[str, Any]:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, **self._options
+            )
+        except Exception as error:  # whatever the code in the template raises
+            raise ValueError(
+                f"`{name}` cannot be rendered by the chat template "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        # The template has written the special tokens: a tokenizer that adds them would do it twice.
+        token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def read_conversations(messages: Any) -> dict[str, list[dict[str, Any]]]:
+    """One conversation or many, checked, by what errors call them."""
+    if not _is_list(messages):
+        raise TypeError(
+            "`messages` must be a list of messages or a list of conversations, "
+            f"got {type(messages).__name__}"
+        )
+    if messages and _is_list(messages[0]):
+        return {
+            f"messages[{i}]": _read_conversation(conversation, f"messages[{i}]")
+            for i, conversation in enumerate(messages)
+        }
+    return {"messages": _read_conversation(messages, "messages")}
+
+
+def _read_conversation(conversation: Any, name: str) -> list[dict[str, Any]]:
+    if not _is_list(conversation):
+        raise TypeError(f"`{name}` must be a list of messages, got {type(conversation).__name__}")
+    if not conversation:
+        raise ValueError(f"`{name}` must have at least one message, got none")
+    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
+
+
+def _read_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"`{name}` must be a dictionary with `role` and `content`, got {type(message).__name__}"
+        )
+    if "role" not in message:
+        raise ValueError(f"`{name}` must have a `role`, got the keys {sorted(map(str, message))}")
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str):
+        raise TypeError(f'`{name}["role"]` must be a string, got {role!r}')
+    if content is None:
+        if role != "assistant" or not message.get("tool_calls"):
+            raise ValueError(
+                f"`{name}` must have `content`, got none: only an assistant's message with "
+                "`tool_calls` may do without"
+            )
+        content = ""  # templates add it to other text
+    elif _is_list(content):
+        content = "\n".join(
+            _read_part(part, f'{name}["content"][{i}]') for i, part in enumerate(content)
+        )
+    elif not isinstance(content, str):
+        raise TypeError(f'`{name}["content"]` must be a string or a list of parts, got {content!r}')
+    return {**message, "content": content}
+
+
+def _read_part(part: Any, name: str) -> str:
+    """The text of a part of a message in OpenAI's form."""
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {kind!r}')
+    if not isinstance(part.get("text"), str):
+        raise TypeError(f'`{name}["text"]` must be a string, got {part.get("text")!r}')
+    return part["text"]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))

@@ -1,0 +1,144 @@
+"""`Extras`: what some sequences of a step want beside a plainly sampled token.
+
+Controls of sampling, log-probabilities of the prompt, pooled hidden states. All ranks take part,
+because each has a part of the logits; rank 0 has the results.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from nanovllm.distributed.group import Group
+from nanovllm.engine.controls import Controls
+from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.step_inputs import Computed
+from nanovllm.layers.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
+from nanovllm.layers.embed_head import local_vocab
+from nanovllm.layers.sampler import SamplingMetadata
+from nanovllm.utils.device import upload
+
+ROWS = 256  # of a prompt, whose logits are computed at once
+
+
+class Extras:
+    """Computes them for one rank.
+
+    Args:
+        compute_logits: the model's: [B, M] -> [B, len(vocab)].
+        vocab_size: V.
+        max_num_seqs: the most sequences that run at once.
+        group: the ranks.
+        last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        max_num_seqs: int,
+        group: Group,
+        last_tokens: torch.Tensor,
+    ) -> None:
+        self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
+        self._last_tokens = last_tokens
+        self.sampler = ControlledSampler(vocab_size, max_num_seqs)
+        # Sums of hidden states [M] float32, by slot and by where they end.
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+
+    def sample(
+        self,
+        who: NDArray[np.bool_],
+        metadata: SamplingMetadata,
+        computed: Computed,
+        controls: Callable[[], Controls] | None,
+    ) -> Logprobs | None:
+        """Sample rows with controls again, by those, and replace their tokens.
+
+        Args:
+            who: [n], the rows with controls among those that sample.
+            metadata: of these rows.
+            computed: what was sampled without.
+            controls: on rank 0.
+        """
+        [rows] = upload(computed.tokens.device, np.flatnonzero(who).astype(np.int32))
+        logits = computed.logits
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, rows)
+        logits, logprobs = self._whole_rows(logits), None
+        if controls is None:
+            tokens = self._group.broadcast(torch.empty_like(metadata.slots))
+            self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        else:
+            own = controls()
+            if own.draws:
+                tokens = self.sampler(logits, metadata, own, self._last_tokens)
+            else:
+                tokens = computed.tokens.index_select(0, rows)
+            logprobs = self._logprobs(logits, tokens, int(own.num_logprobs.max()))
+            self._group.broadcast(tokens)
+        computed.tokens.index_copy_(0, rows.long(), tokens)
+        return logprobs
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Logprobs | None:
+        """Of the tokens and the `most` most likely ones; -1: of none."""
+        return None if most < 0 else logprobs_of(logits, tokens, min(most, self._vocab_size))
+
+    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [n, len(vocab)] to all: [n, V]."""
+        size = self._group.size
+        if size == 1:
+            return logits
+        width = len(local_vocab(self._vocab_size, 0, size))  # the first has the most
+        padded = nn.functional.pad(logits, (0, width - logits.shape[1]))
+        whole = self._group.all_gather(padded).transpose(0, 1).flatten(1)
+        return whole[:, : self._vocab_size].contiguous()
+
+    def prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
+        """Of prompt tokens, each by the hidden state [T, M] before it; some rows at a time."""
+        if not plan.prompt_logprobs.size:
+            return None
+        ends = np.cumsum(plan.num_tokens)
+        rows: list[int] = []
+        targets: list[int] = []
+        for i, count, next_token in plan.prompt_logprobs[:3].T.tolist():
+            start = int(ends[i] - plan.num_tokens[i])
+            following = plan.token_ids[start + 1 : ends[i]].tolist()
+            rows += range(start, start + count)
+            targets += [*following, next_token][:count]
+        most, parts = int(plan.prompt_logprobs[3].max()), []
+        for start in range(0, len(rows), ROWS):
+            own = np.array(rows[start : start + ROWS], np.int32)
+            index, drawn = upload(
+                hidden.device, own, np.array(targets[start : start + ROWS], np.int32)
+            )
+            logits = self._compute_logits(hidden.index_select(0, index))
+            logits = self._whole_rows(logits)
+            if self._group.rank == 0:
+                parts.append(self._logprobs(logits, drawn, most))
+        given = [part for part in parts if part is not None]
+        return Logprobs(*map(torch.cat, zip(*given, strict=True))) if given else None
+
+    def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The hidden states [T, M] of prompts as one vector each, [k, M] float32, of those whose
+        prompt ends in this step: the last, or the mean over the prompt.
+        """
+        pooled = []
+        ends = np.cumsum(plan.num_tokens)
+        for i, is_mean in plan.pooling.T.tolist():
+            rows = hidden[ends[i] - plan.num_tokens[i] : ends[i]]
+            vector = rows[-1].float()
+            if is_mean:
+                slot, start = int(plan.slots[i]), int(plan.starts[i])
+                end = start + int(plan.num_tokens[i])
+                if start == 0:
+                    self._sums[slot] = {0: torch.zeros_like(vector)}
+                before = self._sums[slot][start]
+                total = before + rows.sum(0, dtype=torch.float32)
+                self._sums[slot] = {start: before, end: total}  # a failed step is repeated
+                vector = total / end
+            if plan.samples[i]:
+                pooled.append(vector)
+        return torch.stack(pooled) if pooled else None

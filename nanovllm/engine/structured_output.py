@@ -1,0 +1,215 @@
+"""Structured outputs: which tokens a completion may go on with, so that it has the form asked for.
+
+llguidance does the work: one wheel without dependencies, which compiles in a millisecond and
+refuses what it cannot enforce; xgrammar needs torch, compiles for up to seconds, and passes over
+keywords of schemas in silence.
+
+Dead ends of grammars aside, the masks are exact: a token is allowed if and only if some text of the
+form begins with what there is and the token, however the text may be cut into tokens. So a model
+that keeps to the form by itself is not led elsewhere. Special tokens, and ids beyond the
+tokenizer's, spell nothing.
+"""
+
+import functools
+import itertools
+import json
+import logging
+import os
+import re
+import reprlib
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHED = 64  # compiled forms
+NUM_THREADS = min(8, os.cpu_count() or 1)
+WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound a model may write nothing else for ever
+# Otherwise, where only one text can follow, the library allows the tokenizer's own tokens for it
+# alone; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
+EXACT = '\n%llguidance {"no_forcing": true}'
+
+
+class Grammar:
+    """What one completion may go on with. `GrammarCompiler.compile` makes them."""
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: Collection[int]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._has_ended = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text has ended, or only its end may follow the token accepted last."""
+        return self._has_ended or self._matcher.is_stopped()
+
+    def accept(self, token_id: int) -> None:
+        """Follow the text by a token. What comes behind its end is not looked at.
+
+        Raises:
+            RuntimeError: the mask does not allow the token; the grammar stays as it is.
+        """
+        if self._has_ended:
+            return
+        matcher, ends = self._matcher, token_id in self._eos_token_ids
+        stopped = matcher.is_stopped()
+        if ends if stopped else matcher.try_consume_tokens([token_id]):
+            self._has_ended = ends
+        elif stopped or not matcher.is_error():  # the library gives up: `fill` leaves the end alone
+            raise RuntimeError(f"token {token_id} is not allowed by the structured output")
+        if ends and matcher.is_error():
+            reason = _reason("grammar", matcher.get_error())
+            logger.warning("a structured output ends unfinished: %s", reason)
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
+
+        The end-of-sequence tokens may come where the text is complete, and alone where nothing can
+        follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished.
+        Behind its end, which a request may ignore, every token may come.
+
+        Args:
+            mask: [ceil(V / 32)] int32, contiguous.
+        """
+        fill_masks([self], mask[np.newaxis])
+
+
+def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
+    """`Grammar.fill` for each row, in parallel and without the interpreter's lock.
+
+    Args:
+        grammars: [n], each once.
+        masks: [n, ceil(V / 32)] int32, contiguous.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    live = []
+    for row, grammar in enumerate(grammars):
+        if grammar._has_ended:
+            masks[row] = -1
+        else:
+            live.append((grammar._matcher, row))
+    if live:
+        fill_next_token_bitmask_par(_executor(), live, masks)
+
+
+@functools.cache
+def _executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor(NUM_THREADS)
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, and keeps what was asked for lately.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers, of bytes; None: every request is refused.
+        vocab_size: V, of the model, which may be larger than the tokenizer's.
+        eos_token_ids: what ends a text; of them, those that the tokenizer has.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        # Copies of a matcher share what it has learned, and a lock: one for each thread.
+        self._lanes = itertools.cycle(range(NUM_THREADS))
+        self._matcher = functools.lru_cache(MAX_CACHED * NUM_THREADS)(self._new_matcher)
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """The grammar of a new completion. The first call takes a second, for the tokenizer.
+
+        JSON has its properties in the order of the schema, and at most 40 blanks in a row, unless
+        the schema says otherwise under "x-guidance" (see llguidance). Regular expressions are
+        those of Rust, without look-around and back references.
+
+        Raises:
+            ImportError: the package llguidance is missing.
+            ValueError: the form is wrong, not supported or without any text; or the model has no
+                tokenizer, one that is not supported, or no end-of-sequence token.
+        """
+        tokenizer = self._ll_tokenizer
+        name, value = next(item for item in vars(params).items() if item[1] is not None)
+        try:
+            matcher = self._matcher(_lark(name, value), next(self._lanes))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
+                f"{_reason(name, str(error))}"
+            ) from error
+        return Grammar(matcher.deep_copy(), tokenizer.eos_tokens)
+
+    def _new_matcher(self, grammar: str, lane: int) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        source = LLMatcher.grammar_from_lark(grammar + EXACT)
+        matcher = LLMatcher(self._ll_tokenizer, source, log_level=0)
+        matcher.compute_bitmask()  # finds out whether any text can begin
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise ValueError("`structured_outputs` must be None for a model without tokenizer")
+        try:
+            import llguidance  # noqa: F401
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ImportError(
+                "`structured_outputs` must be None without the package llguidance: "
+                'pip install "nanovllm[structured-outputs]"'
+            ) from error
+        try:
+            ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
+            if not ends:
+                raise ValueError("it has no end-of-sequence token, which alone ends a text")
+            return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ends)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                "`structured_outputs` must be None with this tokenizer, a "
+                f"{type(tokenizer).__name__}: {error}"
+            ) from error
+
+
+def _lark(name: str, value: Any) -> str:
+    """The form in llguidance's dialect of Lark."""
+    if name == "json_object":
+        name, value = "json", '{"type": "object"}'
+    if name == "json":
+        schema = json.loads(value)
+        options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
+        return "start: %json " + json.dumps({**schema, "x-guidance": options})
+    if name == "regex":
+        from llguidance import regex_to_lark
+
+        return f"start: /{regex_to_lark(value, '')}/"
+    if name == "choice":
+        return "start: " + " | ".join(json.dumps(text) for text in value)
+    return value
+
+
+def _reason(name: str, message: str) -> str:
+    """One line of the library's message; where in the text only of a text that the user wrote."""
+    first, *rest = message.splitlines() or [""]
+    causes = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
+    reason = " ".join([first, *causes])
+    where = r"^(?:at )?(\d+)\((\d+)\): "
+    if name == "grammar":
+        reason = re.sub(where, r"line \1, column \2: ", reason)
+    else:
+        wrapping = r"(invalid regex .*\(in regex\): |failed to compile JSON schema: )?"
+        reason = re.sub(where + wrapping, "", reason)
+    return textwrap.shorten(reason.replace("NoExtensionBias", "no text matches it"), 300)

@@ -1,0 +1,534 @@
+"""`AsyncLLM`: coroutines that share an engine, and how requests and engines end."""
+
+import asyncio
+import contextlib
+import gc
+import queue
+import threading
+import weakref
+
+import pytest
+from test_engine_faults import FAULT_POINTS, fail_at
+
+from checkpoints import (
+    PARAMS,
+    PROMPT,
+    PROMPTS,
+    SMALL,
+    TINY,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    facts,
+    gather,
+    greedy,
+    reference,
+    references,
+)
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.async_llm import _Jobs, _serve
+
+PATIENCE = 60  # seconds, for what would hang for ever
+
+
+class Hall:
+    """An `AsyncLLM` whose engine tests can look at. Its steps can be made to wait."""
+
+    def __init__(self, path, monkeypatch, **options):
+        found, begin = [], _Jobs.__init__
+
+        def begun(jobs, llm):
+            found.append(llm)
+            begin(jobs, llm)
+            ready.set()
+
+        ready = threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(_Jobs, "__init__", begun)
+            self.async_llm = AsyncLLM(path, **SMALL, **options)
+            assert ready.wait(PATIENCE)
+        self.llm = found[0]
+
+    async def metrics(self):
+        return await asyncio.wait_for(self.async_llm.metrics(), PATIENCE)
+
+    async def assert_idle(self):
+        """What was asked before has been done when the answer comes."""
+        metrics = await self.metrics()
+        left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
+        assert not any(left.values()), left
+        self.llm.scheduler.check_invariants()
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
+def hall(request, checkpoint, monkeypatch):
+    hall = Hall(checkpoint, monkeypatch, overlap=request.param)
+    yield hall
+    hall.async_llm.exit()
+    assert not hall.async_llm._thread.is_alive()
+
+
+async def collect(async_llm, prompt, params=None):
+    """All that a request gives."""
+
+    async def all_of():
+        return [output async for output in async_llm.generate(prompt, params)]
+
+    return await asyncio.wait_for(all_of(), PATIENCE)
+
+
+async def tokens_of(async_llm, prompt, params=None):
+    outputs = await collect(async_llm, prompt, params)
+    return [token for output in outputs for token in output["token_ids"]]
+
+
+async def assert_usable_async(hall, path):
+    assert await tokens_of(hall.async_llm, PROMPT, greedy(6)) == reference(path, PROMPT, 6)
+    await hall.assert_idle()
+
+
+# -- the work -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_many_at_once_as_generate(overlap):
+    """More than run at once, random bytes, stop strings, several completions, text prompts."""
+    prompts = ["a", [7] * 20, "日本", list(range(90))] * 6
+    params = [
+        SamplingParams(
+            temperature=3.0, ignore_eos=True, seed=i, max_tokens=5 + i, n=1 + i % 2, stop=["e", "1"]
+        )
+        for i in range(len(prompts))
+    ]
+    with LLM(TINY, **SMALL) as llm:
+        wholes = [[facts(c) for c in o.outputs] for o in llm.generate(prompts, params, False)]
+
+    async def main():
+        async with AsyncLLM(TINY, overlap=overlap, **SMALL) as async_llm:
+            work = [collect(async_llm, *item) for item in zip(prompts, params, strict=True)]
+            found = [gather(outputs) for outputs in await asyncio.gather(*work)]
+            assert [own.popitem()[1] for own in found] == wholes
+            metrics = await async_llm.metrics()
+            assert metrics["num_finished"] == len(params)
+            # they shared steps
+            assert metrics["num_steps"] < metrics["num_decode_tokens"] / 2
+
+    asyncio.run(main())
+    assert {"stop", "length"} == {done[3] for one in wholes for done in one}
+
+
+def test_defaults_and_order(hall, checkpoint):
+    async def main():
+        outputs = await collect(hall.async_llm, PROMPT)
+        assert len(outputs) == SamplingParams().max_tokens
+        work = [tokens_of(hall.async_llm, *item) for item in zip(PROMPTS, PARAMS, strict=True)]
+        assert await asyncio.gather(*work) == references(checkpoint)
+        await hall.assert_idle()
+
+    asyncio.run(main())
+
+
+def test_loop_goes_on_while_a_step_runs(hall, monkeypatch):
+    """The step waits for what a coroutine does later: it would wait for ever in the loop."""
+    run, go, entered = hall.llm.executor.run, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        assert go.wait(PATIENCE)
+        return run(*args)
+
+    monkeypatch.setattr(hall.llm.executor, "run", slow)
+
+    async def main():
+        request = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(3)))
+        await asyncio.to_thread(entered.wait, PATIENCE)
+        answer = asyncio.create_task(hall.async_llm.metrics())
+        other = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(3)))
+        for _ in range(20):  # turns of the loop
+            await asyncio.sleep(0)
+        assert not request.done() and not answer.done() and not other.done()
+        go.set()
+        assert len(await request) == len(await other) == 3
+        assert (await answer)["num_steps"] >= 0
+
+    asyncio.run(main())
+
+
+def test_engine_waits_without_work(hall, monkeypatch):
+    """An idle engine takes no steps, nor looks for some."""
+    steps, step = [], hall.llm.step
+    monkeypatch.setattr(hall.llm, "step", lambda: steps.append(1) or step())
+
+    async def main():
+        for _ in range(3):
+            await hall.metrics()
+        assert not steps
+        await tokens_of(hall.async_llm, PROMPT, greedy(3))
+        await hall.metrics()
+        count = len(steps)
+        for _ in range(3):
+            await hall.metrics()
+        assert len(steps) == count <= 4
+
+    asyncio.run(main())
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", "break", "close", "drop", "timeout"])
+def test_left_requests_are_aborted(how, hall, checkpoint):
+    async def leave(stream):
+        async for _ in stream:
+            if how in ("break", "drop"):
+                break
+
+    async def main():
+        stays = asyncio.create_task(tokens_of(hall.async_llm, PROMPTS[2], PARAMS[2]))
+        endless = greedy(None, ignore_eos=True)
+        stream = hall.async_llm.generate(PROMPT, endless)
+        first = await anext(stream)
+        assert not first.finished
+        if how == "cancel":
+            task = asyncio.create_task(leave(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "timeout":
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(leave(stream), 0)
+            await stream.aclose()
+        elif how == "close":
+            await anext(stream)
+            await stream.aclose()
+        else:
+            await leave(stream)
+            if how == "break":
+                await stream.aclose()
+        del stream
+        gc.collect()
+        for _ in range(2):  # the loop closes what was dropped in a task of its own
+            await asyncio.sleep(0)
+        assert await stays == references(checkpoint)[2]
+        await hall.assert_idle()
+        await assert_usable_async(hall, checkpoint)
+        # endless would have been as long as the model allows
+        assert hall.llm.metrics()["num_finished"] == 2
+
+    asyncio.run(main())
+
+
+def test_cancelled_before_it_was_queued(hall, checkpoint, monkeypatch):
+    """Cancelled while the engine is in another's step, so that it comes and goes at once."""
+    run, go, entered = hall.llm.executor.run, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        assert go.wait(PATIENCE)
+        return run(*args)
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(hall.llm.executor, "run", slow)
+            first = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(3)))
+            await asyncio.to_thread(entered.wait, PATIENCE)
+            late = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(None)))
+            asked = asyncio.create_task(hall.async_llm.metrics())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            late.cancel()
+            asked.cancel()  # its answer comes, and nobody wants it
+            for task in (late, asked):
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            go.set()
+            assert await first == reference(checkpoint, PROMPT, 3)
+        await hall.assert_idle()
+        assert hall.llm.metrics()["num_finished"] == 1
+
+    problems = []
+
+    async def watched():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+        await main()
+
+    asyncio.run(watched())
+    assert not problems
+
+
+def test_never_started(hall):
+    async def main():
+        hall.async_llm.generate(PROMPT)
+        hall.async_llm.generate([])
+        gc.collect()
+        assert (await hall.metrics())["num_steps"] == 0
+        await hall.assert_idle()
+
+    asyncio.run(main())
+
+
+def test_one_loop_after_another(hall, checkpoint):
+    """The first is closed while its requests run, and nobody tells the engine."""
+    loop = asyncio.new_event_loop()
+    stream = hall.async_llm.generate(PROMPT, greedy(None, ignore_eos=True))
+    try:
+        assert not loop.run_until_complete(anext(stream)).finished
+        answer = loop.create_task(hall.async_llm.metrics())
+        loop.run_until_complete(asyncio.sleep(0))
+        assert not answer.done()
+        answer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(answer)
+    finally:
+        loop.close()
+    for _ in range(2):
+        asyncio.run(assert_usable_async(hall, checkpoint))
+    # `stream` is still held
+    assert hall.llm.metrics()["num_finished"] == 2, "the request of the closed loop ran on"
+    del stream
+
+
+def test_answer_for_a_closed_loop(hall, checkpoint, monkeypatch):
+    """It ended the engine's thread, and all that came later waited for ever."""
+    go, metrics = threading.Event(), hall.llm.metrics
+
+    def slow():
+        assert go.wait(PATIENCE)
+        return metrics()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hall.llm, "metrics", slow)
+        loop = asyncio.new_event_loop()
+        answer = loop.create_task(hall.async_llm.metrics())
+        loop.run_until_complete(asyncio.sleep(0))
+        answer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(answer)
+        loop.close()
+        go.set()
+        asyncio.run(assert_usable_async(hall, checkpoint))
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+WRONG = {
+    "prompt": ([], None, ValueError, "`prompt` must have at least one token"),
+    "token": ([10**6], None, ValueError, "`prompt` must hold token ids in 0"),
+    "type": (7, None, TypeError, "`prompt` must be a string"),
+    "text": ("text", None, ValueError, "no tokenizer"),
+    "params": (PROMPT, "greedy", TypeError, "`sampling_params` must be a SamplingParams"),
+    "stop": (PROMPT, greedy(2, stop=["x"]), ValueError, "stop` is about text"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_told_to_who_made_them(name, hall, checkpoint):
+    prompt, params, error, message = WRONG[name]
+
+    async def main():
+        right = asyncio.create_task(tokens_of(hall.async_llm, PROMPT, greedy(6)))
+        with pytest.raises(error, match=message):
+            await collect(hall.async_llm, prompt, params)
+        assert await right == reference(checkpoint, PROMPT, 6)
+        await assert_usable_async(hall, checkpoint)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("k", "after"), [(1, False), (3, True)], ids=["first", "after-third"])
+@pytest.mark.parametrize("point", sorted(set(FAULT_POINTS) - {"output"}))
+def test_error_in_a_step_reaches_all(point, k, after, hall, checkpoint, monkeypatch):
+    async def main():
+        with monkeypatch.context() as patch:
+            error = RuntimeError("out of memory")
+            fail_at(patch, *FAULT_POINTS[point](hall.llm), k, error, after=after)
+            work = [tokens_of(hall.async_llm, *item) for item in zip(PROMPTS, PARAMS, strict=True)]
+            found = await asyncio.gather(*work, return_exceptions=True)
+        # They come one after the other: some may have ended before, or have begun behind it.
+        assert any(one is error for one in found)
+        for one, expected in zip(found, references(checkpoint), strict=True):
+            assert one is error or one == expected
+        await hall.assert_idle()
+        await assert_usable_async(hall, checkpoint)
+
+    asyncio.run(main())
+
+
+def test_error_reaches_all_that_run(hall, checkpoint, monkeypatch):
+    step, error = hall.llm.step, MemoryError("no memory")
+
+    def failing():
+        running = hall.llm.scheduler.running
+        if [seq.num_known_tokens > seq.num_prompt_tokens for seq in running] == [True, True]:
+            raise error
+        return step()
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(hall.llm, "step", failing)
+            work = [collect(hall.async_llm, p, greedy(None)) for p in (PROMPT, PROMPT[::-1])]
+            found = await asyncio.gather(*work, return_exceptions=True)
+        assert [one is error for one in found] == [True, True]
+        await hall.assert_idle()
+        await assert_usable_async(hall, checkpoint)
+
+    asyncio.run(main())
+
+
+def test_error_in_an_abort_reaches_all(hall, checkpoint, monkeypatch):
+    """It drops every request. It ended the engine's thread, and all waited for ever."""
+
+    async def main():
+        streams = [hall.async_llm.generate(PROMPT, greedy(None)) for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        with monkeypatch.context() as patch:
+            error = RuntimeError("torn books")
+            fail_at(patch, hall.llm.scheduler, "abort", 1, error)
+            await streams[0].aclose()
+            with pytest.raises(RuntimeError, match="torn books"):
+                async for _ in streams[1]:
+                    pass
+        await hall.assert_idle()
+        await assert_usable_async(hall, checkpoint)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_error_that_closes_the_engine(hall, monkeypatch):
+    """A dead worker, say: it reaches who waits, and who comes later is told."""
+
+    def broken(*args):
+        hall.llm.executor.is_broken = True
+        raise RuntimeError("a worker has died")
+
+    monkeypatch.setattr(hall.llm.executor, "run", broken)
+
+    async def main():
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            await collect(hall.async_llm, PROMPT)
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            await collect(hall.async_llm, PROMPT)
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            await hall.metrics()
+
+    asyncio.run(main())
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_exit_with_requests_under_way(hall):
+    async def main():
+        stream = hall.async_llm.generate(PROMPT, greedy(None, ignore_eos=True))
+        await anext(stream)
+        late = asyncio.create_task(collect(hall.async_llm, PROMPT[::-1], greedy(None)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(hall.async_llm.exit)
+        with pytest.raises(RuntimeError, match="this engine is closed: build a new AsyncLLM"):
+            async for output in stream:
+                assert not output.finished
+        with pytest.raises(RuntimeError, match="this engine is closed: build a new AsyncLLM"):
+            await late
+        await after_the_end(hall.async_llm)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert hall.llm.is_closed
+
+
+async def after_the_end(async_llm):
+    async_llm.exit()
+    calls = [collect(async_llm, PROMPT), async_llm.metrics(), async_llm.__aenter__()]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this engine is closed: build a new AsyncLLM"):
+            await call
+
+
+def test_context_manager_closes(checkpoint):
+    async def main():
+        with pytest.raises(KeyError, match="the caller's"):
+            async with AsyncLLM(checkpoint, **SMALL) as async_llm:
+                assert await tokens_of(async_llm, PROMPT, greedy(2))
+                raise KeyError("the caller's")
+        assert not async_llm._thread.is_alive()
+        await after_the_end(async_llm)
+
+    asyncio.run(main())
+
+
+def test_nothing_is_asked_behind_the_end(checkpoint):
+    """Checked before exit() and queued behind it, a request waited for ever."""
+    async_llm = AsyncLLM(checkpoint, **SMALL)
+    check, thread = async_llm._check_open, threading.Thread(target=async_llm.exit)
+
+    def slow():
+        check()
+        thread.start()
+        thread.join(0.2)  # it must wait for us
+
+    async_llm._check_open = slow
+
+    async def main():
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            await collect(async_llm, PROMPT, greedy(None))
+
+    asyncio.run(main())
+    thread.join(PATIENCE)
+    assert not async_llm._thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["unused", "used", "left", "failed"])
+def test_del_frees_the_engine(end, checkpoint, monkeypatch):
+    """No request, coroutine or error keeps it, nor does its own thread."""
+    hall = Hall(checkpoint, monkeypatch)
+    thread, runner = hall.async_llm._thread, weakref.ref(hall.llm.model_runner)
+
+    async def main(async_llm):
+        if end in ("used", "left"):
+            await collect(async_llm, PROMPT, greedy(5))
+        if end == "left":
+            stream = async_llm.generate(PROMPT, greedy(None))
+            await anext(stream)
+        if end == "failed":
+            with pytest.raises(ValueError, match="at least one token"):
+                await collect(async_llm, [])
+
+    asyncio.run(main(hall.async_llm))
+    del hall
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    gc.collect()
+    assert runner() is None
+
+
+def test_failed_construction_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="`model` must be the directory"):
+        AsyncLLM(tmp_path / "nothing", **SMALL)
+    assert threading.active_count() == before
+
+
+def test_thread_gives_the_memory_back(checkpoint):
+    """`_serve` alone: it ends with the command None, and closes the engine."""
+    llm, commands = LLM(checkpoint, **SMALL), queue.SimpleQueue()
+    heard = []
+    commands.put(lambda jobs: jobs.add(PROMPT, greedy(None), heard.append))
+    commands.put(None)
+    _serve(llm, commands)
+    assert llm.is_closed
+    assert isinstance(heard[-1], RuntimeError)
+
+
+def test_used_engine_is_an_llm(checkpoint):
+    """What the thread leaves behind is as after `LLM.stream`."""
+    llm = LLM(checkpoint, **SMALL)
+    jobs, heard = _Jobs(llm), []
+    jobs.add(PROMPT, greedy(50), heard.append)
+    jobs.step()
+    jobs.fail(RuntimeError("the end"))
+    jobs.fail(RuntimeError("nobody hears"))
+    assert [str(item) for item in heard[-1:]] == ["the end"]
+    assert_usable(llm, checkpoint)
+    llm.exit()

@@ -1,0 +1,138 @@
+"""Controls of sampling on CUDA devices: what a CPU gives, in float32 on the embedded checkpoint."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from test_reference import make_prompts
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.gpu
+SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64, "dtype": "float32"}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"logit_bias": {52: 5.0, 55: -4.0}},
+    {"allowed_token_ids": [48, 49, 50, 51, 97]},
+    {"bad_words": ["4", "72"]},
+    {"min_tokens": 8, "ignore_eos": False},
+    {"logprobs": 4},
+    {"prompt_logprobs": 2, "repetition_penalty": 1.2, "logprobs": 0},
+    {"stop": ["7", "l"]},
+    {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1},
+]
+FORM = StructuredOutputsParams(regex="[a-f]{3}[0-9]{4}")
+
+
+def requests() -> tuple[list[Any], list[SamplingParams]]:
+    prompts = make_prompts()[10:76:3]
+    params = [SamplingParams(**(GREEDY | CONTROLS[i % len(CONTROLS)])) for i in range(22)]
+    return prompts, params
+
+
+def results(**options: Any) -> list[Any]:
+    prompts, params = requests()
+    with LLM(options.pop("model"), **SMALL, **options) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for mine, other in zip(found, wanted, strict=True):
+        a, b = mine.outputs[0], other.outputs[0]
+        assert (a.token_ids, a.text) == (b.token_ids, b.text)
+        assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+        pairs = (a.logprobs, b.logprobs), (mine.prompt_logprobs, other.prompt_logprobs)
+        for places, others in pairs:
+            assert (places is None) == (others is None)
+            for place, wanted_place in zip(places or (), others or (), strict=True):
+                if wanted_place is None:
+                    assert place is None
+                    continue
+                first = next(iter(wanted_place))
+                assert next(iter(place)) == first
+                for token in place.keys() & wanted_place.keys():
+                    assert abs(place[token].logprob - wanted_place[token].logprob) < 1e-3
+    assert any(output.outputs[0].logprobs for output in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"overlap": False}], ids=str)
+def test_greedy_requests_with_controls_are_those_of_a_cpu(
+    options: dict[str, Any], tiny: str
+) -> None:
+    """Everything at once, in chunks beside decodes, with sequences that wait for room."""
+    wanted = results(model=tiny, device="cpu")
+    found = results(model=tiny, device="cuda", max_num_batched_tokens=64, **options)
+    assert_same(found, wanted)
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(tiny: str) -> None:
+    prompts = make_prompts()[:12]
+    params = [
+        SamplingParams(temperature=2.0, seed=i, max_tokens=16, ignore_eos=True, **controls)
+        for i, controls in enumerate(
+            [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.02}, {"frequency_penalty": 0.8},
+             {"top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}] * 2
+        )
+    ]  # fmt: skip
+    with LLM(tiny, **SMALL) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        pairs = zip(prompts, params, strict=True)
+        alone = [llm.generate(*pair, use_tqdm=False)[0] for pair in pairs]
+    assert [o["token_ids"] for o in together] == [o["token_ids"] for o in alone]
+
+
+def test_guided_requests_beside_others(tiny: str) -> None:
+    pytest.importorskip("llguidance")
+    guided = SamplingParams(temperature=1.0, structured_outputs=FORM)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = StructuredOutputsParams(json=schema)
+    as_json = SamplingParams(temperature=1.0, max_tokens=400, structured_outputs=form)
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(tiny, **SMALL) as llm:
+        outputs = llm.generate(
+            ["127+345="] * 60, [guided, as_json, plain] * 20, use_tqdm=False
+        )  # fmt: skip
+        assert llm.metrics()["overlap"]
+    texts = [output["text"] for output in outputs]
+    assert all(len(t) == 7 and set(t[:3]) <= set("abcdef") and t[3:].isdigit() for t in texts[::3])
+    assert all(json.loads(text)["a"] in (1, 22) for text in texts[1::3])
+    assert set(texts[2::3]) == {"472"}
+
+
+def test_embeddings_and_scores(tiny: str) -> None:
+    prompts = make_prompts()[:10]
+    found: dict[str, Any] = {}
+    for device in ("cpu", "cuda"):
+        with LLM(tiny, device=device, max_num_batched_tokens=64, **SMALL) as llm:
+            vectors = [
+                [o.outputs.embedding for o in llm.embed(prompts, pooling, use_tqdm=False)]
+                for pooling in ("last", "mean")
+            ]
+            scores = [o.total_logprob for o in llm.score(prompts, use_tqdm=False)]
+        found[device] = torch.tensor(vectors), torch.tensor(scores)
+    for mine, wanted in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("options", [{}, {"disable_custom_all_reduce": True}], ids=str)
+def test_controls_on_two_gpus(options: dict[str, Any], tiny: str) -> None:
+    """Rank 0 has the controls, the other rank the tokens; grammars wait for tokens in between."""
+    wanted = results(model=tiny, device="cpu")
+    found = results(model=tiny, tensor_parallel_size=2, max_num_batched_tokens=64, **options)
+    assert_same(found, wanted)
+    pytest.importorskip("llguidance")
+    guided = SamplingParams(temperature=1.0, structured_outputs=FORM)
+    with LLM(tiny, tensor_parallel_size=2, **SMALL, **options) as llm:
+        outputs = llm.generate(["127+345="] * 30, guided, use_tqdm=False)
+        assert all(len(output["text"]) == 7 for output in outputs)
+        assert llm.score("127+345=", use_tqdm=False)[0].total_logprob < 0

@@ -1,0 +1,435 @@
+"""Structured outputs through the whole engine: every text has its form, and nobody else notices.
+
+The embedded checkpoint has one token for each byte, and no idea of JSON.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import threads_fixture  # noqa: F401
+from test_engine_faults import fail_at
+
+from checkpoints import SMALL, TINY, assert_idle, checkpoint_fixture, tokens  # noqa: F401
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.admission import LengthEstimator
+from nanovllm.engine.structured_output import GrammarCompiler
+
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+EOS = {256, 258}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 512,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 256,
+}
+
+
+def obj(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+    """The schema of an object without other properties and with few blanks."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_pattern": " ?"},
+    }
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NAME = {"type": "string", "minLength": 1, "maxLength": 5}
+INNER = {k: v for k, v in obj(x=DIGIT, y={"type": "boolean"}).items() if k != "x-guidance"}
+SCHEMAS: list[dict[str, Any]] = [
+    obj(a={"type": "integer", "minimum": -20, "maximum": 300}, b={"enum": ["x", "yy", 3, None]}),
+    obj(["b"], a=NAME, b={"type": "boolean"}, c=DIGIT),
+    obj(rows={"type": "array", "minItems": 1, "maxItems": 2, "items": {
+        "type": "array", "items": DIGIT, "minItems": 1, "maxItems": 3}}),
+    obj(v={"anyOf": [DIGIT, NAME, {"type": "null"}, INNER]}),
+    obj(["p"], p=INNER, q=INNER),
+    obj(d={"type": "string", "pattern": "^[a-f]{2,4}$"}, e={"const": "fixed"}),
+    obj(n={"type": "number", "minimum": 1, "maximum": 2, "multipleOf": 0.25}, t={"type": "null"}),
+]  # fmt: skip
+PROMPTS = ["127+345=", "The answer is ", "{", "x" * 30, '{"a": [1, 2, 3], "b":']
+
+
+def form(**value: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**value)
+
+
+def guided(max_tokens: int = 120, *, temperature: float = 1.0, **options: Any) -> SamplingParams:
+    """`options` are those of the form, and of `SamplingParams`."""
+    names = ("json", "regex", "choice", "grammar", "json_object")
+    own = StructuredOutputsParams(**{k: v for k, v in options.items() if k in names})
+    rest = {k: v for k, v in options.items() if k not in names}
+    return SamplingParams(temperature, max_tokens, structured_outputs=own, **rest)
+
+
+def assert_valid(text: str, schema: dict[str, Any]) -> None:
+    jsonschema.validate(json.loads(text), schema)
+
+
+def assert_ended(output: Any) -> None:
+    """Each completion ended by itself, and its text is its tokens' but the last."""
+    for completion in output.outputs:
+        *rest, last = completion.token_ids
+        assert completion.finish_reason == "stop", completion
+        assert last in EOS
+        assert not EOS & set(rest)
+        assert completion.text == bytes(rest).decode(errors="replace")
+
+
+@pytest.fixture(scope="module", name="llm")
+def llm_fixture() -> Iterator[LLM]:
+    """An engine whose first prompts and draws depend on which tests ran before."""
+    with LLM(TINY, overlap=False, **OPTIONS) as llm:
+        yield llm
+        assert_idle(llm)
+
+
+@pytest.fixture
+def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission that expects one token of everybody, so that preemption has work."""
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+
+
+# A workload with all kinds of forms, the unguided among them. Seeds, so that draws do not depend
+# on the place in a batch.
+FORMS: list[dict[str, Any]] = [{"json": schema} for schema in SCHEMAS]
+FORMS += [
+    {"regex": r"[a-c]{3,9}-(?:\d\d|z+q)"},
+    {"choice": ["yes", "yesterday", "no"]},
+    {"grammar": 'start: "<" item ("," item)* ">"\nitem: /[0-9]{1,2}/ | "(" item ")"'},
+]
+MIXED_PROMPTS = [f"{PROMPTS[i % len(PROMPTS)]}{i}" for i in range(2 * len(FORMS))]
+MIXED = [
+    guided(40, seed=i, **FORMS[i // 2]) if i % 2 else SamplingParams(1.0, 20, True, seed=i)
+    for i in range(2 * len(FORMS))
+]
+
+
+def run(prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Generate. The engine's books are right after each step."""
+    with LLM(TINY, **{**OPTIONS, **options}) as llm:
+        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+        found = {}
+        while not llm.is_finished():
+            found.update((output.request_id, output) for output in llm.step())
+            llm.scheduler.check_invariants()
+        return [found[i] for i in ids], llm.metrics()
+
+
+@pytest.fixture(scope="module", name="expected")
+def expected_fixture() -> list[list[int]]:
+    """The tokens of MIXED, drawn one request after another."""
+    with LLM(TINY, overlap=False, **OPTIONS) as llm:
+        found = []
+        for prompt, params in zip(MIXED_PROMPTS, MIXED, strict=True):
+            found += tokens(llm.generate(prompt, params, use_tqdm=False))
+        return found
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_every_text_validates(overlap: bool) -> None:
+    """Two hundred objects of seven schemas, beside half as many texts without a form."""
+    prompts = [f"{PROMPTS[i % len(PROMPTS)]}{i}" for i in range(300)]
+    params = [
+        SamplingParams(1.0, 30) if i % 3 == 2 else guided(json=SCHEMAS[i % len(SCHEMAS)])
+        for i in range(300)
+    ]
+    with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    seen = set()
+    for i, output in enumerate(outputs):
+        if i % 3 != 2:
+            assert_ended(output)
+            assert_valid(output["text"], SCHEMAS[i % len(SCHEMAS)])
+            seen.add(json.dumps(json.loads(output["text"])))
+    assert len(seen) > 60, "no chance"
+
+
+def test_other_forms(llm: LLM) -> None:
+    regex, choice = r"(?:ab|c)+\.[0-9]{2,3}x?", ["one", "two", "three", "on"]
+    grammar = 'start: "<" item ("," item)* ">"\nitem: /[0-9]{1,2}/ | "(" item ")"'
+    prompts = [f"{prompt}{i}" for prompt in PROMPTS for i in range(4)]
+    options = {"logit_bias": {ord(","): -5.0, ord("("): -5.0, ord("c"): -3.0}}
+    outputs = llm.generate(prompts, guided(regex=regex, **options), use_tqdm=False)
+    assert all(re.fullmatch(regex, output["text"]) for output in outputs)
+    assert len({output["text"] for output in outputs}) > 5
+    outputs += llm.generate(prompts, guided(choice=choice), use_tqdm=False)
+    assert {output["text"] for output in outputs[len(prompts) :]} <= set(choice)
+    assert len({output["text"] for output in outputs[len(prompts) :]}) > 1
+    found = llm.generate(prompts, guided(grammar=grammar, **options), use_tqdm=False)
+    for output in found:
+        item = r"\(*\d{1,2}\)*"
+        assert re.fullmatch(f"<{item}(,{item})*>", output["text"])
+        assert output["text"].count("(") == output["text"].count(")")
+    for output in outputs + found:
+        assert_ended(output)
+
+
+def test_any_json_object(llm: LLM) -> None:
+    blanks = {ord(c): -100.0 for c in " \t\n\r"}
+    ends = {ord("}"): 9.0, ord('"'): 6.0}
+    params = guided(300, json_object=True, logit_bias={**blanks, **ends}, temperature=2.0)
+    outputs = llm.generate([f"{i}{{" for i in range(8)], params, use_tqdm=False)
+    for output in outputs:
+        assert_ended(output)
+        assert isinstance(json.loads(output["text"]), dict)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=lambda options: str(options)[:40])
+def test_greedy_takes_the_best_token_that_the_form_allows(
+    options: dict[str, Any], llm: LLM, reference: Any
+) -> None:
+    """What transformers and the masks say, token for token; the logprobs are the model's own."""
+    compiler = GrammarCompiler(llm.tokenizer, 272, llm.eos_token_ids)
+    params = guided(30, temperature=0, logprobs=1, **options)
+    for output in llm.generate(PROMPTS[:2], params, use_tqdm=False):
+        grammar, mask = compiler.compile(params.structured_outputs), np.zeros(9, np.int32)
+        ids, places = output["token_ids"], output.outputs[0].logprobs
+        with torch.inference_mode():
+            rows = reference(torch.tensor([output.prompt_token_ids + ids])).logits[0]
+        rows = rows[len(output.prompt_token_ids) - 1 : -1]
+        for token, row, place in zip(ids, rows, places, strict=True):
+            grammar.fill(mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:272]
+            allowed = row.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
+            assert float(allowed[token]) == pytest.approx(float(allowed.max()), abs=1e-4)
+            assert bits[token]
+            logprob = float(row.log_softmax(-1)[token])
+            assert place[token].logprob == pytest.approx(logprob, abs=1e-4)
+            grammar.accept(token)
+
+
+# -- with other wishes ----------------------------------------------------------------------------
+
+
+def test_logit_bias_and_filters(llm: LLM) -> None:
+    choice = ["yes", "no", "none"]
+    for bias, texts in (
+        ({ord("y"): -1e9}, {"no", "none"}),
+        ({ord("n"): -1e9}, {"yes"}),
+        ({ord("n"): 100.0, 258: -1e9, 256: -1e9}, {"none"}),  # "no" cannot end while "none" may
+    ):
+        params = guided(choice=choice, logit_bias=bias)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert {output["text"] for output in outputs} <= texts
+        for output in outputs:
+            assert_ended(output)
+    schema = SCHEMAS[0]
+    best = tokens(llm.generate(PROMPTS, guided(json=schema, temperature=0), use_tqdm=False))
+    likely = guided(json=schema, top_k=1)
+    assert tokens(llm.generate(PROMPTS, likely, use_tqdm=False)) == best
+    for options in ({"top_p": 0.01}, {"min_p": 0.9}, {"repetition_penalty": 5.0, "top_k": 3}):
+        for output in llm.generate(PROMPTS, guided(json=schema, **options), use_tqdm=False):
+            assert_ended(output)
+            assert_valid(output["text"], schema)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_other_ends(overlap: bool) -> None:
+    """A stop string or token, or the limit, may end a text before its form is complete."""
+    schema = obj(a={"const": 1}, b={"const": 2})
+    compact = guided(json={**schema, "x-guidance": {"whitespace_flexible": False,
+                                                    "whitespace_pattern": None}})  # fmt: skip
+    whole = '{"a":1,"b":2}'
+    forms = compact.structured_outputs
+    cases: list[tuple[dict[str, Any], str, str, Any]] = [
+        ({}, whole, "stop", None),
+        ({"stop": [',"b']}, '{"a":1', "stop", ',"b'),
+        ({"stop": [',"b'], "include_stop_str_in_output": True}, '{"a":1,"b', "stop", ',"b'),
+        ({"stop": ["}"]}, whole[:-1], "stop", "}"),
+        ({"stop": ["z"]}, whole, "stop", None),
+        ({"stop_token_ids": [ord(",")]}, '{"a":1', "stop", ord(",")),
+        ({"max_tokens": 4}, '{"a"', "length", None),
+        ({"max_tokens": len(whole)}, whole, "length", None),
+        ({"max_tokens": len(whole) + 1}, whole, "stop", None),
+    ]
+    with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
+        params = [SamplingParams(structured_outputs=forms, **options) for options, *_ in cases]
+        outputs = llm.generate(["127+345="] * len(cases), params, use_tqdm=False)
+        for output, (_, text, reason, stop) in zip(outputs, cases, strict=True):
+            completion = output.outputs[0]
+            found = (completion.text, completion.finish_reason, completion.stop_reason)
+            assert found == (text, reason, stop)
+        params = [SamplingParams(1.0, 30, ignore_eos=True, structured_outputs=forms)]
+        [output] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        assert output["text"].startswith(whole)
+        assert len(output["token_ids"]) == 30
+        assert set(output["token_ids"][len(whole) : len(whole) + 1]) <= EOS
+        assert_idle(llm)
+
+
+def test_each_completion_has_its_own_place(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, guided(json=SCHEMAS[1], n=5, seed=3), use_tqdm=False)
+    for output in outputs:
+        assert len(output.outputs) == 5
+        assert_ended(output)
+        for completion in output.outputs:
+            assert_valid(completion.text, SCHEMAS[1])
+        assert len({completion.text for completion in output.outputs}) > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_streams(overlap: bool, expected: list[list[int]]) -> None:
+    with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
+        found: dict[int, list[int]] = {}
+        texts: dict[int, str] = {}
+        for output in llm.stream(MIXED_PROMPTS, MIXED):
+            [completion] = output.outputs
+            found.setdefault(output.request_id, []).extend(completion.token_ids)
+            texts[output.request_id] = texts.get(output.request_id, "") + completion.text
+        assert [found[i] for i in sorted(found)] == expected
+        outputs = llm.generate(MIXED_PROMPTS, MIXED, use_tqdm=False)
+        assert [texts[i] for i in sorted(texts)] == [output["text"] for output in outputs]
+        assert_idle(llm)
+
+
+# -- whatever the engine does ---------------------------------------------------------------------
+
+
+CIRCUMSTANCES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 6, "overlap": True},
+    "prefill-first": {"max_num_batched_tokens": 64, "mixed_steps": False},
+    "no-cache": {"enable_prefix_caching": False, "max_num_seqs": 3, "overlap": True},
+}
+
+
+@pytest.mark.parametrize("name", CIRCUMSTANCES)
+def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
+    """Those of the guided, and of the others, which draw as if they were alone."""
+    outputs, _ = run(MIXED_PROMPTS, MIXED, **CIRCUMSTANCES[name])
+    assert tokens(outputs) == expected
+    for output, params in zip(outputs, MIXED, strict=True):
+        if params.structured_outputs and output.outputs[0].finish_reason == "stop":
+            assert_ended(output)
+            if params.structured_outputs.json:
+                schema = json.loads(str(params.structured_outputs.json))
+                assert_valid(output["text"], schema)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.usefixtures("threads")
+def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
+    """Rank 0 has the grammars; the others are told the tokens."""
+    count = 2 * len(FORMS) // size
+    outputs, _ = run(MIXED_PROMPTS[-count:], MIXED[-count:], tensor_parallel_size=size)
+    assert tokens(outputs) == expected[-count:]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.usefixtures("low_guesses")
+def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None:
+    options = {"num_kvcache_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    outputs, metrics = run(MIXED_PROMPTS, MIXED, overlap=overlap, **options)
+    assert metrics["num_preemptions"] > 2
+    preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
+    assert any(preempted), "none of the guided"
+    assert tokens(outputs) == expected
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("k", [1, 2, 9, 20])
+def test_failed_launch_is_repeated(
+    k: int, overlap: bool, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that has followed a token does not follow it again, nor one that does not count."""
+    with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
+        prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
+        ids = [llm.add_request(*request) for request in prompts]
+        fail_at(monkeypatch, llm.model_runner, "run", k, RuntimeError("no memory"), after=after)
+        found, failures = {}, 0
+        while not llm.is_finished():
+            try:
+                found.update((output.request_id, output["token_ids"]) for output in llm.step())
+            except RuntimeError:
+                failures += 1
+        assert failures == 1
+    assert [found[i] for i in ids] == expected[10:]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_abort(overlap: bool, expected: list[list[int]]) -> None:
+    with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
+        requests = zip(MIXED_PROMPTS, MIXED, strict=True)
+        ids = [llm.add_request(*request) for request in requests]
+        found = {}
+        for _ in range(5):
+            found.update((output.request_id, output["token_ids"]) for output in llm.step())
+        assert all(llm.abort(i) for i in ids[1:14:4])  # objects, which are not that short
+        while not llm.is_finished():
+            found.update((output.request_id, output["token_ids"]) for output in llm.step())
+        assert found == {i: expected[i] for i in ids if i not in ids[1:14:4]}
+        [again] = llm.generate(MIXED_PROMPTS[1], MIXED[1], use_tqdm=False)
+        assert again["token_ids"] == expected[1]
+        assert_idle(llm)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+WRONG: list[dict[str, Any]] = [
+    {"json": {"type": "foo"}},
+    {"json": {"not": {"type": "object"}}},
+    {"regex": "(a"},
+    {"regex": "(?=a)b"},
+    {"grammar": "start: nothing"},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_a_wrong_form_is_refused_before_anything_is_queued(
+    options: dict[str, Any], llm: LLM
+) -> None:
+    """Wherever it stands in the list; the engine keeps what it has, the prefix cache too."""
+    prompt = list(range(50))
+    first, params = SamplingParams(0, 4), guided(**options)
+    [before] = llm.generate(prompt, first, use_tqdm=False)
+    steps = llm.metrics()["num_steps"]
+    name = f"`{next(iter(options))}` must be"
+    with pytest.raises(ValueError, match=name):
+        llm.generate([prompt, prompt], [first, params], use_tqdm=False)
+    assert_idle(llm)
+    with pytest.raises(ValueError, match=name):
+        llm.stream([prompt, prompt], [first, params])
+    with pytest.raises(ValueError, match=name):
+        llm.add_request(prompt, params)
+    assert_idle(llm)
+    metrics = llm.metrics()
+    assert (metrics["num_steps"], metrics["num_aborted"]) == (steps, 0)
+    [after] = llm.generate(prompt, first, use_tqdm=False)
+    assert after["token_ids"] == before["token_ids"]
+    assert after.num_cached_tokens == 48
+
+
+def test_a_wrong_form_does_not_disturb_those_under_way(expected: list[list[int]]) -> None:
+    with LLM(TINY, overlap=True, **OPTIONS) as llm:
+        ids = [llm.add_request(*r) for r in zip(MIXED_PROMPTS, MIXED, strict=True)]
+        llm.step()
+        for options in WRONG:
+            with pytest.raises(ValueError, match="must be within"):
+                llm.add_request("x", guided(**options))
+        found = {}
+        while not llm.is_finished():
+            found.update((output.request_id, output["token_ids"]) for output in llm.step())
+        assert [found[i] for i in ids] == expected
+
+
+def test_models_without_text(checkpoint: Any) -> None:
+    with LLM(checkpoint, **SMALL) as llm:
+        for call in (llm.generate, llm.stream, llm.add_request):
+            with pytest.raises(ValueError, match="is about text, but the model directory has no"):
+                call([1, 2], guided(choice=["a"]))
+        assert_idle(llm)

@@ -1,0 +1,424 @@
+"""Log-probabilities of prompts and `LLM.score`, against transformers."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from ranks import threads_fixture  # noqa: F401
+from test_engine_faults import fail_at
+
+from checkpoints import (
+    SMALL,
+    TINY,
+    assert_usable,
+    checkpoint_fixture,  # noqa: F401
+    greedy,
+    make_checkpoint,
+    reference,
+    reference_logprobs,
+    tokens,
+)
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import extras
+from nanovllm.engine.admission import LengthEstimator
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
+
+TOLERANCE = 1e-4
+SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
+
+# Prompts of one token, of whole blocks and beside them, with and without a common prefix; how many
+# log-probabilities of their tokens are wanted; tokens to generate.
+WORKLOAD: list[tuple[list[int], int | None, int]] = [
+    ([*SHARED, 9], None, 5),
+    ([*SHARED, 9], 0, 3),
+    ([5], 5, 4),
+    ([*range(16)], 5, 1),
+    ([*SHARED[:32]], 0, 6),
+    ([*SHARED, 1, 2, 3], None, 4),
+    ([*range(90, 0, -1)], 20, 2),
+    ([*SHARED[:32]], 5, 2),
+    ([1, 2], 0, 1),
+    ([3, *SHARED[:16]], 3, 3),
+    ([*SHARED, *range(8)], 1, 1),  # three blocks
+    ([*SHARED, 9], None, 5),
+]
+PROMPTS = [prompt for prompt, _, _ in WORKLOAD]
+PARAMS = [greedy(length, prompt_logprobs=count) for _, count, length in WORKLOAD]
+
+
+def run(path: Any, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Generate. The engine's books are right after each step."""
+    with LLM(path, **{**SMALL, **options}) as llm:
+        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+        found = {}
+        while not llm.is_finished():
+            found.update((output.request_id, output) for output in llm.step())
+            llm.scheduler.check_invariants()
+        return [found[i] for i in ids], llm.metrics()
+
+
+def assert_right(path: Any, outputs: Any, params: Any) -> None:
+    """All log-probabilities of prompts are there and right, and the greedy tokens too."""
+    for output, own in zip(outputs, params, strict=True):
+        assert (output.prompt_logprobs is None) == (own.prompt_logprobs is None)
+        if own.prompt_logprobs is not None:
+            assert_prompt_is_right(path, output, own.prompt_logprobs)
+        if own.is_greedy:
+            expected = reference(path, output.prompt_token_ids, own.max_tokens)
+            assert output["token_ids"] == expected
+
+
+def assert_prompt_is_right(path: Any, output: Any, count: int) -> None:
+    token_ids, places = output.prompt_token_ids, list(output.prompt_logprobs)
+    assert len(places) == len(output.prompt_logprobs) == len(token_ids)
+    assert places[0] is None
+    assert output.num_cached_tokens == 0, "logits of tokens that were not computed"
+    for token, place, row in zip(
+        token_ids[1:], places[1:], reference_logprobs(path, token_ids), strict=False
+    ):
+        best = row.sort(descending=True).values.tolist()
+        assert next(iter(place)) == token, "the prompt's own token comes first"
+        for other, item in place.items():
+            assert item.logprob == pytest.approx(float(row[other]), abs=TOLERANCE)
+            assert item.logprob == pytest.approx(best[item.rank - 1], abs=TOLERANCE), "rank"
+            assert item.decoded_token is None
+        top = {item.rank for item in place.values()}
+        assert top == {*range(1, count + 1), place[token].rank}
+        assert len(place) == len(top)
+
+
+CIRCUMSTANCES: dict[str, dict[str, Any]] = {
+    "whole": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
+    "chunks": {},
+    "chunks-of-7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+    "chunks-of-1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+    "chunks-beside-decodes": {"max_num_batched_tokens": 9},
+    "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
+    "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("name", CIRCUMSTANCES)
+def test_prompts_have_the_log_probabilities_of_transformers(
+    name: str, overlap: bool, checkpoint: Any
+) -> None:
+    """Chunks cut prompts anywhere, and requests with and without share prefixes."""
+    options = CIRCUMSTANCES[name]
+    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, overlap=overlap, **options)
+    assert_right(checkpoint, outputs, PARAMS)
+    cached = [output.num_cached_tokens for output in outputs]
+    assert any(cached) == options.get("enable_prefix_caching", True)
+    assert metrics["num_cached_tokens"] == sum(cached)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.usefixtures("threads")
+def test_ranks_put_their_logits_together(
+    size: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """131 tokens: the last of two ranks has fewer than the first, the last of four has none."""
+    path = make_checkpoint(tmp_path / "odd", vocab_size=131, num_key_value_heads=1)
+    monkeypatch.setattr(extras, "ROWS", 5)
+    prompts = [*PROMPTS, [130, 129, 64, 63, 0, 130]]
+    params = [*PARAMS, greedy(3, prompt_logprobs=20)]
+    outputs, _ = run(path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24)
+    assert_right(path, outputs, params)
+
+
+def test_workers_take_part(checkpoint: Any) -> None:
+    """Ranks in processes: the plan says what they compute."""
+    options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "overlap": True}
+    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, **options)
+    assert metrics["tensor_parallel_size"] == 2
+    assert_right(checkpoint, outputs, PARAMS)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_preempted_prompts_have_each_place_once(
+    overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted in the middle of their prompt they go on with it; later they keep what they have
+    and may use the cache.
+    """
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    known = []  # of the preempted: places that they have, and tokens of the prompt
+    whole = []  # and whether they must compute it all again
+    preempt = Scheduler.preempt
+
+    def record(self: Scheduler, seq: Any) -> None:
+        if seq.prompt_logprobs is not None:
+            known.append((len(seq.prompt_logprobs), seq.num_prompt_tokens))
+            whole.append(seq.needs_whole_prompt)
+        preempt(self, seq)
+
+    monkeypatch.setattr(Scheduler, "preempt", record)
+    prompts = [[i, *range(12 * i, 12 * i + 13)] for i in range(3)]
+    prompts += [[100 - i for i in range(60)], [*range(50, 80)], [*range(40)], [8] * 33]
+    params = [greedy(40, prompt_logprobs=i % 3) for i in range(3)]
+    params += [greedy(9, prompt_logprobs=2) for _ in range(4)]
+    outputs, metrics = run(
+        checkpoint, prompts, params, overlap=overlap, num_kvcache_blocks=9,
+        max_num_seqs=5, max_num_batched_tokens=6,
+    )  # fmt: skip
+    assert_right(checkpoint, outputs, params)
+    assert metrics["num_preemptions"] == len(known) > 0
+    assert any(1 < places < size for places, size in known), "none in the middle of its prompt"
+    assert any(places == size for places, size in known), "none behind its prompt"
+    assert whole == [places < size for places, size in known]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+def test_failed_launch_is_repeated(
+    k: int, overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed step has computed does not count, and its places come once."""
+    with LLM(checkpoint, overlap=overlap, **{**SMALL, "max_num_batched_tokens": 24}) as llm:
+        ids = [llm.add_request(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
+        fail_at(monkeypatch, llm.model_runner, "run", k, RuntimeError("out of memory"), after=True)
+        found, failures = {}, 0
+        while not llm.is_finished():
+            try:
+                found.update((output.request_id, output) for output in llm.step())
+            except RuntimeError:
+                failures += 1
+        assert failures == 1
+    assert_right(checkpoint, [found[i] for i in ids], PARAMS)
+
+
+def test_cache_serves_others_before_and_after(checkpoint: Any) -> None:
+    """A prompt whose log-probabilities are wanted is computed; what it leaves serves others."""
+    prompt = [*SHARED, *range(10)]
+    plain, scored = greedy(3), greedy(3, prompt_logprobs=2)
+    for first, second in ((plain, scored), (scored, plain), (scored, scored)):
+        with LLM(checkpoint, **SMALL) as llm:
+            outputs = [
+                llm.generate(prompt, params, use_tqdm=False)[0] for params in (first, second)
+            ]
+            assert_right(checkpoint, outputs, [first, second])
+            assert outputs[1].num_cached_tokens == (48 if second is plain else 0)
+            assert_usable(llm, checkpoint)
+
+
+def test_completions_share_the_prompt(checkpoint: Any) -> None:
+    """n > 1: the prompt's come once, whichever completion computes it; the draws are the same."""
+    prompt = [*SHARED, *range(10)]
+    scored = SamplingParams(2.0, 8, n=3, seed=4, prompt_logprobs=2)
+    plain = SamplingParams(2.0, 8, n=3, seed=4)
+    for options in ({}, {"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}):
+        outputs, metrics = run(checkpoint, [prompt] * 2, [scored, plain], **options)
+        assert_right(checkpoint, outputs, [scored, plain])
+        drawn = [[c.token_ids for c in output.outputs] for output in outputs]
+        assert drawn[0] == drawn[1]
+        assert len({tuple(tokens) for tokens in drawn[0]}) == 3
+        if metrics["num_cached_tokens"]:
+            assert metrics["num_prefill_tokens"] < 3 * len(prompt)
+
+
+def test_beside_other_wishes(checkpoint: Any) -> None:
+    """Log-probabilities of the prompt are the model's alone, whatever controls say."""
+    common = {"seed": 3, "max_tokens": 6, "temperature": 1.5}
+    wishes: list[dict[str, Any]] = [
+        {"logprobs": 4},
+        {"logprobs": 0, "top_k": 3, "repetition_penalty": 3.0},
+        {"logit_bias": {5: 50.0}, "presence_penalty": 1.0},
+        {"allowed_token_ids": [1, 2, 3], "min_p": 0.1},
+        {},
+    ]
+    prompts = [[*SHARED[: 9 * i + 1], i] for i in range(len(wishes))]
+    for budget in (64, 10):
+        options = {"max_num_batched_tokens": budget}
+        params = [SamplingParams(**common, **wish) for wish in wishes]
+        alone, _ = run(checkpoint, prompts, params, **options)
+        params = [SamplingParams(**common, **wish, prompt_logprobs=i + 1)
+                  for i, wish in enumerate(wishes)]  # fmt: skip
+        outputs, _ = run(checkpoint, prompts, params, **options)
+        assert_right(checkpoint, outputs, params)
+        assert tokens(outputs) == tokens(alone)
+        for output, wish in zip(outputs, wishes, strict=True):
+            places = output.outputs[0].logprobs
+            assert (places is None) == ("logprobs" not in wish)
+            if places is not None:
+                ids = [*output.prompt_token_ids, *output["token_ids"]]
+                rows = reference_logprobs(checkpoint, ids)[len(output.prompt_token_ids) - 1 :]
+                for token, place, row in zip(output["token_ids"], places, rows, strict=False):
+                    assert place[token].logprob == pytest.approx(float(row[token]), abs=TOLERANCE)
+                assert len(places) == len(output["token_ids"])
+
+
+def test_more_than_the_vocabulary_has(tmp_path: Any) -> None:
+    path = make_checkpoint(tmp_path / "few", vocab_size=12)
+    prompt, params = [1, 5, 11, 0, 3], greedy(3, prompt_logprobs=20, logprobs=20)
+    with LLM(path, **SMALL) as llm:
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    for places in (output.prompt_logprobs[1:], output.outputs[0].logprobs):
+        assert [set(place) for place in places] == [set(range(12))] * len(places)
+        totals = [sum(math.exp(item.logprob) for item in place.values()) for place in places]
+        assert totals == pytest.approx([1] * len(places), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_logits_of_some_rows_at_a_time(
+    rows: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of all tokens of a step would be gigabytes for a large vocabulary."""
+    monkeypatch.setattr(extras, "ROWS", rows)
+    with LLM(checkpoint, **{**SMALL, "max_num_batched_tokens": 100}) as llm:
+        compute = llm.model_runner.extras._compute_logits
+        sizes: list[int] = []
+
+        def record(hidden: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(hidden))
+            return compute(hidden)
+
+        monkeypatch.setattr(llm.model_runner.extras, "_compute_logits", record)
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_right(checkpoint, outputs, PARAMS)
+    assert max(sizes) == rows
+    wanted = [p for p, own in zip(PROMPTS, PARAMS, strict=True) if own.prompt_logprobs is not None]
+    assert sum(sizes) == sum(len(prompt) - 1 for prompt in wanted)
+
+
+# -- LLM.score ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}], ids=["whole", "chunks"])
+def test_score_is_the_loss_of_transformers(options: dict[str, Any], checkpoint: Any) -> None:
+    with LLM(checkpoint, **{**SMALL, **options}) as llm:
+        for _ in range(2):  # what is cached changes nothing
+            scores = llm.score(PROMPTS, use_tqdm=False)
+            assert [score.prompt_token_ids for score in scores] == PROMPTS
+            for score in scores:
+                ids = score.prompt_token_ids
+                rows = reference_logprobs(checkpoint, ids)
+                expected = [float(rows[i, token]) for i, token in enumerate(ids[1:])]
+                assert score.logprobs == pytest.approx(expected, abs=TOLERANCE)
+                assert score.total_logprob == pytest.approx(sum(expected), rel=1e-5)
+                if len(ids) == 1:
+                    assert (score.logprobs, score.total_logprob) == ([], 0)
+                    assert math.isnan(score.perplexity)
+                else:
+                    loss = -sum(expected) / len(expected)
+                    assert score.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+        assert llm.score([], use_tqdm=False) == []
+        assert_usable(llm, checkpoint)
+
+
+def test_score_of_text(tiny: str, reference: Any) -> None:
+    texts = ["127+345=472", "127+345=999", "The answer"]
+    with LLM(tiny, device="cpu", num_kvcache_blocks=8) as llm:
+        scores = llm.score(texts, use_tqdm=False)
+        assert llm.score(texts[0], use_tqdm=False)[0].logprobs == pytest.approx(scores[0].logprobs)
+        for text, score in zip(texts, scores, strict=True):
+            ids = torch.tensor([llm.tokenizer.encode(text)])
+            assert score.prompt_token_ids == ids[0].tolist()
+            with torch.inference_mode():
+                loss = reference(ids, labels=ids).loss
+            assert score.perplexity == pytest.approx(float(loss.exp()), rel=1e-3)
+    assert scores[0].total_logprob > scores[1].total_logprob + 5
+
+
+def test_score_refuses_what_generate_refuses(checkpoint: Any) -> None:
+    with LLM(checkpoint, **SMALL) as llm:
+        with pytest.raises(ValueError, match=r"`prompts\[1\]` must have at least one token"):
+            llm.score([[1], []])
+        with pytest.raises(ValueError, match="no tokenizer"):
+            llm.score("text")
+        with pytest.raises(ValueError, match="must leave room for one token"):
+            llm.score([1] * 128)
+        request_id = llm.add_request([1, 2], greedy(3))
+        with pytest.raises(RuntimeError, match="are left"):
+            llm.score([[1, 2]])
+        assert llm.abort(request_id)
+        assert_usable(llm, checkpoint)
+
+
+def test_score_does_not_teach_how_long_texts_are(checkpoint: Any) -> None:
+    """Their single tokens would make admission expect single tokens of everybody."""
+    with LLM(checkpoint, **SMALL) as llm:
+        llm.score(PROMPTS, use_tqdm=False)
+        prompts = [[i, *range(13)] for i in range(8)]
+        llm.generate(prompts, SamplingParams(0, 100), use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] == 0
+
+
+# -- the results ----------------------------------------------------------------------------------
+
+
+def text_of(token: int) -> str | None:
+    return f"<{token}>" if token else None
+
+
+@pytest.fixture(name="places")
+def places_fixture() -> TokenLogprobs:
+    places = TokenLogprobs(2, text_of)
+    places.append_nothing()
+    places.append([7, 7, 3, 99], [-0.25, -0.25, -1.5, -9.0], 1)  # more than asked for
+    places.append([0, 5, 6], [-4.0, -0.5, -1.0], 4)
+    return places
+
+
+EXPECTED: list[Any] = [
+    None,
+    {7: Logprob(-0.25, 1, "<7>"), 3: Logprob(-1.5, 2, "<3>")},
+    {0: Logprob(-4.0, 4, None), 5: Logprob(-0.5, 1, "<5>"), 6: Logprob(-1.0, 2, "<6>")},
+]
+
+
+def test_places_read_like_a_list(places: TokenLogprobs) -> None:
+    assert len(places) == 3
+    assert list(places) == EXPECTED
+    assert [list(place) for place in places if place] == [[7, 3], [0, 5, 6]]
+    assert [places[i] for i in range(-3, 3)] == EXPECTED * 2
+    assert list(reversed(places)) == EXPECTED[::-1]
+    for index in (slice(None), slice(1, 2), slice(-2, None), slice(None, None, -1), slice(5, 9)):
+        assert places[index] == EXPECTED[index]
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            places[index]
+    with pytest.raises(TypeError):
+        places["a"]
+    assert places.index(None) == 0
+    assert EXPECTED[2] in places
+    assert places.total == -4.25
+
+
+def test_places_without_the_most_likely() -> None:
+    places = TokenLogprobs(0, text_of)
+    places.append([7], [-0.25], 1)
+    places.append([8, 1, 2], [-5.0, 0.0, 0.0], 31)
+    assert list(places) == [{7: Logprob(-0.25, 1, "<7>")}, {8: Logprob(-5.0, 31, "<8>")}]
+    assert not TokenLogprobs(3, text_of)
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+def test_places_can_be_copied_and_sent(twin: Any) -> None:
+    places = TokenLogprobs(1, lambda token: f"{token:c}")  # which itself cannot be pickled
+    places.append([70, 71], [-1.0, -0.5], 2)
+    copied = twin(places)
+    assert list(copied) == list(places) == [{70: Logprob(-1.0, 2, "F"), 71: Logprob(-0.5, 1, "G")}]
+    assert copied.total == -1.0
+
+
+def test_results_are_sent_without_the_tokenizer() -> None:
+    params = greedy(4, logprobs=2, prompt_logprobs=2)
+    with LLM(TINY, device="cpu", num_kvcache_blocks=8) as llm:
+        [output] = llm.generate("127+345=", params, use_tqdm=False)
+        [score] = llm.score("127+345=", use_tqdm=False)
+    data = pickle.dumps(output)
+    assert b"okenizer" not in data
+    sent = pickle.loads(data)
+    assert list(sent.prompt_logprobs) == list(output.prompt_logprobs)
+    assert list(sent.outputs[0].logprobs) == list(output.outputs[0].logprobs)
+    drawn = zip(sent["token_ids"], sent.outputs[0].logprobs, strict=True)
+    texts = [place[token].decoded_token for token, place in drawn]
+    assert texts == ["4", "7", "2", "<|im_end|>"]
+    assert pickle.loads(pickle.dumps(score)) == score == ScoreOutput(**vars(score))

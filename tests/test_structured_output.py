@@ -1,0 +1,522 @@
+"""Which tokens the forms allow: against lists of all texts, `regex`, jsonschema, a parser."""
+
+import functools
+import json
+import logging
+import random
+import re
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from checkpoints import TINY
+from nanovllm.engine import structured_output
+from nanovllm.engine.structured_output import Grammar, GrammarCompiler, fill_masks
+from nanovllm.sampling_params import StructuredOutputsParams
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+PADDING = 45  # the model's vocabulary is larger, and no multiple of 32
+CORPUS = [
+    '{"name": "Zoë Gödel", "age": 36, "tags": ["red", "blue"], "ok": true, "next": null}',
+    '{\n    "items": [\n        {"id": 12, "text": "größer als 😀😀"},\n        false\n    ]\n}',
+    "12 + 34 * (56 - 7.5) / 100, yes or no, yellow, abab ababab, 2024-12-31, 日本語 日本",
+]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with tokens of several bytes, also of incomplete characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, min_frequency=1, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@functools.cache
+def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(TINY) if name == "tiny" else byte_level()
+
+
+@functools.cache
+def get_pieces(name: str) -> dict[int, bytes]:
+    """What each token that is not special spells, by GPT-2's table of bytes."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    table = {chr(byte): byte for byte in kept}
+    table |= {chr(256 + i): byte for i, byte in enumerate(moved)}
+    tokenizer = get_tokenizer(name)
+    vocab = tokenizer.get_vocab().items()
+    special = tokenizer.all_special_ids
+    return {i: bytes(table[c] for c in token) for token, i in vocab if i not in special}
+
+
+@functools.cache
+def get_compiler(name: str) -> GrammarCompiler:
+    tokenizer = get_tokenizer(name)
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends)
+
+
+@pytest.fixture(params=["tiny", "byte_level"])
+def name(request):
+    """Of a tokenizer."""
+    return request.param
+
+
+def new(name: str, **form: Any) -> Grammar:
+    return get_compiler(name).compile(StructuredOutputsParams(**form))
+
+
+def ends(name: str) -> set[int]:
+    return {get_tokenizer(name).eos_token_id, get_tokenizer(name).pad_token_id}
+
+
+def allowed(name: str, grammar: Grammar) -> set[int]:
+    """The tokens in the mask, which begins as garbage."""
+    mask = np.full(-(-(len(get_tokenizer(name)) + PADDING) // 32), 0x55AA55AA, np.int32)
+    grammar.fill(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def accept_bytes(name: str, grammar: Grammar, text: bytes) -> None:
+    """Byte for byte: each byte is a token."""
+    tokens = {piece: token for token, piece in get_pieces(name).items() if len(piece) == 1}
+    for byte in text:
+        grammar.accept(tokens[bytes([byte])])
+
+
+def walk(
+    name: str,
+    form: dict[str, Any],
+    seed: int,
+    check: Callable[[bytes, set[int]], None] = lambda text, tokens: None,
+    free: int = 60,
+) -> str:
+    """Tokens drawn from the allowed ones up to the end; after `free` of them, closing ones."""
+    print(f"form {form} seed {seed}")
+    rng = random.Random(seed)
+    pieces, grammar, text = get_pieces(name), new(name, **form), b""
+    for step in range(free + 300):
+        tokens = allowed(name, grammar)
+        check(text, tokens)
+        choices = sorted(tokens)
+        if step >= free:
+            closing = [t for p in b'"}]),:0na' for t in choices if pieces.get(t) == bytes([p])]
+            choices = sorted(tokens & ends(name)) or closing[:1] or choices
+        token = rng.choice(choices)
+        if not grammar.is_finished and step < free and rng.random() < 0.5:
+            token = rng.choice(sorted(tokens - ends(name)) or choices)
+        grammar.accept(token)
+        if token in ends(name):
+            assert grammar.is_finished
+            return text.decode()
+        text += pieces[token]
+    raise AssertionError(f"no end: {text!r}")
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+CHOICES = ["yes", "yellow", "ye", "no", 'a "b"\\c\n/', "größer", "grö", "😀", "<|im_end|>", " y"]
+COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False}
+PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b in ("no", 1, None)]
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"choice": CHOICES}, CHOICES),
+        ({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
+        ({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
+        ({"grammar": 'start: "y" x?\nx: "e" ("s" | "llow")'}, ["y", "yes", "yellow"]),
+        (
+            {
+                "json": {
+                    "prefixItems": [{"type": "boolean"}, {"enum": ["no", 1, None]}],
+                    "items": False,
+                    "minItems": 2,
+                    "type": "array",
+                    "x-guidance": COMPACT,
+                }
+            },
+            PAIRS,
+        ),
+    ],
+    ids=["choice", "regex", "words", "grammar", "json"],
+)
+def test_masks_of_finite_forms_are_exact(form, texts, name):
+    """A token is in the mask if and only if some text goes on with it, and refused otherwise."""
+    if texts is None:
+        stems = ["", "ab", "abab"]
+        texts = [*stems, *(stem + "." for stem in stems), "no", "nO", "No", "NO", "öä", "öß", "ö😀"]
+    language = [text.encode() for text in texts]
+    pieces = get_pieces(name)
+
+    def check(text: bytes, tokens: set[int]) -> None:
+        follow = {t for t, p in pieces.items() if any(x.startswith(text + p) for x in language)}
+        assert tokens == (follow | ends(name) if text in language else follow), text
+        grammar = new(name, **form)
+        accept_bytes(name, grammar, text)
+        for token in set(range(len(get_tokenizer(name)) + PADDING)) - tokens:
+            with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
+                grammar.accept(token)
+        assert allowed(name, grammar) == tokens  # as if nothing had been tried
+
+    for seed in range(6):
+        assert walk(name, form, seed, check) in texts
+
+
+PATTERNS = [  # without classes that grow with Unicode
+    r"[A-Z][a-z]{1,6} [0-9]{4}-[0-9][0-9]",
+    r"(ab){1,3}c?|[^a]{2,5}",
+    r"[A-ZÄÖÜ]?[a-zäöüß]{0,4} [Α-Ωα-ω日本😀-😎]{1,3}!?",
+    r"(?:(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}[0-9]{1,9}",
+    r"[a-z0-9.é]{1,9}@(?i:[a-z]{1,9})\.(com|org)",
+    r"^.{0,20}/\x41\n$",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_masks_of_regular_expressions_are_exact(pattern, name):
+    """`regex` tells whether a text can still become one that matches."""
+    regex = pytest.importorskip("regex")
+    pieces = get_pieces(name)
+
+    def check(text: bytes, tokens: set[int]) -> None:
+        for token, piece in pieces.items():
+            try:
+                candidate = (text + piece).decode()
+            except UnicodeDecodeError:
+                continue
+            partial = regex.fullmatch(pattern.replace("$", ""), candidate, partial=True)
+            assert (token in tokens) == bool(partial), candidate
+        try:
+            complete = regex.fullmatch(pattern, text.decode()) is not None
+        except UnicodeDecodeError:
+            complete = False
+        assert tokens & ends(name) == (ends(name) if complete else set()), text
+        assert tokens <= pieces.keys() | ends(name)
+
+    for seed in range(3):
+        text = walk(name, {"regex": pattern}, seed, check, free=12)
+        assert regex.fullmatch(pattern, text), text
+
+
+# -- whole texts ----------------------------------------------------------------------------------
+
+OBJECT = {"type": "object", "additionalProperties": False}
+NAME = {"type": "string", "pattern": "^[A-Z][a-zé]{1,8}$"}
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        **OBJECT,
+        "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"type": "null"}},
+        "required": ["b"],
+    },
+    {"enum": ["red", 'gr"ün', 3, -1.5, None, True, {"a": [1]}, "\n😀"]},
+    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+    {"type": "array", "items": NAME, "minItems": 2, "maxItems": 4},
+    {"type": "integer", "minimum": -17, "exclusiveMaximum": 1234},
+    {"type": "number", "exclusiveMinimum": -0.25, "maximum": 7.5},
+    {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 9999},
+    {"type": "string", "minLength": 2, "maxLength": 12},
+    {"anyOf": [NAME, {"type": "integer"}, {**OBJECT, "properties": {"n": NAME}}]},
+    {**OBJECT, "properties": {"d": {"type": "string", "format": "ipv4"}}, "required": ["d"]},
+    {"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1},
+    {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]},
+    {
+        **OBJECT,
+        "properties": {"value": NAME, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["value", "next"],
+    },
+    {
+        **OBJECT,
+        "$defs": {"point": {"type": "array", "items": {"type": "number"}, "minItems": 2}},
+        "properties": {
+            "name": {"allOf": [NAME, {"maxLength": 4}]},
+            "at": {"$ref": "#/$defs/point"},
+            "inner": {**OBJECT, "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]},
+        },
+        "required": ["name", "inner"],
+    },
+    {"oneOf": [{"type": "integer"}, NAME], "title": "disjoint"},
+    {},
+]
+
+
+def load(text: str) -> Any:
+    """Without rounding, which could leave the bounds of numbers; twice the same key is an error."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({key for key, _ in items}) == len(items), items
+        return dict(items)
+
+    def number(digits: str) -> Decimal | float:
+        return float(digits) if "e" in digits.lower() else Decimal(digits)
+
+    return json.loads(text, parse_float=number, object_pairs_hook=pairs)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_json_follows_its_schema(schema, name):
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for seed in range(8):
+        text = walk(name, {"json": schema}, seed)
+        checker = jsonschema.FormatChecker()
+        jsonschema.validate(
+            load(text), schema, jsonschema.Draft202012Validator, format_checker=checker
+        )
+
+
+def test_json_object_is_any_object(name):
+    for seed in range(20):
+        assert isinstance(load(walk(name, {"json_object": True}, seed)), dict)
+
+
+@pytest.mark.parametrize("text", ['{"b": [1, {"c": "é\\n"}], "a": null}', "{}", '{\n  "": 1e5\n}'])
+def test_json_object_takes_what_json_writes(text, name):
+    grammar = new(name, json_object=True)
+    for token in get_tokenizer(name).encode(text, add_special_tokens=False):
+        assert token in allowed(name, grammar)
+        grammar.accept(token)
+    assert grammar.is_finished
+    assert allowed(name, grammar) == ends(name)
+
+
+def test_schemas_as_text_and_as_any_mapping_are_the_same():
+    """And properties come in the order of the schema."""
+    schema = {**OBJECT, "properties": {"z": {}, "a": {}}, "required": ["a", "z"]}
+    for given in (schema, json.dumps(schema, indent=1), MappingProxyType(schema)):
+        grammar = new("tiny", json=given)
+        accept_bytes("tiny", grammar, b'{"')
+        assert allowed("tiny", grammar) == {ord("z")}
+
+
+def test_blanks_in_json_are_bounded():
+    """A small model that has begun to write blanks would go on up to `max_tokens`."""
+    grammar = new("tiny", json={"type": "array"})
+    accept_bytes("tiny", grammar, b"[" + b"\n" + b" " * 38)
+    assert ord(" ") in allowed("tiny", grammar)
+    accept_bytes("tiny", grammar, b"\t")
+    assert ord(" ") not in allowed("tiny", grammar)
+    accept_bytes("tiny", grammar, b"1")
+    assert ord(" ") in allowed("tiny", grammar)
+
+
+SUM = r"""
+?start: sum
+?sum: product (("+" | "-") product)*
+?product: factor (("*" | "/") factor)*
+?factor: NUMBER | "(" sum ")"
+NUMBER: /[0-9]{1,3}(\.[0-9])?/
+%ignore / {1,2}/
+"""
+
+
+def is_sum(text: str) -> bool:
+    """Innermost parentheses give way to a number, until a plain sum is left."""
+    number = r" *\d{1,3}(?:\.\d)? *"
+    plain = rf"{number}(?:[-+*/]{number})*"
+    while "(" in text:
+        shorter = re.sub(rf"\({plain}\)", " 0 ", text)
+        if shorter == text:
+            return False
+        text = shorter
+    return re.fullmatch(plain, text) is not None
+
+
+def test_grammars_give_their_sentences(name):
+    assert is_sum("1 + (2*( 3)/45.6)")
+    assert not any(map(is_sum, ["", "1+", "(1", "1)", "()", "12 3", "1.", "1(2)"]))
+    texts = [walk(name, {"grammar": SUM}, seed, free=25) for seed in range(30)]
+    assert all(map(is_sum, texts)), [text for text in texts if not is_sum(text)]
+    assert any("(" in text for text in texts)
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def test_text_ends_by_any_end_of_sequence_token(name):
+    for token in ends(name):
+        grammar = new(name, regex="ab?")
+        assert not grammar.is_finished
+        with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
+            grammar.accept(token)
+        accept_bytes(name, grammar, b"a")
+        assert not grammar.is_finished
+        assert allowed(name, grammar) >= ends(name)
+        grammar.accept(token)
+        assert grammar.is_finished
+        assert len(allowed(name, grammar)) == 32 * -(-(len(get_tokenizer(name)) + PADDING) // 32)
+        grammar.accept(0)  # the end was ignored
+        assert grammar.is_finished
+
+
+def test_only_the_end_follows_a_text_that_cannot_go_on(name):
+    grammar = new(name, regex="ab?")
+    accept_bytes(name, grammar, b"ab")
+    assert grammar.is_finished
+    assert allowed(name, grammar) == ends(name)
+
+
+def test_dead_end_ends_the_text_with_a_warning(caplog):
+    """Grammars may have rules that never end; the library finds that out on the way."""
+    grammar = new("tiny", grammar='start: "a" x | "b"\nx: "c" y\ny: y "d"')
+    accept_bytes("tiny", grammar, b"ac")
+    assert allowed("tiny", grammar) == ends("tiny")
+    assert grammar.is_finished
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        grammar.accept(min(ends("tiny")))
+    assert "a structured output ends unfinished: no text matches it" in caplog.text
+    assert len(allowed("tiny", grammar)) > 256
+
+
+def test_endless_text_does_not_hang():
+    """Computing all text that is certain beforehand, the library would not return."""
+    grammar = new("tiny", grammar="start: A A\nA: /a+/")
+    for _ in range(50):
+        assert allowed("tiny", grammar) == {ord("a")}
+        grammar.accept(ord("a"))
+
+
+# -- batches and the cache ------------------------------------------------------------------------
+
+
+def test_rows_of_a_batch_are_what_each_alone_has(name):
+    forms = [{"json": SCHEMAS[0]}, {"choice": CHOICES}, {"json": SCHEMAS[0]}, {"regex": "a*"}] * 4
+    grammars = [new(name, **form) for form in forms]
+    stuck = new(name, grammar='start: "a" x | "b"\nx: "c" y\ny: y "d"')
+    accept_bytes(name, stuck, b"ac")
+    for grammar in grammars[3:8:4]:
+        accept_bytes(name, grammar, b"aa")
+    grammars[3].accept(min(ends(name)))
+    words = -(-(len(get_tokenizer(name)) + PADDING) // 32)
+    rng = random.Random(0)
+    for _ in range(5):
+        alone = np.zeros((len(grammars) + 1, words), np.int32)
+        for row, grammar in zip(alone, [*grammars, stuck], strict=True):
+            grammar.fill(row)
+        masks = np.full_like(alone, -2)
+        fill_masks([*grammars, stuck], masks)
+        assert (masks == alone).all()
+        for grammar in grammars:
+            grammar.accept(rng.choice(sorted(allowed(name, grammar))))
+    fill_masks([], np.zeros((0, words), np.int32))
+
+
+def test_what_was_compiled_is_kept_and_no_state_shared(monkeypatch):
+    monkeypatch.setattr(structured_output, "NUM_THREADS", 1)
+    monkeypatch.setattr(structured_output, "MAX_CACHED", 3)
+    tokenizer = get_tokenizer("tiny")
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends("tiny"))
+    first, second = (compiler.compile(StructuredOutputsParams(regex="ab")) for _ in range(2))
+    assert compiler._matcher.cache_info()[:2] == (1, 1)
+    accept_bytes("tiny", first, b"a")
+    assert [allowed("tiny", g) for g in (first, second)] == [{ord("b")}, {ord("a")}]
+    compiler.compile(StructuredOutputsParams(choice=["ab"]))  # another form of the same text
+    assert compiler._matcher.cache_info()[:2] == (1, 2)
+    for i in range(10):
+        compiler.compile(StructuredOutputsParams(regex=f"a{i}"))
+    assert compiler._matcher.cache_info()[2:] == (3, 3)
+    assert allowed("tiny", second) == {ord("a")}
+
+
+def test_each_thread_has_a_matcher(monkeypatch):
+    """Copies of one wait for each other."""
+    monkeypatch.setattr(structured_output, "NUM_THREADS", 4)
+    tokenizer = get_tokenizer("tiny")
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), ends("tiny"))
+    for _ in range(12):
+        compiler.compile(StructuredOutputsParams(json_object=True))
+    assert compiler._matcher.cache_info()[:2] == (8, 4)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "("}, "'(': regex parse error: unclosed group"),
+        ({"regex": r"a\b"}, "lookarounds not supported yet"),
+        ({"regex": "(?=a)"}, "'(?=a)': regex parse error: look-around, including look-ahead"),
+        ({"regex": r"(a)\1"}, "regex parse error: backreferences are not supported"),
+        ({"regex": "[a&&b]"}, "'[a&&b]': no text matches it"),
+        ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"regex": "(" * 5000}, "'((((((((((((...(((((((((((((': regex parse error: "),
+        ({"choice": ["\ud800"]}, "error parsing string"),
+        ({"json": {"type": "foo"}}, """'{"type": "foo"}': Invalid type: foo"""),
+        ({"json": '{"maximum": NaN}'}, 'failed to parse "%json"'),
+        ({"json": {"uniqueItems": True}}, """'{"uniqueItems": true}': Unimplemented keys: ["uni"""),
+        ({"json": {"oneOf": [{}, {}]}}, "oneOf constraints are not supported"),
+        ({"json": {"$ref": "#/nope"}}, "Pointer '/nope' does not exist"),
+        ({"json": {"$ref": "https://x.org/y"}}, "retriever does not fetch"),
+        ({"json": {"minimum": 3, "maximum": 2, "type": "integer"}}, "Unsatisfiable schema"),
+        ({"json": {"pattern": "(", "type": "string"}}, "regex parse error: unclosed group"),
+        ({"json": {"x-guidance": 5}}, "'int' object is not a mapping"),
+        ({"grammar": ""}, "'': no start rule found"),
+        ({"grammar": 'a: "a"\nstart: b'}, 'line 2, column 8: unknown name: "b"'),
+        ({"grammar": "start: A\nA: /(/"}, "line 2, column 4: invalid regex"),
+        ({"grammar": 'root ::= "a"'}, "line 1, column 7: Expected token"),
+        ({"grammar": "start: start"}, "'start: start': no text matches it"),
+    ],
+)
+def test_bad_forms_are_refused_in_one_sentence(form, message):
+    for _ in range(2):  # a refusal is not kept as if it were a grammar
+        with pytest.raises(ValueError) as error:
+            new("tiny", **form)
+        text = str(error.value)
+        assert text.startswith(
+            f"`{next(iter(form))}` must be within what llguidance supports, got "
+        )
+        assert message in text
+        assert "\n" not in text
+        assert len(text) < 500
+
+
+def word_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab_size", "eos", "message"),
+    [
+        (lambda: None, 272, [258], "for a model without tokenizer"),
+        (lambda: get_tokenizer("tiny"), 272, [], "it has no end-of-sequence token, which alone"),
+        (lambda: get_tokenizer("tiny"), 272, [271], "it has no end-of-sequence token, which"),
+        (lambda: get_tokenizer("tiny"), 200, [258], "vocab size too small; 200 vs 259"),
+        (word_level, 2, [1], "a [A-Za-z]+: can't determine decoder type"),
+        (object, 2, [1], "with this tokenizer, a object: 'object' object has no attribute"),
+    ],
+)
+def test_models_without_the_means_are_refused(tokenizer, vocab_size, eos, message):
+    compiler = GrammarCompiler(tokenizer(), vocab_size, eos)
+    with pytest.raises(ValueError, match=f"`structured_outputs` must be None .*{message}"):
+        compiler.compile(StructuredOutputsParams(regex="a"))
+
+
+def test_ends_beyond_the_tokenizer_are_never_allowed():
+    tokenizer = get_tokenizer("tiny")
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, [258, 265, 10_000])
+    grammar = compiler.compile(StructuredOutputsParams(regex="a?"))
+    assert allowed("tiny", grammar) == {258, ord("a")}
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(get_tokenizer("tiny"), 272, [258])
+    with pytest.raises(ImportError, match=r'pip install "nanovllm\[structured-outputs\]"'):
+        compiler.compile(StructuredOutputsParams(regex="a"))
