@@ -21,6 +21,7 @@ from test_overlap import Interrupt
 
 from checkpoints import SMALL, TINY, assert_idle, edit_json, make_checkpoint, run_steps, tokens
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine import controls
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.controlled_sampler import ControlledSampler
 from nanovllm.outputs import CompletionOutput
@@ -206,10 +207,13 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_rank_without_tokens(path: Path, wanted: list[Completion]) -> None:
+def test_a_rank_without_tokens(path: Path, oracle: Oracle, wanted: list[Completion]) -> None:
     """The last of four has no part of the vocabulary."""
     few = [3, 7, 8]
+    plain = ([5, 77], params_of(10, seed=1, logprobs=2))  # of which only the logits are needed
     with LLM(path, tensor_parallel_size=4, overlap=True, **SMALL) as llm:
+        [output] = generate(llm, [plain])
+        check(output.outputs[0], oracle.complete(*plain), plain[1])
         for i, output in zip(few, generate(llm, [REQUESTS[i] for i in few]), strict=True):
             check(output.outputs[0], wanted[i], REQUESTS[i][1])
         vocabularies = [len(runner.sampler.sampler.vocab) for runner in ranks_of(llm).runners]
@@ -516,10 +520,11 @@ def test_plain_requests_do_without(
     requests = [REQUESTS[i] for i in PLAIN] + [
         ([9, 9], params_of(12, seed=5, n=3, top_k=VOCAB, stop_token_ids=[33])),
         ([9, 8], params_of(12, temperature=0, top_k=3, top_p=0.2, min_p=0.3)),
+        ([9, 7], params_of(12, seed=6, logprobs=2)),  # its tokens are those drawn without
     ]
     with LLM(path, **SMALL) as llm:
         outputs = generate(llm, requests)
-        assert llm.model_runner.controlled_sampler.counts is None, "memory for nothing"
+        assert llm.model_runner.extras.sampler.counts is None, "memory for nothing"
         for i, (output, (prompt, params)) in enumerate(zip(outputs, requests, strict=True)):
             for completion in output.outputs:
                 want = oracle.complete(prompt, params, index=completion.index, unseeded=f"0 {i}")
@@ -570,8 +575,8 @@ def add_faulty(llm: LLM) -> list[int]:
     ("point", "after", "k"),
     [
         *(("run", after, k) for after in (False, True) for k in (1, 2, 6)),
-        *((point, True, k) for point in ("run_controls", "_update_counts") for k in (1, 3, 11)),
-        *(("_known_completion", False, k) for k in (1, 3)),
+        *((point, True, k) for point in ("sample", "_update_counts") for k in (1, 3, 11)),
+        *(("_counts", True, k) for k in (1, 3, 11)),
     ],
 )
 def test_a_failed_step_can_be_repeated(
@@ -579,7 +584,8 @@ def test_a_failed_step_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whether or not the device has counted the tokens of the step that failed."""
-    owner = {"_update_counts": llm.model_runner.controlled_sampler, "_known_completion": llm}
+    extras = llm.model_runner.extras
+    owner = {"sample": extras, "_update_counts": extras.sampler, "_counts": controls}
     ids, done = add_faulty(llm), {}
     calls = fail_at(monkeypatch, owner.get(point, llm.model_runner), point, k, error, after=after)
     with pytest.raises(type(error)):
