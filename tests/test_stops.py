@@ -102,13 +102,13 @@ CASES = {
         {"max_tokens": 3, "stop_token_ids": [ord("c")]},
         *("ab", 3, "stop", ord("c")),
     ),
-    "min_tokens": (["abcab"], {"min_tokens": 5, "stop": ["b"]}, "abca", 5, "stop", "b"),
+    "min_tokens": (["abcab"], {"min_tokens": 4, "stop": ["b"]}, "abca", 5, "stop", "b"),
     "min_tokens, just too late": (
         ["abcab"],
-        {"min_tokens": 6, "stop": ["b"], "max_tokens": 7},
+        {"min_tokens": 5, "stop": ["b"], "max_tokens": 7},
         *("abcab##", 7, "length", None),
     ),
-    "begun before min_tokens": (["aXYb"], {"min_tokens": 3, "stop": ["XY"]}, "a", 3, "stop", "XY"),
+    "begun before min_tokens": (["aXYb"], {"min_tokens": 2, "stop": ["XY"]}, "a", 3, "stop", "XY"),
     "stop token before min_tokens": (
         ["a!b!c"],
         {"min_tokens": 3, "stop_token_ids": [ord("!")]},
@@ -116,9 +116,9 @@ CASES = {
     ),
     "EOS before min_tokens": (["a", EOS, "b", EOS], {"min_tokens": 3}, "ab", 4, "stop", None),
     "all before min_tokens": (
-        ["!", EOS, "x!"],
+        ["!", EOS, "x!!"],
         {"min_tokens": 4, "stop_token_ids": [EOS, ord("x")], "stop": ["x", "!"]},
-        *("!x", 4, "stop", "!"),
+        *("!x!", 5, "stop", "!"),
     ),
     "no text": (["hi", EOS], {"detokenize": False}, "", 3, "stop", None),
 }
@@ -140,7 +140,7 @@ INCLUDED = {  # the same with the stop string in the output
     "stop token at max_tokens": "abc",
     "min_tokens": "abcab",
     "stop token before min_tokens": "a!b!",
-    "all before min_tokens": "!x!",
+    "all before min_tokens": "!x!!",
     "no text": "",
 }
 
@@ -264,7 +264,7 @@ def naive(script, params):
         ends = [
             (text.index(stop, max(len(before) - len(stop) + 1, 0)), stop)
             for stop in params.stop
-            if text != before and text.endswith(stop) and count >= params.min_tokens
+            if text != before and text.endswith(stop) and count > params.min_tokens
         ]
         if ends:
             begin, stop = min(ends)
