@@ -90,8 +90,8 @@ class SamplingParams:
         stop: strings that end the text, which then ends before them.
         stop_token_ids: tokens that end it.
         include_stop_str_in_output: the text ends behind the stop string.
-        min_tokens: neither end-of-sequence tokens nor `stop_token_ids` are drawn among this many
-            tokens, and no stop string is looked for.
+        min_tokens: neither `stop_token_ids` nor, without `ignore_eos`, end-of-sequence tokens are
+            drawn among this many tokens, and no stop string is looked for.
         logprobs: give the log-probability of each token, and of this many most likely ones, by the
             model alone: before everything above. None: none.
         prompt_logprobs: the same for the tokens of the prompt.

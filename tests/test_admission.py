@@ -77,7 +77,7 @@ def test_small_pool_does_not_thrash(num_blocks):
     assert result.occupancy >= 0.9
 
 
-@pytest.mark.parametrize("max_tokens", [1024, 3072])
+@pytest.mark.parametrize("max_tokens", [1024, pytest.param(3072, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_blocks", [600, 300])
 def test_unknown_lengths_cost_little(num_blocks, max_tokens):
     """Sequences that stop early at EOS, with a large max_tokens, against lengths that are told."""

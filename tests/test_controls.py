@@ -1,5 +1,6 @@
 """Controls of requests, and which of them act in a step: what the host tells rank 0."""
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -704,3 +705,18 @@ def expected(seq: Sequence, max_model_len: int) -> list[int]:
         if (ends and i >= p.min_tokens) or seq.num_prompt_tokens + i == max_model_len:
             return text[:i]
     return text
+
+
+@pytest.mark.parametrize(
+    "options", [{"bad_words": ["x"]}, {"min_tokens": 2, "stop_token_ids": [5]}], ids=str
+)
+def test_controls_that_leave_no_token_are_refused(options: dict[str, Any]) -> None:
+    class Letters:
+        def encode(self, text: str, **_: bool) -> list[int]:
+            return [5]
+
+    params = SamplingParams(allowed_token_ids=[5], **options)
+    with pytest.raises(ValueError, match=r"`allowed_token_ids` must have a token .* got \(5,\)"):
+        request_controls(params, VOCAB_SIZE, [], Letters())  # type: ignore[arg-type]
+    more = dataclasses.replace(params, allowed_token_ids=[5, 6])
+    assert request_controls(more, VOCAB_SIZE, [], Letters()) is not None  # type: ignore[arg-type]

@@ -61,7 +61,12 @@ FAULT_POINTS = {
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize(
-    ("k", "after"), [(1, False), (3, False), (3, True)], ids=["first", "third", "after-third"]
+    ("k", "after"),
+    [
+        pytest.param(1, False, id="first"),
+        pytest.param(3, False, id="third", marks=pytest.mark.slow),
+        pytest.param(3, True, id="after-third"),
+    ],
 )
 @pytest.mark.parametrize("point", FAULT_POINTS)
 def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint, monkeypatch):

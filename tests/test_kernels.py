@@ -387,8 +387,8 @@ def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_splits", [1, 4, 16])
 def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     """Random shapes; one context for which 16 splits are many, and padding rows of length 0."""
     rng = random.Random(seed)

@@ -105,7 +105,7 @@ def tensors(
 
 
 @interpreted
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_the_best_of_two_parts_is_the_best_of_the_whole_vocabulary(temperature) -> None:
     """What ranks do; the second begins with columns equal to some of the first."""
     rng, n, V, span = np.random.default_rng(SEED), 60, 70, 16
@@ -205,7 +205,10 @@ def test_extreme_logits_do_not_overflow():
 
 
 @interpreted
-@pytest.mark.parametrize("span", [16, 4], ids=["one span", "three spans"])
+@pytest.mark.parametrize(
+    "span",
+    [pytest.param(16, id="one span", marks=pytest.mark.slow), pytest.param(4, id="three spans")],
+)
 def test_kernel_follows_the_softmax(span):
     """200 draws of one request; the oracle, which draws the same, 50,000."""
     n, V = 50_000, 12

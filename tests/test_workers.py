@@ -311,8 +311,8 @@ def test_defect_13_dead_worker_gives_an_error_that_names_it(
 @pytest.mark.parametrize(
     ("where", "fault", "rank", "options"),
     [
-        (CONNECT, "kill", 2, {}),
-        (LOAD, "raise", 3, {}),
+        pytest.param(CONNECT, "kill", 2, {}, marks=pytest.mark.slow),
+        pytest.param(LOAD, "raise", 3, {}, marks=pytest.mark.slow),
         (RUN, "kill", 2, {}),
         (RUN, "raise", 1, {"call": 5}),
     ],

@@ -81,7 +81,11 @@ def request_controls(
     eos_token_ids: Collection[int],
     tokenizer: Tokenizer | None,
 ) -> RequestControls | None:
-    """The controls that `params` ask for, None if there are none."""
+    """The controls that `params` ask for, None if there are none.
+
+    Raises:
+        ValueError: if they leave no token.
+    """
     bad_words: list[tuple[int, ...]] = []
     if params.bad_words:
         assert tokenizer is not None, "`SamplingParamsReader` refuses them"
@@ -92,6 +96,15 @@ def request_controls(
         stops |= {token for token in eos_token_ids if token < vocab_size}
     biases = dict(params.logit_bias or {})
     biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
+    if params.allowed_token_ids is not None:
+        banned = {token for token, bias in biases.items() if bias == BANNED}
+        if params.min_tokens:
+            banned |= stops
+        if banned.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
+                f"forbid, got {params.allowed_token_ids!r}"
+            )
     controls = RequestControls(
         filters=(0, 1.0, 0.0) if params.is_greedy else (top_k, params.top_p, params.min_p),
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),

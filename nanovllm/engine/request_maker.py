@@ -80,6 +80,7 @@ class RequestMaker:
             TypeError, ValueError: naming what is wrong.
         """
         own = self.params.parse(params)
+        self._controls(own)
         return CheckedRequest(*self.prompts.parse(prompt), own, self._grammars(own))
 
     def check_all(
@@ -88,6 +89,8 @@ class RequestMaker:
         """One prompt or many; see `LLMEngine.generate`."""
         parsed = self.prompts.parse_all(prompts)
         spread = self.params.parse_all(params, len(parsed))
+        for own in spread:
+            self._controls(own)  # may leave nothing to draw
         return [
             CheckedRequest(*prompt, own, self._grammars(own))
             for prompt, own in zip(parsed, spread, strict=True)
