@@ -113,8 +113,11 @@ def test_process(what: str, V: int) -> None:
     assert torch.equal(logits.nan_to_num(), logits.nan_to_num()), "logits are left as they are"
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "peaked", "extremes", "equal"])
-@pytest.mark.parametrize("V", [100, 4500])
+@pytest.mark.parametrize(
+    ("V", "kind"),
+    [*((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal"))]
+    + [*((4500, kind) for kind in ("random", "ties", "extremes"))],
+)
 def test_thresholds(V: int, kind: str) -> None:
     """The kept tokens, but for those so near to the bound of top_p or min_p that sums decide."""
     rng, n = np.random.default_rng(SEED), 12
@@ -168,7 +171,7 @@ def test_counting() -> None:
 
 def test_what_is_below_the_threshold_is_never_drawn() -> None:
     """And with a threshold that keeps all the draws are those without."""
-    V, n = 300, 24
+    V, n = 300, 12
     torch.manual_seed(SEED)
     logits = torch.randn(n, V).to(DEVICE)
     keys = torch.randint(-(2**31), 2**31, (2, n), dtype=torch.int32).to(DEVICE)

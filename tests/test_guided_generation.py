@@ -320,7 +320,7 @@ def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
                 assert_valid(output["text"], schema)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("threads")
 def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     """Rank 0 has the grammars; the others are told the tokens."""

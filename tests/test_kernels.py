@@ -214,7 +214,8 @@ def test_fill_in(T: int) -> None:
 @pytest.mark.parametrize(
     ("T", "hq", "hkv", "d"),
     [(T, *heads) for T in (1, 9) for heads in ((4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128))]
-    + [(257, 6, 2, 64)],  # many tokens take more heads in a program
+    # Many tokens take more heads in a program.
+    + [pytest.param(257, 6, 2, 64, marks=pytest.mark.slow)],
 )
 def test_qk_norm_rope_store(T: int, hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
     """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""

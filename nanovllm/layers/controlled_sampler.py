@@ -1,4 +1,4 @@
-"""`ControlledSampler`: draws for the rows whose requests have controls; and log-probabilities."""
+"""`ControlledSampler`: draws for requests with controls. And log-probabilities."""
 
 from typing import NamedTuple
 
@@ -106,8 +106,9 @@ class ControlledSampler:
             shape = (self.max_num_seqs, self.vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=device)
         if len(controls.reset):
-            slots, tokens, counts = torch.from_numpy(controls.counts).to(device).long()
-            self.counts[torch.from_numpy(controls.reset).to(device).long()] = 0
+            reset, changed = upload(device, controls.reset, controls.counts)
+            slots, tokens, counts = changed.long()
+            self.counts[reset.long()] = 0
             self.counts[slots, tokens] = counts.to(torch.int16)
         return self.counts
 
