@@ -115,8 +115,10 @@ def test_process(what: str, V: int) -> None:
 
 @pytest.mark.parametrize(
     ("V", "kind"),
-    [*((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal"))]
-    + [*((4500, kind) for kind in ("random", "ties", "extremes"))],
+    [
+        *((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal")),
+        *((4500, kind) for kind in ("random", "ties", "extremes")),
+    ],
 )
 def test_thresholds(V: int, kind: str) -> None:
     """The kept tokens, but for those so near to the bound of top_p or min_p that sums decide."""
