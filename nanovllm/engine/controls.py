@@ -21,6 +21,8 @@ from nanovllm.engine.structured_output import fill_masks
 from nanovllm.sampling_params import SamplingParams
 
 Float32 = NDArray[np.float32]
+NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 BANNED = -np.inf  # the bias of a token that must not come
 ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
@@ -59,13 +61,13 @@ class RequestControls(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        return self.penalties != (1.0, 0.0, 0.0)
+        return self.penalties != NO_PENALTIES
 
     @property
     def lasts(self) -> bool:
         """Whether there is more than what `min_tokens` does."""
         return (
-            self.filters != (0, 1.0, 0.0)
+            self.filters != NO_FILTERS
             or self.has_penalties
             or self.num_logprobs >= 0
             or len(self.bias_tokens) > 0
@@ -106,7 +108,7 @@ def request_controls(
                 f"forbid, got {params.allowed_token_ids!r}"
             )
     controls = RequestControls(
-        filters=(0, 1.0, 0.0) if params.is_greedy else (top_k, params.top_p, params.min_p),
+        filters=NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p),
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         bias_tokens=np.array(sorted(biases), np.int32),
@@ -167,7 +169,7 @@ class Controls(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        return bool((self.penalties.T != (1.0, 0.0, 0.0)).any())
+        return bool((self.penalties.T != NO_PENALTIES).any())
 
     @property
     def draws(self) -> bool:
@@ -236,7 +238,7 @@ class ControlTable:
         sizes = [len(tokens) for tokens, _ in edits]
         masks, mask_rows = _masks(seqs, self._vocab_size, known)
         penalties = self._penalties[:, slots]
-        stale = (penalties.T != (1.0, 0.0, 0.0)).any(1) & (self._num_counted[slots] != lengths)
+        stale = (penalties.T != NO_PENALTIES).any(1) & (self._num_counted[slots] != lengths)
         self._num_counted[slots] = lengths + 1
         return Controls(
             rows=rows.astype(np.int32),

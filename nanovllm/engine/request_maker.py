@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.controls import request_controls
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
+from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
@@ -80,8 +80,7 @@ class RequestMaker:
             TypeError, ValueError: naming what is wrong.
         """
         own = self.params.parse(params)
-        self._controls(own)
-        return CheckedRequest(*self.prompts.parse(prompt), own, self._grammars(own))
+        return self._checked(self.prompts.parse(prompt), own)
 
     def check_all(
         self, prompts: Prompts, params: SamplingParams | SequenceABC[SamplingParams] | None
@@ -89,16 +88,13 @@ class RequestMaker:
         """One prompt or many; see `LLMEngine.generate`."""
         parsed = self.prompts.parse_all(prompts)
         spread = self.params.parse_all(params, len(parsed))
-        for own in spread:
-            self._controls(own)  # may leave nothing to draw
-        return [
-            CheckedRequest(*prompt, own, self._grammars(own))
-            for prompt, own in zip(parsed, spread, strict=True)
-        ]
+        return [self._checked(*pair) for pair in zip(parsed, spread, strict=True)]
 
-    def _grammars(self, params: SamplingParams) -> list[Grammar | None]:
+    def _checked(self, prompt: ParsedPrompt, params: SamplingParams) -> CheckedRequest:
+        self._controls(params)  # may leave nothing to draw
         form = params.structured_outputs
-        return [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
+        grammars = [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
+        return CheckedRequest(*prompt, params, grammars)
 
     def make(
         self,
