@@ -264,3 +264,16 @@ def either_llm_fixture(checkpoint: Path, request: pytest.FixtureRequest) -> Iter
 def checkpoint_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint without tokenizer. Test files import it; they copy it to change it."""
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3")
+
+
+def generate_checked(
+    path: Any, prompts: Any, params: Any, **options: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Outputs and metrics. The engine's books are right after each step."""
+    with LLM(path, **options) as llm:
+        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+        found = {}
+        while not llm.is_finished():
+            found.update((output.request_id, output) for output in llm.step())
+            llm.scheduler.check_invariants()
+        return [found[i] for i in ids], llm.metrics()

@@ -14,7 +14,7 @@ import torch
 from ranks import threads_fixture  # noqa: F401
 from test_engine_faults import fail_at
 
-from checkpoints import SMALL, TINY, assert_idle, checkpoint_fixture, tokens  # noqa: F401
+from checkpoints import SMALL, TINY, assert_idle, checkpoint_fixture, generate_checked, tokens  # noqa: F401
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.structured_output import GrammarCompiler
@@ -115,14 +115,7 @@ MIXED = [
 
 
 def run(prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Generate. The engine's books are right after each step."""
-    with LLM(TINY, **{**OPTIONS, **options}) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = {}
-        while not llm.is_finished():
-            found.update((output.request_id, output) for output in llm.step())
-            llm.scheduler.check_invariants()
-        return [found[i] for i in ids], llm.metrics()
+    return generate_checked(TINY, prompts, params, **{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module", name="expected")

@@ -15,6 +15,7 @@ from checkpoints import (
     TINY,
     assert_usable,
     checkpoint_fixture,  # noqa: F401
+    generate_checked,
     greedy,
     make_checkpoint,
     reference,
@@ -51,14 +52,7 @@ PARAMS = [greedy(length, prompt_logprobs=count) for _, count, length in WORKLOAD
 
 
 def run(path: Any, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Generate. The engine's books are right after each step."""
-    with LLM(path, **{**SMALL, **options}) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = {}
-        while not llm.is_finished():
-            found.update((output.request_id, output) for output in llm.step())
-            llm.scheduler.check_invariants()
-        return [found[i] for i in ids], llm.metrics()
+    return generate_checked(path, prompts, params, **{**SMALL, **options})
 
 
 def assert_right(path: Any, outputs: Any, params: Any) -> None:
