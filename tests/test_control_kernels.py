@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
 from nanovllm.kernels import controls as kernels
+from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
 from nanovllm.layers.embed_head import vocab_span
@@ -143,6 +144,23 @@ def test_thresholds(V: int, kind: str) -> None:
     assert (kept.sum(1) > 0).all()
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "extremes", "equal"])
+def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What top_p looks at is narrowed down first, if it is more than `PART` values."""
+    monkeypatch.setattr(kernels, "PART", 256)
+    rng, n, V = np.random.default_rng(SEED), 10, 1000
+    logits = random_logits(rng, n, V, kind)
+    temperatures = torch.tensor([3.0, 1.5]).repeat(n // 2)
+    top_p = np.linspace(0.08, 0.98, n, dtype=np.float32)
+    c = no_controls(n, top_p=top_p)
+    x, tops = kernel_process(logits, torch.arange(n, dtype=torch.int32), c, None)
+    filters = to_device(c.top_k, c.top_p, c.min_p)
+    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
+    kept = (logits >= least[:, None]) & (logits > -INF)
+    assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
+    assert kind in ("equal", "extremes") or len(set(kept.sum(1).tolist())) > n // 2
+
+
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
 @pytest.mark.parametrize("V", [40, 4097])
 @pytest.mark.parametrize("kind", ["random", "ties", "peaked"])
@@ -152,7 +170,7 @@ def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
     drawn = torch.from_numpy(rng.integers(V, size=n).astype(np.int32))
     drawn[:2] = logits[:2].argmax(-1)
     want = logprobs_of(logits, drawn, num_logprobs)
-    tokens, values, ranks = kernels.logprobs(logits.to(DEVICE), drawn.to(DEVICE), num_logprobs)
+    tokens, values, ranks = logprobs(logits.to(DEVICE), drawn.to(DEVICE), num_logprobs)
     torch.testing.assert_close(values.cpu(), want.values, rtol=1e-6, atol=1e-5)
     assert torch.equal(ranks.cpu(), want.ranks)
     assert torch.equal(tokens[:, 0].cpu(), drawn)

@@ -1,4 +1,4 @@
-"""Controls of sampling: what is done to logits before a draw, and log-probabilities.
+"""Controls of sampling: what is done to logits before a draw.
 
 One pass over the vocabulary (`process`) masks, edits and penalises, and keeps the largest logit of
 each block of columns. Those say which blocks can hold what top_k, top_p and min_p keep, so finding
@@ -14,7 +14,7 @@ from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
 BLOCKS = 32  # blocks of a program of `process`
 CHUNK = 32  # blocks that `thresholds` gathers from at once
 PART = 4096  # values that it searches at once
-SPAN = 4096  # columns of a program of `logprobs`
+TURNS = 8  # of narrowing them down to so many, which equal ones may prevent
 
 
 @triton.jit
@@ -171,13 +171,55 @@ def _mass(values_ptr, num, top, scale, bound, PART: tl.constexpr):
 
 
 @triton.jit
-def _search(values_ptr, num, top, scale, target, PART: tl.constexpr, MASS: tl.constexpr):
-    """The largest key that values of at least a total weight of `target` reach."""
+def _narrow(values_ptr, num, bound, top, scale, target, PART: tl.constexpr, TURNS: tl.constexpr):
+    """Leave of the values, all of which reach `bound`, those among which the mass from the largest
+    value on reaches `target`: a quarter of their range in each turn.
+
+    Returns how many they are, and the mass of those above them.
+    """
+    low, high, above, turn = bound, _key(top) + 1, 0.0, 0
+    while (num > PART) & (turn < TURNS):
+        step = (_value(high - 1) - _value(low)) * 0.25
+        first_bound = tl.minimum(tl.maximum(_key(_value(low) + step), low), high)
+        middle = tl.minimum(tl.maximum(_key(_value(low) + 2 * step), first_bound), high)
+        last_bound = tl.minimum(tl.maximum(_key(_value(low) + 3 * step), middle), high)
+        first_sum, middle_sum, last_sum = above, above, above
+        for first in range(0, num, PART):
+            i = first + tl.arange(0, PART)
+            x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
+            keys, weights = _key(x), _weigh(x, top, scale, first_bound, True)
+            first_sum += tl.sum(weights, 0)
+            middle_sum += tl.sum(tl.where(keys >= middle, weights, 0.0), 0)
+            last_sum += tl.sum(tl.where(keys >= last_bound, weights, 0.0), 0)
+        if last_sum >= target:
+            low = last_bound
+        elif middle_sum >= target:
+            low, high, above = middle, last_bound, last_sum
+        elif first_sum >= target:
+            low, high, above = first_bound, middle, middle_sum
+        else:
+            high, above = first_bound, first_sum
+        left = 0
+        for first in range(0, num, PART):  # behind what has been read
+            i = first + tl.arange(0, PART)
+            x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
+            keys = _key(x)
+            stays = ((i < num) & (keys >= low) & (keys < high)).to(tl.int32)
+            tl.store(values_ptr + left + tl.cumsum(stays, 0) - 1, x, mask=stays != 0)
+            left += tl.sum(stays, 0)
+        tl.debug_barrier()
+        num, turn = left, turn + 1
+    return num, above
+
+
+@triton.jit
+def _search(values_ptr, num, above, top, scale, target, PART: tl.constexpr, MASS: tl.constexpr):
+    """The largest key that values of at least a weight of `target` reach, with those `above`."""
     found = tl.zeros([], tl.uint32)
     for step in range(16):  # two bits each
         bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
         low, middle, high = found | bit, found | (bit << 1), found | bit | (bit << 1)
-        low_sum, middle_sum, high_sum = 0.0, 0.0, 0.0
+        low_sum, middle_sum, high_sum = above, above, above
         for first in range(0, num, PART):
             i = first + tl.arange(0, PART)
             x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
@@ -196,6 +238,7 @@ def _thresholds_kernel(
     x_ptr, tops_ptr, list_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     out_ptr, V, NUM_BLOCKS, LOG2E,
     BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     # One program: a row. What can be kept is narrowed down to the values from `bound` on, which
     # are gathered; the bound is then searched among them, bit by bit.
@@ -239,13 +282,14 @@ def _thresholds_kernel(
                 num += tl.sum(reaches, 0)
             tl.debug_barrier()
             if top_k > 0:
-                found = _search(values_ptr, num, top, scale, top_k.to(tl.float32), PART, False)
+                found = _search(values_ptr, num, 0.0, top, scale, top_k.to(tl.float32), PART, False)
                 bound = tl.maximum(bound, found)
                 target = top_p * _mass(values_ptr, num, top, scale, bound, PART)
             if top_p < 1.0:
                 # Below the bound there is nothing, or what top_k leaves out: it cannot be found,
                 # since all from the bound on have more than the target.
-                found = _search(values_ptr, num, top, scale, target, PART, True)
+                num, above = _narrow(values_ptr, num, bound, top, scale, target, PART, TURNS)
+                found = _search(values_ptr, num, above, top, scale, target, PART, True)
                 bound = tl.maximum(bound, found)
             least = _value(bound)
     tl.store(out_ptr + row, least)
@@ -278,7 +322,7 @@ def thresholds(
     _thresholds_kernel[(n,)](
         x, tops, listed, values, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
         BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, PART=PART,
-        num_warps=8,
+        TURNS=TURNS, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -295,96 +339,3 @@ def _count_kernel(counts_ptr, slots_ptr, tokens_ptr, V, MOST: tl.constexpr):
 def count(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """Count tokens [n] int32 in the rows `slots`: [n] int32 of counts: [N, V] int16."""
     _count_kernel[(len(slots),)](counts, slots, tokens, counts.shape[1], MOST=0x7FFF, num_warps=1)
-
-
-@triton.jit
-def _span_logprobs_kernel(
-    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
-    V, stride, N, LOG2E, SPAN: tl.constexpr,
-):  # fmt: skip
-    # One program: a span of a row: log2 of its sum, how many are larger than the drawn token, and
-    # the N largest.
-    row, span, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    logits_ptr += row.to(tl.int64) * stride
-    cols = span * SPAN + tl.arange(0, SPAN)
-    x = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-    drawn = tl.load(logits_ptr + tl.load(drawn_ptr + row)).to(tl.float32)
-    place = row * spans + span
-    tl.store(larger_ptr + place, tl.sum((x > drawn).to(tl.int32), 0))
-    top = tl.max(x, 0)
-    total = top * LOG2E
-    if tl.abs(top) < float("inf"):
-        total += tl.log2(tl.sum(tl.exp2((x - top) * LOG2E), 0))
-    tl.store(sums_ptr + place, total)
-    for i in range(N):
-        top = tl.max(x, 0)
-        token = tl.min(tl.where(x == top, cols, 2147483647), 0)
-        tl.store(top_values_ptr + place * N + i, top)
-        tl.store(top_tokens_ptr + place * N + i, token)
-        x = tl.where(cols == token, float("-inf"), x)
-
-
-@triton.jit
-def _logprobs_kernel(
-    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
-    tokens_ptr, values_ptr, ranks_ptr, stride, SPANS, N, LOG2E,
-    SPANS_PAD: tl.constexpr, TOPS_PAD: tl.constexpr,
-):  # fmt: skip
-    # One program: a row.
-    row = tl.program_id(0)
-    spans, tops = tl.arange(0, SPANS_PAD), tl.arange(0, TOPS_PAD)
-    inside = spans < SPANS
-    sums = tl.load(sums_ptr + row * SPANS + spans, mask=inside, other=float("-inf"))
-    largest = tl.max(sums, 0)
-    total = (largest + tl.log2(tl.sum(tl.exp2(sums - largest), 0))) / LOG2E
-    larger = tl.load(larger_ptr + row * SPANS + spans, mask=inside, other=0)
-    tl.store(ranks_ptr + row, tl.sum(larger, 0) + 1)
-    drawn = tl.load(drawn_ptr + row)
-    value = tl.load(logits_ptr + row.to(tl.int64) * stride + drawn).to(tl.float32)
-    tokens_ptr += row * (N + 1)
-    values_ptr += row * (N + 1)
-    tl.store(tokens_ptr, drawn)
-    tl.store(values_ptr, value - total)
-    inside = tops < SPANS * N
-    values = tl.load(top_values_ptr + row * SPANS * N + tops, mask=inside, other=float("-inf"))
-    tokens = tl.load(top_tokens_ptr + row * SPANS * N + tops, mask=inside, other=2147483647)
-    for i in range(N):
-        top = tl.max(values, 0)
-        token = tl.min(tl.where(values == top, tokens, 2147483647), 0)
-        tl.store(tokens_ptr + 1 + i, token)
-        tl.store(values_ptr + 1 + i, top - total)
-        values = tl.where(tokens == token, float("-inf"), values)
-        tokens = tl.where(tokens == token, 2147483647, tokens)
-
-
-def logprobs(
-    logits: torch.Tensor, drawn: torch.Tensor, num_logprobs: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the drawn tokens, and of the most likely ones.
-
-    Args:
-        logits: [n, V], rows adjacent columns.
-        drawn: [n] int32.
-        num_logprobs: N, at most V.
-
-    Returns:
-        Tokens [n, 1 + N] int32, the drawn one first; their log-probabilities [n, 1 + N] float32;
-        the rank [n] int32 of the drawn one.
-    """
-    n, V = logits.shape
-    spans, N, device = triton.cdiv(V, SPAN), num_logprobs, logits.device
-    sums = torch.empty(n, spans, dtype=torch.float32, device=device)
-    larger = torch.empty(n, spans, dtype=torch.int32, device=device)
-    top_values = torch.empty(n, spans, N, dtype=torch.float32, device=device)
-    top_tokens = torch.empty(n, spans, N, dtype=torch.int32, device=device)
-    tokens = torch.empty(n, 1 + N, dtype=torch.int32, device=device)
-    values = torch.empty(n, 1 + N, dtype=torch.float32, device=device)
-    ranks = torch.empty(n, dtype=torch.int32, device=device)
-    parts = logits, drawn, sums, larger, top_values, top_tokens
-    _span_logprobs_kernel[(n, spans)](*parts, V, logits.stride(0), N, LOG2E, SPAN=SPAN, num_warps=8)
-    _logprobs_kernel[(n,)](
-        *parts, tokens, values, ranks, logits.stride(0), spans, N, LOG2E,
-        SPANS_PAD=triton.next_power_of_2(spans),
-        TOPS_PAD=triton.next_power_of_2(max(1, spans * N)), num_warps=4,
-    )  # fmt: skip
-    return tokens, values, ranks

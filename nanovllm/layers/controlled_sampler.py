@@ -162,7 +162,7 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
     if logits.is_cuda:
-        from nanovllm.kernels.controls import logprobs
+        from nanovllm.kernels.logprobs import logprobs
 
         return Logprobs(*logprobs(logits, tokens, num_logprobs))
     logp = logits.float().log_softmax(-1)
