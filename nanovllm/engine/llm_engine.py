@@ -14,35 +14,25 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from typing_extensions import Self
 
 from nanovllm.config import Config, check_options
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.controls import KnownTokens
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
 from nanovllm.engine.metrics import Latencies, Metrics, Progress
 from nanovllm.engine.request import Listener, Request
 from nanovllm.engine.request_maker import CheckedRequest, RequestMaker
-from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.under_way import StepUnderWay, known_tokens
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class StepUnderWay(NamedTuple):
-    """A step that has been launched and not been booked yet."""
-
-    scheduled: list[ScheduledSequence]
-    tokens: PendingTokens
-    launched_at: float  # seconds of time.perf_counter
 
 
 class LLMEngine:
@@ -205,7 +195,7 @@ class LLMEngine:
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
             self._launching, launched_at = True, time.perf_counter()
-            tokens = self.executor.run(scheduled, self._known_tokens())
+            tokens = self.executor.run(scheduled, known_tokens(self._under_way, self.executor.wait))
             with self._reset_on_error():
                 self.scheduler.advance(scheduled)
                 self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
@@ -219,7 +209,7 @@ class LLMEngine:
             token_ids = self.executor.wait(step.tokens)
             with self._reset_on_error():
                 self._under_way.popleft()
-                _take_results(step)
+                step.take_results()
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)
                 # Completions of one request may end in the same step: it ends once.
@@ -243,23 +233,6 @@ class LLMEngine:
         found = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
         requests = {request.request_id: request for request in found if request}
         return [request for request in requests.values() if request.listener is not None]
-
-    def _known_tokens(self) -> KnownTokens:
-        """For controls that depend on the last tokens: it waits for those under way."""
-        pending: dict[Sequence, int] = {}
-
-        def known(seq: Sequence, start: int) -> list[int]:
-            token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
-            if seq.num_pending:
-                assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
-                if not pending:
-                    scheduled, tokens, _ = self._under_way[-1]
-                    sampled = (item.seq for item in scheduled if item.samples)
-                    pending.update(zip(sampled, self.executor.wait(tokens), strict=True))
-                token_ids[-1] = pending[seq]
-            return token_ids
-
-        return known
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -446,23 +419,10 @@ class LLMEngine:
         with self._lock:
             self._check_open()
             self._drop_left()
-            runner, scheduler = self.model_runner, self.scheduler
-            graphs = runner.graphs
             return {
-                "attention_backend": runner.backend.name,
-                "device": str(runner.device),
-                "dtype": str(runner.dtype).removeprefix("torch."),
-                "tensor_parallel_size": runner.group.size,
-                "all_reduce": runner.group.describe(),
+                **self.model_runner.describe(),
                 "overlap": bool(self._lookahead),
-                "cuda_graphs": 0 if graphs is None else len(graphs.sizes),
-                "num_graph_replays": 0 if graphs is None else graphs.num_replays,
-                "num_kvcache_blocks": runner.num_blocks,
-                "num_used_kvcache_blocks": scheduler.block_manager.num_used_blocks,
-                "kvcache_usage": scheduler.block_manager.num_used_blocks / runner.num_blocks,
-                "num_waiting": len(scheduler.waiting),
-                "num_running": len(scheduler.running),
-                "num_preemptions": scheduler.num_preemptions,
+                **self.scheduler.describe(),
                 **self._metrics.as_dict(),
                 "prefix_cache_hit_rate": self._metrics.prefix_cache_hit_rate,
                 **self._latencies.as_dict(),
@@ -506,20 +466,3 @@ def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
     executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass
-
-
-def _take_results(step: StepUnderWay) -> None:
-    """Give the sequences what comes with their tokens, before those are booked."""
-    scheduled, results = step.scheduled, step.tokens
-    sampled = [item.seq for item in scheduled if item.samples]
-    for row, token_ids, values, rank in results.logprobs():
-        logprobs = sampled[row].logprobs
-        if logprobs is not None and not sampled[row].is_finished:
-            logprobs.append(token_ids, values, rank)
-    for i, position, token_ids, values, rank in results.prompt_logprobs():
-        logprobs = scheduled[i].seq.prompt_logprobs
-        assert logprobs is not None, "nobody asked"
-        if position == len(logprobs):  # not again after a preemption
-            logprobs.append(token_ids, values, rank)
-    for i, vector in results.pooled():
-        scheduled[i].seq.embedding = vector

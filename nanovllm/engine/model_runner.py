@@ -264,6 +264,18 @@ class ModelRunner:
             graphs = "no CUDA graphs"
         logger.info("attention: %s (%s); %s", self.backend.name, self._backend_reason, graphs)
 
+    def describe(self) -> dict[str, str | int]:
+        """What took effect, for `LLMEngine.metrics`."""
+        return {
+            "attention_backend": self.backend.name,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tensor_parallel_size": self.group.size,
+            "all_reduce": self.group.describe(),
+            "cuda_graphs": 0 if self.graphs is None else len(self.graphs.sizes),
+            "num_graph_replays": 0 if self.graphs is None else self.graphs.num_replays,
+        }
+
     # -- a step ---------------------------------------------------------------------------------
 
     @contextmanager

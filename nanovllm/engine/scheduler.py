@@ -325,6 +325,19 @@ class Scheduler:
                     return True
         return False
 
+    def describe(self) -> dict[str, int | float]:
+        """The queues and the pool, for `LLMEngine.metrics`."""
+        num_blocks = len(self.block_manager.blocks)
+        num_used = self.block_manager.num_used_blocks
+        return {
+            "num_kvcache_blocks": num_blocks,
+            "num_used_kvcache_blocks": num_used,
+            "kvcache_usage": num_used / num_blocks,
+            "num_waiting": len(self.waiting),
+            "num_running": len(self.running),
+            "num_preemptions": self.num_preemptions,
+        }
+
     def check_invariants(self) -> None:
         """Verify the queues and the block manager's books. For tests."""
         assert len(self.running) <= self.max_num_seqs, "too many running sequences"
