@@ -4,8 +4,9 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 from typing_extensions import Self
 
 from nanovllm.llm import LLM
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 News: TypeAlias = "RequestOutput | BaseException"
@@ -37,6 +38,8 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         llm = LLM(model, **options)
+        self._tokenizer = llm.get_tokenizer()
+        self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._lock = threading.Lock()  # nothing may be asked behind the end
         self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
@@ -46,18 +49,31 @@ class AsyncLLM:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt, and give what is new after each step, as `LLM.stream` does.
+        """Complete a prompt, and give all that there is after each step, as vLLM's does.
 
-        Leaving the loop, or cancelling its task, aborts the request.
+        The last output is the one that `LLM.generate` returns. Leaving the loop, or cancelling its
+        task, aborts the request.
 
         Args:
             prompt: text, token ids or a dictionary.
-            sampling_params: None for those of `LLM.get_default_sampling_params`.
+            sampling_params: None for those of `get_default_sampling_params`.
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong.
             RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
         """
+        whole: dict[int, CompletionOutput] = {}
+        async with aclosing(self.stream(prompt, sampling_params)) as stream:
+            async for output in stream:
+                for news in output.outputs:
+                    before = whole.get(news.index)
+                    whole[news.index] = news if before is None else _joined(before, news)
+                yield replace(output, outputs=[whole[index] for index in sorted(whole)])
+
+    async def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The same, but each output has only what is new, as those of `LLM.stream`."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
         commands = self._commands
 
@@ -78,6 +94,14 @@ class AsyncLLM:
                     return
         finally:
             commands.put(partial(_Jobs.drop, tell=tell))
+
+    async def get_tokenizer(self) -> Any:
+        """See `LLM.get_tokenizer`."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `LLM.get_default_sampling_params`."""
+        return self._default_params
 
     async def metrics(self) -> dict[str, Any]:
         """See `LLM.metrics`."""
@@ -109,8 +133,13 @@ class AsyncLLM:
             self._check_open()
             self._commands.put(command)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `exit` was called. An engine that an error has closed says so when it is used."""
+        return not self._close.alive
+
     def _check_open(self) -> None:
-        if not self._close.alive:
+        if self.is_closed:
             raise RuntimeError("this engine is closed: build a new AsyncLLM")
 
     def exit(self) -> None:
@@ -130,6 +159,15 @@ class AsyncLLM:
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.exit)
+
+
+def _joined(before: CompletionOutput, news: CompletionOutput) -> CompletionOutput:
+    """The completion so far, and what is new of it."""
+    logprobs = None
+    if before.logprobs is not None and news.logprobs is not None:
+        logprobs = [*before.logprobs, *news.logprobs]
+    text, token_ids = before.text + news.text, before.token_ids + news.token_ids
+    return replace(news, text=text, token_ids=token_ids, logprobs=logprobs)
 
 
 class _Jobs:

@@ -33,8 +33,10 @@ class LLM(LLMEngine):
     `exit()`, to give the memory back at a known time.
     """
 
-    def score(self, prompts: Prompts, use_tqdm: bool = True) -> list[ScoreOutput]:
+    def score(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[ScoreOutput]:
         """How likely texts are, token by token: for perplexity, and to compare answers.
+
+        (vLLM's `score` is another thing: it compares pairs of texts by models for that.)
 
         Logits are computed for some hundred tokens at a time, so long texts need no more memory.
 
@@ -61,6 +63,7 @@ class LLM(LLMEngine):
         self,
         prompts: Prompts,
         pooling: str = "last",
+        *,
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
@@ -148,7 +151,7 @@ class LLM(LLMEngine):
         """Find likely continuations of prompts by beam search.
 
         Each step is a `generate` of one token for all beams, most of whose tokens the prefix cache
-        serves.
+        serves; `metrics` counts them as requests.
 
         Args:
             prompts: as in `generate`.
@@ -163,6 +166,7 @@ class LLM(LLMEngine):
         """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"`params` must be a BeamSearchParams, got {type(params).__name__}")
+        check_bool("use_tqdm", use_tqdm)
         count = min(2 * params.beam_width, self.model_config.vocab_size)
         one_token = replace(ONE_TOKEN, logprobs=count)
 

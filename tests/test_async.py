@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import queue
 import threading
 import weakref
@@ -71,7 +72,7 @@ async def collect(async_llm, prompt, params=None):
     """All that a request gives."""
 
     async def all_of():
-        return [output async for output in async_llm.generate(prompt, params)]
+        return [output async for output in async_llm.stream(prompt, params)]
 
     return await asyncio.wait_for(all_of(), PATIENCE)
 
@@ -114,6 +115,45 @@ def test_many_at_once_as_generate(overlap):
 
     asyncio.run(main())
     assert {"stop", "length"} == {done[3] for one in wholes for done in one}
+
+
+def test_generate_gives_all_there_is(hall, checkpoint):
+    """Each output begins with the one before; the last is that of `LLM.generate`."""
+    params = SamplingParams(seed=3, n=2, max_tokens=9, logprobs=2, ignore_eos=True)
+    with LLM(checkpoint, **SMALL) as llm:
+        [whole] = llm.generate([PROMPT], params, use_tqdm=False)
+
+    async def all_of():
+        return [output async for output in hall.async_llm.generate(PROMPT, params)]
+
+    async def main():
+        outputs = await asyncio.wait_for(all_of(), PATIENCE)
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        for before, after in itertools.pairwise(outputs):
+            for old, new in zip(before.outputs, after.outputs, strict=False):
+                assert new.text.startswith(old.text) and new.index == old.index
+                assert new.token_ids[: len(old.token_ids)] == old.token_ids
+        for found, wanted in zip(outputs[-1].outputs, whole.outputs, strict=True):
+            assert facts(found) == facts(wanted)
+            assert list(found.logprobs) == list(wanted.logprobs)
+            assert found.cumulative_logprob == wanted.cumulative_logprob
+        async with contextlib.aclosing(hall.async_llm.generate(PROMPT, params)) as left:
+            await anext(left)
+        await hall.assert_idle()
+
+    asyncio.run(main())
+
+
+def test_tokenizer_and_defaults():
+    async def main():
+        async with AsyncLLM(TINY, **SMALL) as async_llm:
+            tokenizer = await async_llm.get_tokenizer()
+            assert tokenizer.decode(tokenizer.encode("1+1=")) == "1+1="
+            assert async_llm.get_default_sampling_params() == SamplingParams()
+            assert not async_llm.is_closed
+        assert async_llm.is_closed
+
+    asyncio.run(main())
 
 
 def test_defaults_and_order(hall, checkpoint):
@@ -185,7 +225,7 @@ def test_left_requests_are_aborted(how, hall, checkpoint):
     async def main():
         stays = asyncio.create_task(tokens_of(hall.async_llm, PROMPTS[2], PARAMS[2]))
         endless = greedy(None, ignore_eos=True)
-        stream = hall.async_llm.generate(PROMPT, endless)
+        stream = hall.async_llm.stream(PROMPT, endless)
         first = await anext(stream)
         assert not first.finished
         if how == "cancel":
@@ -259,8 +299,8 @@ def test_cancelled_before_it_was_queued(hall, checkpoint, monkeypatch):
 
 def test_never_started(hall):
     async def main():
-        hall.async_llm.generate(PROMPT)
-        hall.async_llm.generate([])
+        hall.async_llm.stream(PROMPT)
+        hall.async_llm.stream([])
         gc.collect()
         assert (await hall.metrics())["num_steps"] == 0
         await hall.assert_idle()
@@ -271,7 +311,7 @@ def test_never_started(hall):
 def test_one_loop_after_another(hall, checkpoint):
     """The first is closed while its requests run, and nobody tells the engine."""
     loop = asyncio.new_event_loop()
-    stream = hall.async_llm.generate(PROMPT, greedy(None, ignore_eos=True))
+    stream = hall.async_llm.stream(PROMPT, greedy(None, ignore_eos=True))
     try:
         assert not loop.run_until_complete(anext(stream)).finished
         answer = loop.create_task(hall.async_llm.metrics())
@@ -380,7 +420,7 @@ def test_error_in_an_abort_reaches_all(hall, checkpoint, monkeypatch):
     """It drops every request. It ended the engine's thread, and all waited for ever."""
 
     async def main():
-        streams = [hall.async_llm.generate(PROMPT, greedy(None)) for _ in range(2)]
+        streams = [hall.async_llm.stream(PROMPT, greedy(None)) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         with monkeypatch.context() as patch:
@@ -421,7 +461,7 @@ def test_error_that_closes_the_engine(hall, monkeypatch):
 
 def test_exit_with_requests_under_way(hall):
     async def main():
-        stream = hall.async_llm.generate(PROMPT, greedy(None, ignore_eos=True))
+        stream = hall.async_llm.stream(PROMPT, greedy(None, ignore_eos=True))
         await anext(stream)
         late = asyncio.create_task(collect(hall.async_llm, PROMPT[::-1], greedy(None)))
         await asyncio.sleep(0)
@@ -488,7 +528,7 @@ def test_del_frees_the_engine(end, checkpoint, monkeypatch):
         if end in ("used", "left"):
             await collect(async_llm, PROMPT, greedy(5))
         if end == "left":
-            stream = async_llm.generate(PROMPT, greedy(None))
+            stream = async_llm.stream(PROMPT, greedy(None))
             await anext(stream)
         if end == "failed":
             with pytest.raises(ValueError, match="at least one token"):

@@ -421,7 +421,7 @@ def test_mistakes_queue_nothing(llm, checkpoint):
         llm.generate(PROMPT, params)
     assert llm.metrics() == before
     request_id = llm.add_request(PROMPT, greedy(3))
-    with pytest.raises(RuntimeError, match="requests of its own"):
+    with pytest.raises(RuntimeError, match="without other requests"):
         llm.beam_search(PROMPT, params)
     assert llm.abort(request_id)
     assert_usable(llm, checkpoint)

@@ -240,7 +240,7 @@ def test_generate_beside_queued_requests_is_refused(llm, checkpoint):
     request_id = llm.add_request(PROMPTS[2], PARAMS[2])
     for _ in range(2):  # waiting, then running
         before = llm.metrics()
-        with pytest.raises(RuntimeError, match=r"add_request\(\) are left: finish .*, or abort"):
+        with pytest.raises(RuntimeError, match=r"add_request\(\) are left: finish .*abort_all"):
             llm.generate([PROMPT], use_tqdm=False)
         with pytest.raises(RuntimeError, match=r"reset_prefix_cache\(\) needs .* without requests"):
             llm.reset_prefix_cache()
@@ -248,6 +248,21 @@ def test_generate_beside_queued_requests_is_refused(llm, checkpoint):
         assert llm.step() == []
     assert run_steps(llm) == {request_id: references(checkpoint)[2]}
     assert_usable(llm, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("use_tqdm", lambda llm: llm.generate([PROMPT], greedy(1), "yes")),
+        ("use_tqdm", lambda llm: llm.score([PROMPT], use_tqdm=1)),
+        ("use_tqdm", lambda llm: llm.embed([PROMPT], use_tqdm=None)),
+        ("request_id", lambda llm: llm.abort("0")),
+    ],
+)
+def test_arguments_of_the_wrong_type(name, call, llm):
+    with pytest.raises(TypeError, match=f"`{name}` must be "):
+        call(llm)
+    assert_idle(llm)
 
 
 def test_reset_prefix_cache_forgets(llm):

@@ -202,7 +202,7 @@ def test_garbage_collected_within_a_step(where, llm, checkpoint, monkeypatch):
         stream = llm.stream(PROMPTS, PARAMS)
         next(stream)
         if where == "abort":
-            assert not llm.abort(-1) and llm.abort(llm.add_request(PROMPT))
+            assert not llm.abort(10**9) and llm.abort(llm.add_request(PROMPT))
         assert calls
         whole = gather(stream)
     assert [len(done) for done in whole.values()] == [1] * len(PROMPTS)
@@ -361,13 +361,31 @@ def test_steps_that_another_does(llm, checkpoint):
 def test_generate_is_refused_while_it_runs(llm, checkpoint):
     stream = llm.stream(PROMPTS, PARAMS)
     outputs = [next(stream)]
-    refusal = r"requests of its own, but some of stream\(\) or add_request\(\) are left"
+    refusal = r"without other requests, but some of stream\(\) or add_request\(\) are left"
     with pytest.raises(RuntimeError, match=refusal):
         llm.generate([PROMPT], use_tqdm=False)
     with pytest.raises(RuntimeError, match=r"reset_prefix_cache\(\) needs .* without requests"):
         llm.reset_prefix_cache()
     whole = gather([*outputs, *stream])
     assert [whole[i][0][2] for i in sorted(whole)] == references(checkpoint)
+    assert_usable(llm, checkpoint)
+
+
+def test_abort_all(llm, checkpoint):
+    """Also what a stream asked for that cannot be left any more, and results nobody fetched."""
+    stream = llm.stream(PROMPTS, PARAMS)
+    next(stream)
+    llm.add_request(PROMPT, greedy(1))
+    while not llm._finished:
+        next(stream)
+    llm.add_request(PROMPT, greedy(None))
+    before = llm.metrics()["num_aborted"]
+    llm.abort_all()
+    assert llm.is_finished() and llm.metrics()["num_aborted"] > before
+    with pytest.raises(RuntimeError, match="requests of this stream have been aborted"):
+        list(stream)
+    assert llm.step() == []
+    assert_idle(llm)
     assert_usable(llm, checkpoint)
 
 

@@ -30,6 +30,7 @@ from nanovllm.engine.under_way import StepUnderWay, known_tokens
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -260,6 +261,7 @@ class LLMEngine:
 
     def abort(self, request_id: int) -> bool:
         """Drop a request. False if it is not there (it may have finished)."""
+        check_int("request_id", request_id, 0)
         with self._lock:
             self._check_open()
             with self._reset_on_error():
@@ -271,6 +273,14 @@ class LLMEngine:
                     del self._requests[seq_id]
                 self._metrics.num_aborted += bool(seq_ids)
                 return bool(seq_ids)
+
+    def abort_all(self) -> None:
+        """Drop all requests, also those of streams, and results that `step` has not returned."""
+        with self._lock:
+            self._check_open()
+            for request_id in {request.request_id for request in self._requests.values()}:
+                self.abort(request_id)
+            self._finished.clear()
 
     def _drop_left(self) -> None:
         """Abort what streams have left. They cannot: garbage collection ends them in any call."""
@@ -367,12 +377,13 @@ class LLMEngine:
         self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
     ) -> list[RequestOutput]:
         """Run checked requests to their end."""
+        check_bool("use_tqdm", use_tqdm)
         with self._lock:
             self._check_open()
             if not self._is_idle():
                 raise RuntimeError(
-                    "generate() needs an engine without requests of its own, but some of stream() "
-                    "or add_request() are left: finish them with step(), or abort() them"
+                    "this call needs an engine without other requests, but some of stream() or "
+                    "add_request() are left: finish them, or drop them with abort_all()"
                 )
             outputs: dict[int, RequestOutput] = {}
             with self._reset_on_error(), Progress(len(checked), self._metrics, use_tqdm) as bar:
@@ -395,7 +406,10 @@ class LLMEngine:
         with self._lock:
             self._check_open()
             if not self._is_idle():
-                raise RuntimeError("reset_prefix_cache() needs an engine without requests")
+                raise RuntimeError(
+                    "reset_prefix_cache() needs an engine without requests: finish them, or drop "
+                    "them with abort_all()"
+                )
             self._reset()
 
     def get_tokenizer(self) -> Any:

@@ -85,6 +85,7 @@ class Request:
                         finish_reason=seq.finish_reason,
                         stop_reason=seq.stop_reason,
                         logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
+                        cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
                     )
                 )
         if news and self.listener is not None:
