@@ -672,7 +672,8 @@ def test_random_requests(lookahead: int, mixed: bool) -> None:
                 seqs.append(engine.arrive())
             if seqs and rng.random() < 0.02:
                 victim = rng.choice(seqs)
-                if scheduler.abort(victim.seq_id):
+                if not victim.is_finished:
+                    scheduler.abort([victim])
                     aborted.add(victim)
             try:
                 engine.step()

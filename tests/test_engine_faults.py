@@ -13,6 +13,7 @@ from checkpoints import (
     PROMPT,
     PROMPTS,
     SMALL,
+    TINY,
     add_all,
     assert_usable,
     checkpoint_fixture,  # noqa: F401
@@ -24,8 +25,9 @@ from checkpoints import (
     run_steps,
     tokens,
 )
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import Request
 
 # -- faults ---------------------------------------------------------------------------------------
 
@@ -55,7 +57,8 @@ FAULT_POINTS = {
     "publish": lambda llm: (llm.scheduler.block_manager, "publish"),
     "deallocate": lambda llm: (llm.scheduler.block_manager, "deallocate"),
     "take": lambda llm: (llm.scheduler.block_manager, "_take_free_block"),
-    "output": lambda llm: (llm, "_output"),
+    "wait": lambda llm: (llm.executor, "wait"),
+    "output": lambda llm: (Request, "output"),
 }
 
 
@@ -112,6 +115,29 @@ def test_interrupted_step_gives_no_wrong_results(point, k, after, llm, checkpoin
     expected = dict(zip(ids, references(checkpoint), strict=True))
     assert done == {i: expected[i] for i in done}
     assert_usable(llm, checkpoint)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_interrupted_wait_loses_nothing(k, monkeypatch):
+    """Most of the time Ctrl-C hits a wait; controls that follow the last tokens come after it."""
+    params = SamplingParams(temperature=0, max_tokens=6, bad_words=["45"], ignore_eos=True)
+    with LLM(TINY, overlap=True, **SMALL) as llm:
+        [expected] = tokens(llm.generate(["17+4="], params, False))
+        assert expected != tokens(llm.generate(["17+4="], greedy(6, ignore_eos=True), False))[0]
+        request_id = llm.add_request("17+4=", params)
+        fail_at(monkeypatch, llm.executor, "wait", k, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run_steps(llm)
+        assert run_steps(llm) == {request_id: expected}
+
+
+def test_interrupted_output_loses_nothing(llm, checkpoint, monkeypatch):
+    ids = [llm.add_request(PROMPT, greedy(3)) for _ in range(2)]
+    fail_at(monkeypatch, Request, "output", 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(llm)
+    assert not llm.is_finished()
+    assert run_steps(llm) == dict.fromkeys(ids, reference(checkpoint, PROMPT, 3))
 
 
 def test_requests_of_a_failed_step_can_be_aborted(llm, checkpoint, monkeypatch):

@@ -226,6 +226,29 @@ def test_preemption_keeps_a_requests_times(checkpoint, monkeypatch):
         assert metrics["num_cached_tokens"] == 0, "its own blocks are no hits"
 
 
+def test_times_of_steps_add_up_to_the_time(checkpoint, monkeypatch):
+    """Also with overlap, where a step is launched before the one ahead of it has been booked."""
+    with LLM(checkpoint, overlap=True, **SMALL) as llm:
+        now, launched_at, run = 0.0, [], llm.executor.run
+
+        def clock():
+            nonlocal now
+            now += 1
+            return now
+
+        def launched(*args):
+            launched_at.append(now)
+            return run(*args)
+
+        monkeypatch.setattr(time, "perf_counter", clock)
+        monkeypatch.setattr(llm.executor, "run", launched)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        metrics, booked_at = llm.metrics(), llm._booked_at
+    assert metrics["num_steps"] == len(launched_at) > 10
+    total = metrics["prefill_seconds"] + metrics["decode_seconds"]
+    assert total == booked_at - launched_at[0]
+
+
 def test_since_subtracts_counters():
     earlier = Metrics(num_steps=2, decode_seconds=0.5, num_aborted=1)
     later = replace(earlier, num_steps=5, decode_seconds=2.0, num_generated_tokens=4)

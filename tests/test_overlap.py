@@ -88,9 +88,19 @@ def test_abort_of_everything_under_way(checkpoint):
         ids = add_all(llm)
         done = run_steps(llm, 2)
         assert all(llm.abort(i) for i in ids if i not in done)
-        assert llm.is_finished() and llm._under_way
-        assert_usable(llm, checkpoint)  # books the step left over, beside its own
+        assert llm.is_finished() and not llm._under_way
+        assert_usable(llm, checkpoint)
         assert llm.step() == []
+
+
+def test_superfluous_step_is_forgotten(checkpoint):
+    """A stop is seen a step late. What comes hours after it would count as that step's time."""
+    [_, stop, *_] = reference(checkpoint, PROMPT, 2)
+    with LLM(checkpoint, overlap=True, **SMALL) as llm:
+        [output] = llm.generate([PROMPT], greedy(20, stop_token_ids=[stop]), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "stop"
+        assert not llm._under_way
+        assert_usable(llm, checkpoint)
 
 
 @pytest.mark.parametrize("end", ["exit", "with", "del"])

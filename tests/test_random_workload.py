@@ -72,7 +72,9 @@ class Workload:
 
     def abort(self) -> None:
         seq = self.rng.choice(self.seqs)
-        if self.scheduler.abort(seq.seq_id):
+        if not seq.is_finished:
+            self.scheduler.abort([seq])
+            assert seq.is_finished
             self.counts["abort"] += 1
             self.aborted.add(seq.seq_id)
             self.scheduler.check_invariants()

@@ -155,7 +155,7 @@ def test_abort_of_the_one_that_computes_the_prefix_frees_those_that_wait():
         scheduler.add(seq)
     model = FakeModel(scheduler)
     scheduler.schedule()  # and the step fails
-    assert scheduler.abort(first.seq_id)
+    scheduler.abort([first])
     assert [chunk.seq_id for chunk in step(scheduler, model)] == [second.seq_id]
 
 
@@ -277,9 +277,10 @@ def test_abort_gives_the_blocks_back(when):
         step(scheduler, model)
     if when == "preempted":
         scheduler.preempt(seq)
-    assert scheduler.abort(seq.seq_id)
+    scheduler.abort([seq])
     scheduler.check_invariants()
     assert seq.status is SequenceStatus.FINISHED and not seq.block_table
-    assert not scheduler.abort(seq.seq_id) and not scheduler.abort(-1)
+    scheduler.abort([seq])  # it is gone: nothing happens
+    scheduler.check_invariants()
     run_to_end(scheduler, model=model)
     assert (other.completion_token_ids, other.finish_reason) == reference(other, 48)

@@ -122,7 +122,8 @@ def test_news_come_as_they_are_there(llm):
     assert seen[0][0] < seen[1][0]
     lookahead = llm.metrics()["overlap"]
     before = llm.metrics()["num_steps"]
-    next(llm.stream(PROMPT, greedy(5)))
+    later = llm.stream(PROMPT, greedy(5))
+    next(later)
     assert llm.metrics()["num_steps"] == before + 1
     assert len(llm._under_way) == int(lookahead)
 
@@ -459,6 +460,17 @@ def test_listener_may_abort(when, llm, checkpoint):
     others = [llm.add_request(PROMPT, greedy(9)), llm.add_request(PROMPT, greedy(9))]
     assert run_steps(llm) == {others[1]: reference(checkpoint, PROMPT, 9)}
     assert len(told) == when
+    assert_usable(llm, checkpoint)
+
+
+def test_aborted_by_another_listener(llm, checkpoint):
+    """It ends without a word: nothing of it has finished."""
+    told = []
+    llm.add_request(PROMPT, greedy(4), listener=lambda output: llm.abort(victim))
+    victim = llm.add_request(PROMPT, greedy(4), listener=told.append)
+    assert run_steps(llm) == {}
+    assert not told
+    assert_idle(llm)
     assert_usable(llm, checkpoint)
 
 

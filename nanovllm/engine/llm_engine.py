@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +92,7 @@ class LLMEngine:
             self.config.kvcache_block_size,
             self.config.seed,
         )
-        self._requests: dict[int, Request] = {}  # by the ids of their sequences
+        self._requests: dict[int, Request] = {}  # by their ids
         self._metrics, self._latencies = Metrics(), Latencies()
         overlap = self.config.overlap
         if overlap is None:
@@ -114,11 +114,11 @@ class LLMEngine:
         self._booked_at = 0.0
         self._launching = False  # still True when a launch has failed
         self._finished: list[Request] = []  # ended, and not returned by `step` yet
-        self._left: deque[Listener] = deque()  # of streams that have ended or were left
+        self._left: deque[set[int]] = deque()  # requests of streams that ended or were left
 
     def _reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
-        self._metrics.num_aborted += len(set(self._requests.values()))
+        self._metrics.num_aborted += len(self._requests)
         self._under_way.clear()
         self._finished.clear()
         self._requests.clear()
@@ -159,8 +159,8 @@ class LLMEngine:
         listener: Listener | None = None,
     ) -> int:
         request = self._maker.make(checked, pooling, listener)
+        self._requests[request.request_id] = request
         for seq in request.seqs:
-            self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request.request_id
 
@@ -175,8 +175,9 @@ class LLMEngine:
         """
         with self._lock:
             self._advance()
-            finished, self._finished = self._finished, []
-            return [self._output(request) for request in finished]
+            outputs = [request.output(self._maker.decoder) for request in self._finished]
+            self._finished.clear()
+            return outputs
 
     def _advance(self) -> None:
         self._check_open()
@@ -190,8 +191,9 @@ class LLMEngine:
     def _step(self) -> None:
         self._drop_left()
         # After a launch that failed, the device may have newer tokens than the step it repeats
-        # needs: first book the steps under way, so that the host knows the right ones.
-        books_only = self._launching and self._under_way
+        # needs: first book the steps under way, so that the host knows the right ones. And after
+        # Ctrl-C while it waited for a step, there is one more under way than there should be.
+        books_only = self._under_way and (self._launching or len(self._under_way) > self._lookahead)
         with self._reset_on_error():
             scheduled = [] if books_only else self.scheduler.schedule()
         if scheduled:
@@ -213,27 +215,35 @@ class LLMEngine:
                 step.take_results()
                 finished = self.scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)
-                # Completions of one request may end in the same step: it ends once.
-                requests = dict.fromkeys(self._requests.pop(seq.seq_id) for seq in finished)
-                for request in requests:
-                    if request.is_finished:
-                        if request.listener is None:
-                            self._finished.append(request)
-                        self._metrics.count_finished(request)
-                        self._latencies.add_finished(request.metrics())
+                for request_id in dict.fromkeys(seq.request_id for seq in finished):
+                    if self._requests[request_id].is_finished:
+                        self._end(self._requests.pop(request_id))
             now = time.perf_counter()
             seconds = now - max(step.launched_at, self._booked_at)
             prefills = self._metrics.count_step(step.scheduled, seconds)
             self._latencies.add_step(seconds, prefills)
             self._booked_at = now
+            self._forget_superfluous()
             for request in listened:  # last: a listener may call the engine
                 request.tell()
 
     def _listened(self, step: StepUnderWay) -> list[Request]:
         """The requests in a step to whose news somebody listens, each once."""
-        found = (self._requests.get(item.seq.seq_id) for item in step.scheduled)
-        requests = {request.request_id: request for request in found if request}
-        return [request for request in requests.values() if request.listener is not None]
+        ids = dict.fromkeys(item.seq.request_id for item in step.scheduled)
+        requests = (self._requests.get(request_id) for request_id in ids)
+        return [request for request in requests if request and request.listener is not None]
+
+    def _end(self, request: Request) -> None:
+        if request.listener is None:
+            self._finished.append(request)
+        self._metrics.count_finished(request)
+        self._latencies.add_finished(request.metrics())
+
+    def _forget_superfluous(self) -> None:
+        """What is under way when no request is left computes tokens that nobody waits for."""
+        if self.scheduler.is_finished():
+            self._under_way.clear()
+            self.scheduler.forget_steps()
 
     @contextmanager
     def _reset_on_error(self) -> Iterator[None]:
@@ -264,34 +274,31 @@ class LLMEngine:
         check_int("request_id", request_id, 0)
         with self._lock:
             self._check_open()
-            with self._reset_on_error():
-                requests = self._requests.items()
-                seq_ids = [i for i, request in requests if request.request_id == request_id]
-                for seq_id in seq_ids:
-                    self.scheduler.abort(seq_id)
-                for seq_id in seq_ids:
-                    del self._requests[seq_id]
-                self._metrics.num_aborted += bool(seq_ids)
-                return bool(seq_ids)
+            return self._abort([request_id]) > 0
+
+    def _abort(self, request_ids: Iterable[int]) -> int:
+        """Drop those of the requests that are left. Returns how many."""
+        found = [self._requests[i] for i in request_ids if i in self._requests]
+        with self._reset_on_error():
+            self.scheduler.abort(seq for request in found for seq in request.seqs)
+            for request in found:
+                del self._requests[request.request_id]
+                self._metrics.num_aborted += 1
+            self._forget_superfluous()
+        return len(found)
 
     def abort_all(self) -> None:
         """Drop all requests, also those of streams, and results that `step` has not returned."""
         with self._lock:
             self._check_open()
-            for request_id in {request.request_id for request in self._requests.values()}:
-                self.abort(request_id)
+            self._abort(list(self._requests))
             self._finished.clear()
 
     def _drop_left(self) -> None:
         """Abort what streams have left. They cannot: garbage collection ends them in any call."""
         while self._left:
-            for request_id in self._heard_by(self._left[0]):
-                self.abort(request_id)
+            self._abort(self._left[0])
             self._left.popleft()
-
-    def _heard_by(self, listener: Listener) -> set[int]:
-        requests = self._requests.values()
-        return {request.request_id for request in requests if request.listener is listener}
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -351,16 +358,16 @@ class LLMEngine:
 
     def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
         news: deque[RequestOutput] = deque()
-        listener, num_left = news.append, len(checked)
+        left: set[int] = set()
         try:
             with self._lock:
                 for request in checked:
-                    self._add(request, listener=listener)
-            while num_left:
+                    left.add(self._add(request, listener=news.append))
+            while left:
                 with self._lock:
                     if not news:
                         self._check_open()
-                        if not self._heard_by(listener):
+                        if left.isdisjoint(self._requests):
                             raise RuntimeError(
                                 "requests of this stream have been aborted, or dropped by an error "
                                 "in another call"
@@ -368,10 +375,11 @@ class LLMEngine:
                         self._advance()
                 while news:
                     output = news.popleft()
-                    num_left -= output.finished
+                    if output.finished:
+                        left.remove(output.request_id)
                     yield output
         finally:
-            self._left.append(listener)
+            self._left.append(left)
 
     def _complete(
         self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
@@ -393,9 +401,6 @@ class LLMEngine:
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
-
-    def _output(self, request: Request) -> RequestOutput:
-        return request.output(self._maker.decoder)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, so that the next run computes every prompt.

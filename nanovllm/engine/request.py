@@ -16,6 +16,7 @@ class Request:
     Args:
         request_id: the caller's name for it.
         prompt: None if it came as token ids.
+        prompt_token_ids: its tokens.
         params: for all completions.
         seqs: one for each completion.
         listener: is told what is new; the end is then nobody else's.
@@ -25,11 +26,13 @@ class Request:
         self,
         request_id: int,
         prompt: str | None,
+        prompt_token_ids: list[int],
         params: SamplingParams,
         seqs: list[Sequence],
         listener: Listener | None = None,
     ) -> None:
-        self.request_id, self.prompt, self.params, self.seqs = request_id, prompt, params, seqs
+        self.request_id, self.params, self.seqs = request_id, params, seqs
+        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.listener = listener
         self._num_told = [0] * len(seqs)  # tokens
 
@@ -60,7 +63,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=completions,
             finished=finished,
             num_cached_tokens=first.num_cached_tokens,
@@ -71,6 +74,8 @@ class Request:
 
     def tell(self) -> None:
         """Give the listener what is new: tokens, and the text that no later token can change."""
+        if any(seq.is_finished and seq.finish_reason is None for seq in self.seqs):
+            return  # aborted, by another listener
         news = []
         for index, seq in enumerate(self.seqs):
             prompt = seq.num_prompt_tokens

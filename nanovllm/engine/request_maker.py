@@ -110,7 +110,7 @@ class RequestMaker:
             listener: see `LLMEngine.add_request`.
         """
         text, token_ids, params, grammars = checked
-        seqs = []
+        request_id, seqs = next(self._request_ids), []
         for index, grammar in enumerate(grammars):
             seq = Sequence(
                 next(self._seq_ids),
@@ -120,6 +120,7 @@ class RequestMaker:
                 seed=self._seed,
                 index=index,
             )
+            seq.request_id = request_id
             seq.controls, seq.grammar, seq.pooling = self._controls(params), grammar, pooling
             is_heard = listener is not None and params.detokenize
             if params.stop or (is_heard and self._tokenizer is not None):
@@ -134,7 +135,7 @@ class RequestMaker:
         seqs[0].prompt_logprobs = self._logprobs(params.prompt_logprobs)
         if seqs[0].prompt_logprobs is not None:
             seqs[0].prompt_logprobs.append_nothing()
-        return Request(next(self._request_ids), text, params, seqs, listener)
+        return Request(request_id, text, token_ids, params, seqs, listener)
 
     def _logprobs(self, count: int | None) -> TokenLogprobs | None:
         if count is None:

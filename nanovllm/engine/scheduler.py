@@ -313,17 +313,20 @@ class Scheduler:
             seq.slot = -1
         self._refused = None
 
-    def abort(self, seq_id: int) -> bool:
-        """Drop a request and give its blocks back. False if there is none with this id."""
-        for queue in (self.running, self.waiting):
-            for seq in queue:
-                if seq.seq_id == seq_id:
-                    queue.remove(seq)
-                    seq.drop_pending()
-                    self._release(seq)
-                    seq.status = SequenceStatus.FINISHED
-                    return True
-        return False
+    def abort(self, seqs: Iterable[Sequence]) -> None:
+        """Drop those of the sequences that are left, and give their blocks back."""
+        for seq in seqs:
+            if not seq.is_finished:
+                seq.drop_pending()
+                self._release(seq)
+                seq.status = SequenceStatus.FINISHED
+        self.running = [seq for seq in self.running if not seq.is_finished]
+        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+
+    def forget_steps(self) -> None:
+        """The steps under way will not be booked."""
+        assert self.is_finished(), "there are sequences left that need their tokens"
+        self._num_under_way = 0
 
     def describe(self) -> dict[str, int | float]:
         """The queues and the pool, for `LLMEngine.metrics`."""

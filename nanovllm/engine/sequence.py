@@ -59,6 +59,7 @@ class Sequence:
         "pooling",
         "prompt_logprobs",
         "random_key",
+        "request_id",
         "sampling_params",
         "seq_id",
         "slot",
@@ -80,6 +81,7 @@ class Sequence:
     ) -> None:
         assert token_ids, "a sequence has at least one prompt token"
         self.seq_id = seq_id  # grows with arrival
+        self.request_id = seq_id  # the same for all completions of a prompt
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.sampling_params = sampling_params
