@@ -37,7 +37,8 @@ class StructuredOutputsParams:
         json: a JSON Schema, as a dictionary or as text; kept as text.
         regex: a regular expression that the whole text matches.
         choice: strings of which the text is one.
-        grammar: a context-free grammar in Lark's syntax.
+        grammar: a context-free grammar in Lark's syntax, or in GBNF (`root ::= "a" | "b"`), read
+            as Lark: a terminal takes all the characters that it matches.
         json_object: any JSON object.
     """
 
