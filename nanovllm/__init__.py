@@ -7,6 +7,7 @@ logic (sequences, blocks, scheduling) imports without torch, and nothing looks a
 import logging
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.inputs import TextPrompt, TokensPrompt
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -42,7 +43,9 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
     "TokenLogprobs",
+    "TokensPrompt",
     "WorkerError",
 ]
 

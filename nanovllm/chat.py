@@ -1,6 +1,7 @@
 """Conversations as prompts: what callers pass to `LLM.chat`, checked and rendered.
 
-Imports no torch and no transformers; the tokenizer comes from the engine.
+Imports no torch, and transformers only for tools that are functions; the tokenizer comes from the
+engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,11 @@ class ChatRenderer:
             raise TypeError(
                 f"`chat_template` must be the text of a template, got {chat_template!r}"
             )
+        if chat_template == "":
+            raise ValueError(
+                "`chat_template` must be the text of a template, got '': pass None for the "
+                "checkpoint's own"
+            )
         if chat_template is None and not tokenizer.chat_template:
             raise ValueError(
                 "`chat_template` must be given for a checkpoint that has none, got None: pass one, "
@@ -70,7 +76,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._options = {
             **variables,
-            "tools": None if tools is None else list(tools),
+            "tools": tools and [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -158,6 +164,20 @@ def _read_part(part: Any, name: str) -> str:
     if not isinstance(part.get("text"), str):
         raise TypeError(f'`{name}["text"]` must be a string, got {part.get("text")!r}')
     return part["text"]
+
+
+def _read_tool(tool: Any, name: str) -> dict[str, Any]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # for other objects, whatever inspect raises
+        raise TypeError(
+            f"`{name}` must be a dictionary, or a function with types and a docstring, "
+            f"got {tool!r}: {error}"
+        ) from error
 
 
 def _is_list(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
-import difflib
+import re
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,14 +10,21 @@ from nanovllm.utils.checks import (
     check_choice,
     check_float,
     check_int,
+    check_names,
     plain_numbers,
 )
 
-DEVICES = ("auto", "cuda", "cpu")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
+DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
+REMEDIES = {  # for options of vLLM
+    "download_dir": "not needed: nothing is downloaded",
+    "swap_space": "not needed: what a preempted request had is computed again",
+    "tokenizer": "the tokenizer is read from the model's directory",
+    "trust_remote_code": "not needed: no code of a checkpoint is run",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Config:
         max_num_batched_tokens: the most tokens one step computes; longer prompts take several.
         max_num_seqs: the most sequences that run at once.
         max_model_len: the most tokens of prompt and output together; the model's own limit and
-            the KV pool bound it too.
+            the KV pool bound it too. None: they alone.
         gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
             cache of this engine. Not used on a CPU.
         tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over.
@@ -37,8 +45,8 @@ class Config:
         kvcache_block_size: tokens per KV block, a power of two from 16.
         num_kvcache_blocks: number of KV blocks; -1 derives it from memory.
         device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA where there is one.
-        dtype: "bfloat16", "float16", "float32", or "auto": the checkpoint's on CUDA, float32 on
-            a CPU.
+        dtype: "bfloat16", "float16" ("half"), "float32" ("float"), or "auto": the checkpoint's on
+            CUDA, float32 on a CPU.
         attention_backend: "flash_attn", "triton", "torch", or "auto".
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
@@ -83,6 +91,8 @@ class Config:
             raise ValueError("`model` must be the directory of a checkpoint, got an empty path")
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_model_len is None:
+            object.__setattr__(self, "max_model_len", sys.maxsize)
         check_int("max_model_len", self.max_model_len, 2)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
@@ -99,8 +109,8 @@ class Config:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_int("seed", self.seed, 0, 2**64 - 1)
-        if not isinstance(self.device, str) or self.device.split(":")[0] not in DEVICES:
-            raise ValueError(f"`device` must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if not isinstance(self.device, str) or not DEVICES.fullmatch(self.device):
+            raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {self.device!r}")
         plain_numbers(self)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(
@@ -121,8 +131,4 @@ class Config:
 def check_options(options: dict[str, Any]) -> None:
     """TypeError for an option that `Config` does not have."""
     known = [field.name for field in fields(Config) if field.name != "model"]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
-            raise TypeError(f"LLM() has no option `{name}`; {hint}")
+    check_names("LLM", options, known, REMEDIES)

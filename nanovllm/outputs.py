@@ -79,6 +79,14 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
                 found[token] = Logprob(self._values[i], rank, self._text(token))
         return found
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
 
 @dataclass(frozen=True)
 class CompletionOutput:
@@ -103,6 +111,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)

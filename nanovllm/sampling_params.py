@@ -13,14 +13,22 @@ from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers
+from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers, with_remedies
 
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
+REMEDIES = {  # for parameters of vLLM
+    "best_of": "pass n",
+    "guided_decoding": "pass structured_outputs",
+    "logits_processors": "pass logit_bias, allowed_token_ids or structured_outputs",
+    "output_kind": "call stream() or generate()",
+    "truncate_prompt_tokens": "shorten the prompt",
+}
 
 
+@with_remedies({})
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form that a completion must have. Exactly one of these is given.
@@ -29,7 +37,8 @@ class StructuredOutputsParams:
         json: a JSON Schema, as a dictionary or as text; kept as text.
         regex: a regular expression that the whole text matches.
         choice: strings of which the text is one.
-        grammar: a context-free grammar in Lark's syntax.
+        grammar: a context-free grammar in Lark's syntax, or in GBNF (`root ::= "a" | "b"`), read
+            as Lark: a terminal takes all the characters that it matches.
         json_object: any JSON object.
     """
 
@@ -62,6 +71,7 @@ class StructuredOutputsParams:
                 raise ValueError("`json_object` must be True where it is given, got False")
 
 
+@with_remedies(REMEDIES)
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample a request.
@@ -168,11 +178,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1)
         check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check_float("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p <= 0:
-            raise ValueError(f"`top_p` must be above 0, got {self.top_p!r}")
+        check_float("top_p", self.top_p, math.ulp(0.0), 1.0, "above 0 and at most 1")
         check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST)
+        rule = f"above 0, {1 / LARGEST:g} to {LARGEST:g}"
+        check_float("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST, rule)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -189,8 +198,12 @@ class SamplingParams:
         if not isinstance(bias, Mapping):
             raise TypeError(f"`logit_bias` must map token ids to numbers, got {bias!r}")
         _tokens("logit_bias", list(bias))
+        rule = (
+            f"finite and {-LARGEST:g} to {LARGEST:g} (to forbid a token: -100, bad_words or "
+            "allowed_token_ids)"
+        )
         for token, value in bias.items():
-            check_float(f"logit_bias[{token}]", value, -LARGEST, LARGEST)
+            check_float(f"logit_bias[{token}]", value, -LARGEST, LARGEST, rule)
         plain: dict[str, Any] = {
             "stop": _strings("stop", stop),
             "bad_words": _strings("bad_words", self.bad_words),
@@ -210,6 +223,7 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
+@with_remedies({})
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How `LLM.beam_search` searches.

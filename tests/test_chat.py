@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections import UserDict
 from pathlib import Path
 
@@ -167,8 +168,9 @@ def test_template_of_the_checkpoint_or_the_call(place, tmp_path):
 
 def test_tools_reach_the_template(llm):
     head = "<|im_start|>system\n<tools>\n"
-    text = prompt_of(llm, HELLO, tools=[WEATHER], chat_template=QWEN3)
-    assert text == f"{head}{json.dumps(WEATHER)}\n</tools><|im_end|>\n{HELLO_TEXT}"
+    for tool in (WEATHER, UserDict(WEATHER)):
+        text = prompt_of(llm, HELLO, tools=[tool], chat_template=QWEN3)
+        assert text == f"{head}{json.dumps(WEATHER)}\n</tools><|im_end|>\n{HELLO_TEXT}"
     text = prompt_of(llm, HELLO, tools=(weather,), chat_template=QWEN3)
     schema = json.loads(text.removeprefix(head).split("\n")[0])["function"]
     assert (schema["name"], schema["description"]) == ("weather", "How the weather is.")
@@ -313,6 +315,11 @@ REFUSED = [
         "is either begun or continued",
     ),
     ({"tools": "weather"}, TypeError, "`tools` must be a list of tools, got 'weather'"),
+    (
+        *({"chat_template": ""}, ValueError),
+        "`chat_template` must be the text of a template, got '': pass None for the checkpoint's "
+        "own",
+    ),
     ({"tools": WEATHER}, TypeError, f"`tools` must be a list of tools, got {WEATHER!r}"),
     (
         *({"chat_template_kwargs": ["enable_thinking"]}, TypeError),
@@ -336,6 +343,17 @@ def test_wrong_argument_is_named(options, error, message, llm):
         llm.chat(**{"messages": HELLO, **options})
     assert str(caught.value) == message
     assert llm.metrics() == before
+
+
+def bare(city: str) -> None: ...
+
+
+@pytest.mark.parametrize(("tool", "reason"), [(5, "5 is not"), (bare, ".* has no docstring")])
+def test_wrong_tool_is_named(tool, reason, llm):
+    rule = "a dictionary, or a function with types and a docstring, got"
+    match = rf"^`tools\[1\]` must be {rule} {re.escape(repr(tool))}: {reason}"
+    with pytest.raises(TypeError, match=match):
+        llm.chat(HELLO, tools=[WEATHER, tool])
 
 
 @pytest.mark.parametrize(
@@ -368,7 +386,7 @@ def test_prompt_that_cannot_run_names_the_conversation(llm):
         with pytest.raises(ValueError, match=rf"^`messages\[1\]` {reason}"):
             llm.chat([HELLO, wrong])
     with pytest.raises(ValueError, match=r"^`messages` must have at least one token, got none"):
-        llm.chat(HELLO, chat_template="")
+        llm.chat(HELLO, chat_template="{# nothing #}")
     assert llm.metrics() == before
 
 

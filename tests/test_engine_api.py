@@ -39,6 +39,7 @@ def test_output_reads_both_ways(llm, checkpoint):
     assert output["token_ids"] == output.outputs[0].token_ids == expected
     assert output["text"] == output.outputs[0].text == ""  # no tokenizer
     assert output.outputs == [CompletionOutput(0, "", expected, "length")]
+    assert output.outputs[0].finished() and not CompletionOutput(0, "", [], None).finished()
     assert (output.prompt, output.prompt_token_ids, output.finished) == (None, prompt, True)
     assert (first.num_cached_tokens, output.num_cached_tokens) == (0, 32)
     assert output.request_id > first.request_id

@@ -18,7 +18,7 @@ from checkpoints import (
     greedy,
     reference,
 )
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.engine.inputs import (
     PromptReader,
     SamplingParamsReader,
@@ -95,6 +95,10 @@ ABC, AB, ONE_TWO = ("abc", [0, 1, 2]), ("ab", [0, 1]), (None, [1, 2])
         ({"prompt_token_ids": np.array([1, 2])}, [ONE_TWO]),
         ({"prompt": "shown", "prompt_token_ids": (1, 2)}, [("shown", [1, 2])]),
         ({"prompt": None, "prompt_token_ids": [1, 2]}, [ONE_TWO]),
+        ({"prompt": "ab", "prompt_token_ids": None}, [AB]),
+        (TextPrompt(prompt="ab"), [AB]),
+        ([TokensPrompt(prompt_token_ids=[1, 2])], [ONE_TWO]),
+        (TokensPrompt(prompt_token_ids=[1, 2], prompt="shown"), [("shown", [1, 2])]),
         (MappingProxyType({"prompt": "ab"}), [AB]),
         (
             ["abc", [1, 2], (1, 2), np.array([1, 2]), {"prompt": "ab"}, {"prompt_token_ids": [7]}],
@@ -116,6 +120,7 @@ def test_every_form_of_prompts_is_read(prompts, parsed, reader):
 
 STRINGS_OR = "must be a string, token ids, a dictionary, or a list of those, got"
 STRING_OR = "must be a string, a list of token ids or a dictionary, got"
+TOKEN_IDS = '`prompts["prompt_token_ids"]` must hold token ids, got'
 KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
 
 
@@ -146,11 +151,17 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         ({"text": "ab"}, ValueError, f"`prompts` {KEYS} ['text']"),
         ([{"prompt": "a", "n": 1}], ValueError, f"`prompts[0]` {KEYS} ['n', 'prompt']"),
         ({"prompt": [1]}, TypeError, '`prompts["prompt"]` must be a string, got list'),
-        ({"prompt": None}, TypeError, f"`prompts` {STRING_OR} NoneType"),
+        ({"prompt": None}, TypeError, '`prompts["prompt"]` must be a string, got NoneType'),
+        (
+            *([{"prompt": None, "prompt_token_ids": None}], TypeError),
+            '`prompts[0]["prompt"]` must be a string, got NoneType',
+        ),
+        ({"prompt_token_ids": None}, TypeError, f"{TOKEN_IDS} NoneType"),
+        ({"prompt": "a", "prompt_token_ids": 5}, TypeError, f"{TOKEN_IDS} int"),
         (list(range(12)), ValueError, "leave room for one token within max_model_len 12, got 12"),
         ("a" * 40, ValueError, "got 40 tokens: shorten it, or raise max_model_len if the model"),
         (np.array(5), TypeError, "`prompts`"),
-        ({"prompt_token_ids": "ab"}, TypeError, "prompt_token_ids"),
+        ({"prompt_token_ids": "ab"}, TypeError, f"{TOKEN_IDS} str"),
         ({"prompt": "a", 1: 2}, ValueError, f"`prompts` {KEYS}"),
     ],
 )
@@ -166,6 +177,23 @@ def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
         ValueError, match=r"`prompt` must fit the KV cache of 16 tokens.*got 16.*num_kvcache_blocks"
     ):
         reader.parse([1] * 16)
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], [{"prompt": "a"}], [np.array([1])]])
+def test_list_of_prompts_for_one_is_named(prompts, reader):
+    with pytest.raises(TypeError) as caught:
+        reader.parse(prompts)
+    assert str(caught.value) == (
+        f"`prompt` must hold integer token ids, got {prompts[0]!r}: it is one prompt, no list of "
+        "them"
+    )
+
+
+def test_lone_surrogates_are_named(tiny):
+    """The tokenizer's own words are of its types."""
+    reason = "it has lone surrogates, which are no characters"
+    with pytest.raises(ValueError, match=rf"^`prompts\[1\]` cannot be tokenised: {reason}$"):
+        tiny.generate(["a", "a\ud800b"], use_tqdm=False)
 
 
 def test_text_beyond_the_limit_is_refused_once(tiny, caplog, monkeypatch):
@@ -273,6 +301,8 @@ def test_sampling_params_that_the_model_meets_pass():
     assert reader.parse_all(None, 2) == [default, default]
     with pytest.raises(TypeError, match="`sampling_params` must be a SamplingParams, got dict"):
         reader.parse({"top_k": 3})
+    with pytest.raises(TypeError, match=r"a SamplingParams, got list: there is one prompt for th"):
+        reader.parse([params])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Sampling parameters: what is refused and in which words, and what becomes of the rest."""
 
+import copy
 import dataclasses
+import inspect
 import json
 import math
 import pickle
@@ -14,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.sampling_params import StructuredOutputsParams
 
 HUGE = 10**400  # beyond every float
@@ -36,13 +38,12 @@ REFUSED = [
     ("max_tokens", TypeError, "be an integer", [1.0, True, "9", NAN]),
     ("top_k", ValueError, "be between -1 and 2147483647", [-2, 2**31, HUGE]),
     ("top_k", TypeError, "be an integer", [5.0, True, None]),
-    ("top_p", ValueError, "be above 0", [0, 0.0]),
-    ("top_p", ValueError, "be finite and 0 to 1", [-0.1, 1.1, NAN, INF, HUGE]),
+    ("top_p", ValueError, "be above 0 and at most 1", [0, 0.0, -0.1, 1.1, NAN, INF, HUGE]),
     ("top_p", TypeError, "be a number", [True, None, "1"]),
     ("min_p", ValueError, "be finite and 0 to 1", [-0.1, 1.1, NAN]),
     ("min_p", TypeError, "be a number", [False, None]),
     (
-        *("repetition_penalty", ValueError, "be finite and 1e-09 to 1e+09"),
+        *("repetition_penalty", ValueError, "be above 0, 1e-09 to 1e+09"),
         [0, -1.5, 1e-40, 1e39, NAN, INF],
     ),
     ("repetition_penalty", TypeError, "be a number", [True, None, "1"]),
@@ -109,7 +110,8 @@ REFUSED_WITHIN = [  # a part of the value is named
     *(
         (
             *({"logit_bias": {4: 1, 5: value}}, ValueError),
-            f"`logit_bias[5]` must be finite and -1e+09 to 1e+09, got {value!r}",
+            "`logit_bias[5]` must be finite and -1e+09 to 1e+09 (to forbid a token: -100, "
+            f"bad_words or allowed_token_ids), got {value!r}",
         )
         for value in (NAN, -INF, 1e39)
     ),
@@ -214,11 +216,30 @@ def test_schema_that_is_no_json_is_refused_with_the_reason(schema):
     assert str(caught.value).endswith(f": {caught.value.__cause__}")
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pattern'"):
-        StructuredOutputsParams(pattern="a")  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        (SamplingParams, "temprature", "did you mean `temperature`?"),
+        (SamplingParams, "guided_decoding", "pass structured_outputs"),
+        (SamplingParams, "best_of", "pass n"),
+        (
+            *(SamplingParams, "logits_processors"),
+            "pass logit_bias, allowed_token_ids or structured_outputs",
+        ),
+        (SamplingParams, "output_kind", "call stream() or generate()"),
+        (SamplingParams, "truncate_prompt_tokens", "shorten the prompt"),
+        (StructuredOutputsParams, "json_objct", "did you mean `json_object`?"),
+        (
+            *(StructuredOutputsParams, "pattern"),
+            "options: json, regex, choice, grammar, json_object",
+        ),
+        (BeamSearchParams, "beam_widht", "did you mean `beam_width`?"),
+    ],
+)
+def test_unknown_name_is_refused_with_what_to_do(kind, name, hint):
+    with pytest.raises(TypeError) as caught:
+        kind(**{name: 1})
+    assert str(caught.value) == f"{kind.__name__}() has no option `{name}`; {hint}"
 
 
 def test_first_three_are_positional_and_no_other():
@@ -405,10 +426,30 @@ def test_parameters_survive_pickle_and_replace():
 
 def test_parameters_are_frozen():
     params = full()[0]
-    for instance in (*params, params[1].structured_outputs):
+    for instance in (*params, params[1].structured_outputs, BeamSearchParams(2, 3)):
         for field in dataclasses.fields(instance):
-            with pytest.raises(dataclasses.FrozenInstanceError):
+            with pytest.raises(dataclasses.FrozenInstanceError) as caught:
                 setattr(instance, field.name, getattr(instance, field.name))
+            assert str(caught.value) == (
+                f"{type(instance).__name__} cannot be changed: use dataclasses.replace(params, "
+                f"{field.name}=...)"
+            )
+
+
+def test_parameters_still_are_dataclasses():
+    for params in full()[0]:
+        assert copy.copy(params) == copy.deepcopy(params) == params
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert list(inspect.signature(SamplingParams).parameters) == names
+
+    class Own(SamplingParams):
+        """May have attributes of its own, as those of any frozen dataclass."""
+
+    own = Own(top_k=3)
+    own.note = "a"
+    assert (own.top_k, own.note) == (3, "a")
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"^SamplingParams cannot be"):
+        own.top_k = 4
 
 
 def test_greedy_is_what_temperature_says():

@@ -381,6 +381,11 @@ def test_places_read_like_a_list(places: TokenLogprobs) -> None:
     assert places.index(None) == 0
     assert EXPECTED[2] in places
     assert places.total == -4.25
+    assert places == EXPECTED == places == tuple(EXPECTED)
+    assert places != EXPECTED[:2] and places != {} and places is not None
+    assert repr(places) == repr(EXPECTED)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(places)
 
 
 def test_places_without_the_most_likely() -> None:
@@ -410,8 +415,7 @@ def test_results_are_sent_without_the_tokenizer() -> None:
     data = pickle.dumps(output)
     assert b"okenizer" not in data
     sent = pickle.loads(data)
-    assert list(sent.prompt_logprobs) == list(output.prompt_logprobs)
-    assert list(sent.outputs[0].logprobs) == list(output.outputs[0].logprobs)
+    assert sent == copy.deepcopy(output) == output
     drawn = zip(sent["token_ids"], sent.outputs[0].logprobs, strict=True)
     texts = [place[token].decoded_token for token, place in drawn]
     assert texts == ["4", "7", "2", "<|im_end|>"]

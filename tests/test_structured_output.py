@@ -345,6 +345,27 @@ def test_grammars_give_their_sentences(name):
     assert any("(" in text for text in texts)
 
 
+# The form of vLLM's examples, before which comments may have quotes.
+QUERY = r"""
+# one of "these"
+root ::= "SELECT " column (", " column)? " FROM " [a-c]{2} " WHERE " column " = " number
+column ::= "col_1" | "col_2"
+number ::= "-"? [0-9] | "\u00e9a" | "\u0041a"
+"""
+
+
+def test_gbnf_gives_its_sentences(name):
+    column = "col_[12]"
+    form = rf"SELECT {column}(, {column})? FROM [a-c]{{2}} WHERE {column} = (-?\d|éa|Aa)"
+    texts = [walk(name, {"grammar": QUERY}, seed) for seed in range(15)]
+    assert all(re.fullmatch(form, text) for text in texts), texts
+    assert any("éa" in text for text in texts)
+
+
+def test_colons_within_strings_are_no_gbnf():
+    assert walk("tiny", {"grammar": '// root ::= "a"\nstart: "::=" /::=/'}, 0) == "::=::="
+
+
 # -- ends -----------------------------------------------------------------------------------------
 
 
@@ -469,7 +490,10 @@ def test_each_thread_has_a_matcher(monkeypatch):
         ({"grammar": ""}, "'': no start rule found"),
         ({"grammar": 'a: "a"\nstart: b'}, 'line 2, column 8: unknown name: "b"'),
         ({"grammar": "start: A\nA: /(/"}, "line 2, column 4: invalid regex"),
-        ({"grammar": 'root ::= "a"'}, "line 1, column 7: Expected token"),
+        ({"grammar": "root ::= x"}, "'root ::= x': Rule 'x' not found"),
+        ({"grammar": 'root ::= "a'}, "Unexpected end of input at line 1"),
+        ({"grammar": "root ::= [b-a]"}, "'root ::= [b-a]': regex parse error: invalid character"),
+        ({"grammar": "root ::= root"}, "'root ::= root': no text matches it"),
         ({"grammar": "start: start"}, "'start: start': no text matches it"),
     ],
 )

@@ -3,11 +3,13 @@
 Everything is checked here, before anything is queued. Imports no torch.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -20,6 +22,19 @@ TEXT_FIELDS = {  # of sampling parameters, and what there is for token ids
     "bad_words": "pass logit_bias",
     "structured_outputs": "pass allowed_token_ids",
 }
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, with the text that its result is to show."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
 
 
 class Tokenizer(Protocol):
@@ -79,12 +94,15 @@ class PromptReader:
                     f"got {sorted(map(str, prompt))}"
                 )
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
-            if isinstance(token_ids, str):
-                raise TypeError(f'`{name}["prompt_token_ids"]` must hold token ids, got a string')
-            if token_ids is None:
+            if token_ids is None and "prompt" in prompt:
                 token_ids = text
+            elif not _is_sequence(token_ids):
+                raise TypeError(
+                    f'`{name}["prompt_token_ids"]` must hold token ids, '
+                    f"got {type(token_ids).__name__}"
+                )
+            if not isinstance(text, (str, type(None))) or token_ids is None:
+                raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
         if isinstance(token_ids, str):
             text = token_ids
             token_ids = self._encode(text, name)
@@ -110,7 +128,9 @@ class PromptReader:
         else:  # numpy's integers, say
             wrong = [token for token in token_ids if not _is_int(token)]
             if wrong:
-                raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}")
+                is_prompt = isinstance(wrong[0], (str, Mapping)) or _is_sequence(wrong[0])
+                remedy = ": it is one prompt, no list of them" if is_prompt else ""
+                raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}{remedy}")
             ids = [int(token) for token in token_ids]
         _check_vocabulary(name, ids, self._vocab_size)
         if len(ids) >= self._max_model_len:
@@ -164,7 +184,10 @@ class SamplingParamsReader:
         if params is None:
             return self._default
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"`{name}` must be a SamplingParams, got {type(params).__name__}")
+            remedy = ": there is one prompt for them" if _is_sequence(params) else ""
+            raise TypeError(
+                f"`{name}` must be a SamplingParams, got {type(params).__name__}{remedy}"
+            )
         if self._tokenizer is None:
             for field, remedy in TEXT_FIELDS.items():
                 if getattr(params, field):
@@ -242,8 +265,11 @@ def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[
     try:
         # Its warning of long texts would come before our error, which says more.
         return tokenizer.encode(text, verbose=False, **options)
-    except (TypeError, UnicodeError) as error:  # lone surrogates, say
-        raise ValueError(f"`{name}` cannot be tokenised: {error}") from error
+    except (TypeError, UnicodeError) as error:
+        reason: object = error
+        if re.search("[\ud800-\udfff]", text):
+            reason = "it has lone surrogates, which are no characters"
+        raise ValueError(f"`{name}` cannot be tokenised: {reason}") from error
 
 
 def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -37,6 +37,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound a model may write no
 # Otherwise, where only one text can follow, the library allows the tokenizer's own tokens for it
 # alone; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
 EXACT = '\n%llguidance {"no_forcing": true}'
+GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # how such a grammar begins, and none of Lark's
 
 
 class Grammar:
@@ -140,12 +141,13 @@ class GrammarCompiler:
         """
         tokenizer = self._ll_tokenizer
         name, value = next(item for item in vars(params).items() if item[1] is not None)
+        kind = "gbnf" if name == "grammar" and GBNF.match(value) else name
         try:
-            matcher = self._matcher(_lark(name, value), next(self._lanes))
+            matcher = self._matcher(_lark(kind, value), next(self._lanes))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
-                f"{_reason(name, str(error))}"
+                f"{_reason(kind, str(error))}"
             ) from error
         return Grammar(matcher.deep_copy(), tokenizer.eos_tokens)
 
@@ -198,7 +200,24 @@ def _lark(name: str, value: Any) -> str:
         return f"start: /{regex_to_lark(value, '')}/"
     if name == "choice":
         return "start: " + " | ".join(json.dumps(text) for text in value)
+    if name == "gbnf":
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            text = re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", _character, value)
+            return gbnf_to_lark(text)
+        except Exception as error:  # its own are of no narrower kind
+            raise ValueError(str(error)) from error
     return value
+
+
+def _character(escape: re.Match[str]) -> str:
+    """What stands for it safely: the library would read `\\u00e9a` as `\\ue9a`."""
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    return chr(code) if code >= 0x80 else f"\\x{code:02x}"
 
 
 def _reason(name: str, message: str) -> str:

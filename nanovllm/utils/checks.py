@@ -1,9 +1,14 @@
 """Checks of what users pass in: one sentence that names the argument, the rule and the value."""
 
 import dataclasses
+import difflib
+import functools
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
@@ -16,8 +21,13 @@ def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -
         raise ValueError(f"`{name}` must be {rule}, got {value!r}")
 
 
-def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
-    """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`."""
+def check_float(
+    name: str, value: Any, minimum: float, maximum: float = math.inf, rule: str | None = None
+) -> None:
+    """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`.
+
+    `rule` is the rule in words, where those of the numbers would say too little.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     try:
@@ -25,10 +35,10 @@ def check_float(name: str, value: Any, minimum: float, maximum: float = math.inf
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not minimum <= number <= maximum:
-        rule = f" and {minimum:g} to {maximum:g}"
+        bounds = f" and {minimum:g} to {maximum:g}"
         if maximum == math.inf:
-            rule = "" if minimum == -math.inf else f" and at least {minimum:g}"
-        raise ValueError(f"`{name}` must be finite{rule}, got {value!r}")
+            bounds = "" if minimum == -math.inf else f" and at least {minimum:g}"
+        raise ValueError(f"`{name}` must be {rule or 'finite' + bounds}, got {value!r}")
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -41,6 +51,44 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_names(
+    owner: str, names: Iterable[str], known: Sequence[str], remedies: Mapping[str, str]
+) -> None:
+    """TypeError for a name that `owner` does not know, with its remedy or the nearest name."""
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
+            raise TypeError(f"{owner}() has no option `{name}`; {remedies.get(name, hint)}")
+
+
+def with_remedies(remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Decorates a frozen dataclass: its refusals of names and of changes say what to do instead."""
+
+    def decorate(cls: Any) -> Any:
+        known = [field.name for field in dataclasses.fields(cls)]
+        init, set_field = cls.__init__, cls.__setattr__
+
+        @functools.wraps(init)
+        def checked_init(self: Any, *args: Any, **options: Any) -> None:
+            check_names(cls.__name__, options, known, remedies)
+            init(self, *args, **options)
+
+        @functools.wraps(set_field)
+        def refuse(self: Any, name: str, value: Any) -> None:
+            try:
+                set_field(self, name, value)
+            except dataclasses.FrozenInstanceError:
+                raise dataclasses.FrozenInstanceError(
+                    f"{cls.__name__} cannot be changed: use dataclasses.replace(params, {name}=...)"
+                ) from None
+
+        cls.__init__, cls.__setattr__ = checked_init, refuse
+        return cls
+
+    return decorate
 
 
 def plain_numbers(instance: Any) -> None:

@@ -8,10 +8,7 @@ def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
     """The device of one of `size` ranks. ValueError if it cannot be had."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(choice)
-    except RuntimeError as error:
-        raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {choice!r}") from error
+    device = torch.device(choice)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if size > 1 and device.index is not None:
