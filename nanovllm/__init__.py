@@ -4,10 +4,10 @@ Importing the package is light: `LLM` (which needs torch) is loaded on first use
 logic (sequences, blocks, scheduling) imports without torch, and nothing looks at the hardware.
 """
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.inputs import TextPrompt, TokensPrompt
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -24,6 +24,7 @@ from nanovllm.sampling_params import BeamSearchParams, SamplingParams, Structure
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.engine.inputs import TextPrompt, TokensPrompt
     from nanovllm.engine.workers import WorkerError
     from nanovllm.llm import LLM
 
@@ -49,6 +50,14 @@ __all__ = [
     "WorkerError",
 ]
 
+LAZY = {
+    "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
+    "TextPrompt": "nanovllm.engine.inputs",
+    "TokensPrompt": "nanovllm.engine.inputs",
+    "WorkerError": "nanovllm.engine.workers",
+}
+
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
@@ -57,16 +66,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from nanovllm.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
-
-        return AsyncLLM
-    if name == "WorkerError":
-        from nanovllm.engine.workers import WorkerError
-
-        return WorkerError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(LAZY[name]), name)

@@ -140,10 +140,11 @@ class LLM(LLMEngine):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        prompts = renderer.render_all(messages)
-        for name, prompt in prompts.items():
-            self._maker.prompts.parse(prompt, name)  # here errors can name the conversation
-        return self.generate(list(prompts.values()), sampling_params, use_tqdm)
+        reader = self._maker.prompts
+        prompts = [
+            reader.parse(prompt, name) for name, prompt in renderer.render_all(messages).items()
+        ]
+        return self._complete(self._maker.check_parsed(prompts, sampling_params), use_tqdm)
 
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False

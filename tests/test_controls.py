@@ -19,6 +19,7 @@ from nanovllm.engine.controls import (
     request_controls,
     token_mask,
 )
+from nanovllm.engine.inputs import bad_word_tokens
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
@@ -44,7 +45,14 @@ def as_text(words: BadWords) -> list[str]:
 def controls_of(
     vocab_size: int = 50, eos: Collection[int] = (9,), **options: Any
 ) -> RequestControls | None:
-    return request_controls(SamplingParams(**options), vocab_size, eos, Numbers())
+    return controls_for(SamplingParams(**options), vocab_size, eos)
+
+
+def controls_for(
+    params: SamplingParams, vocab_size: int, eos: Collection[int]
+) -> RequestControls | None:
+    words = bad_word_tokens(Numbers(), params.bad_words or ())
+    return request_controls(params, vocab_size, eos, words)
 
 
 # -- of a request ---------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ def make(
     tokens = [1] * prompt if isinstance(prompt, int) else prompt
     params = SamplingParams(**{"max_tokens": 12, "bad_words": as_text(bad_words), **options})
     seq = Sequence(next(_ids), tokens, params, block_size=4)
-    seq.controls = request_controls(params, VOCAB_SIZE, [EOS], Numbers())
+    seq.controls = controls_for(params, VOCAB_SIZE, [EOS])
     if slot >= 0:
         seq.slot, seq.status, seq.block_table = slot, SequenceStatus.RUNNING, [slot]
     return seq
@@ -210,14 +218,17 @@ def plan(
     mark_sent(scheduled)
     for seq, _, num_tokens, _ in scheduled:
         seq.num_computed_tokens += num_tokens
-    if found is not None:
-        sampling = [i for i, item in enumerate(scheduled) if item.samples]
-        assert [sampling[row] for row in found.rows] == np.flatnonzero(step.controlled).tolist()
+    assert found is None or len(found.top_k) == step.controlled.sum()
     return found
 
 
+def controlled(table: ControlTable, scheduled: list[ScheduledSequence]) -> list[int]:
+    """Which of a step's sequences have controls."""
+    return np.flatnonzero(table.plan(scheduled, unasked)[0].controlled).tolist()
+
+
 def known(seq: Sequence, start: int) -> list[int]:
-    return seq.completion_token_ids[start:]
+    return seq.token_ids[seq.num_prompt_tokens + start :]
 
 
 def test_min_tokens_act_until_they_are_reached() -> None:
@@ -228,7 +239,6 @@ def test_min_tokens_act_until_they_are_reached() -> None:
         found = plan(table, whole(seq))
         assert (found is not None) == (generated < 3)
         if found is not None:
-            assert found.rows.tolist() == [0]
             assert found.edit_tokens.tolist() == [EOS, 7]
             assert found.edit_biases.tolist() == [-INF, -INF]
             assert not found.has_filters and not found.has_penalties and found.draws
@@ -263,9 +273,9 @@ def test_rows_are_those_that_sample() -> None:
         ScheduledSequence.of(chunk, 4),
         *whole(biased, late),
     ]
+    assert controlled(table, step) == [1, 3]
     found = plan(table, step)
     assert found is not None
-    assert found.rows.tolist() == [1, 2]
     assert found.top_k.tolist() == [4, 0]
     assert found.top_p.tolist() == [1, 1]
     assert found.min_p.tolist() == [0.25, 0]
@@ -278,9 +288,10 @@ def test_rows_are_those_that_sample() -> None:
     assert found.has_filters and not found.has_penalties
     assert plan(table, whole(plain, late)) is None
     assert plan(table, [ScheduledSequence.of(chunk, 2)]) is None
+    assert controlled(table, whole(late, chunk)) == [1]
     found = plan(table, whole(late, chunk))
     assert found is not None
-    assert (found.rows.tolist(), found.top_k.tolist()) == ([1], [2])
+    assert found.top_k.tolist() == [2]
 
 
 def test_only_what_differs_from_the_softmax_draws() -> None:
@@ -297,6 +308,30 @@ def test_only_what_differs_from_the_softmax_draws() -> None:
     assert found is not None and found.draws
     assert found.mask_rows.tolist() == [0, -1]
     assert found.masks.tolist() == [[20]]
+
+
+def test_requests_of_the_same_parameters_share_a_mask() -> None:
+    table = ControlTable(4, VOCAB_SIZE)
+    first, other = (make(3, slot=i, allowed_token_ids=[i + 2]) for i in range(2))
+    second = make(3, slot=2)
+    second.controls = first.controls
+    found = plan(table, whole(first, other, make(3, slot=3, top_k=2), second))
+    assert found is not None
+    assert found.mask_rows.tolist() == [0, 1, -1, 0] and found.masks.tolist() == [[4], [8]]
+
+
+def test_a_tiny_top_p_is_not_0_in_float32() -> None:
+    found = plan(ControlTable(1, VOCAB_SIZE), whole(make(3, slot=0, top_p=1e-46)))
+    assert found is not None and found.top_p[0] > 0
+
+
+def test_bad_words_longer_than_the_completion() -> None:
+    table = ControlTable(1, VOCAB_SIZE)
+    seq = make([4, 5], [[4, 5, 6, 7], [5, 8]], slot=0)
+    for token, bans in ((5, []), (6, [8]), (4, [])):
+        found = plan(table, whole(seq), known)
+        assert found is not None and found.edit_tokens.tolist() == bans
+        seq.append_token(token)
 
 
 def test_bad_words_look_at_the_completion() -> None:
@@ -552,7 +587,7 @@ class Engine:
         sampling = [item.seq for item in scheduled if item.samples]
         want = [row for row, seq in enumerate(sampling) if self.is_controlled(seq)]
         found = controls() if plan.controlled.any() else None
-        assert want == ([] if found is None else found.rows.tolist())
+        assert want == np.flatnonzero(plan.controlled[plan.samples]).tolist()
         self.counts["plain"] += len(sampling) - len(want)
         counted = []
         if found is not None:
@@ -709,15 +744,15 @@ def expected(seq: Sequence, max_model_len: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"bad_words": ["x"]}, {"min_tokens": 2, "stop_token_ids": [5]}], ids=str
+    ("options", "bad_words"),
+    [({}, [(5,)]), ({}, [(6, 5)]), ({"min_tokens": 2, "stop_token_ids": [5]}, [])],
 )
-def test_controls_that_leave_no_token_are_refused(options: dict[str, Any]) -> None:
-    class Letters:
-        def encode(self, text: str, **_: bool) -> list[int]:
-            return [5]
-
+def test_controls_that_leave_no_token_are_refused(
+    options: dict[str, Any], bad_words: list[tuple[int, ...]]
+) -> None:
+    """Also if they leave none at one place only: the last of several tokens may be the only one."""
     params = SamplingParams(allowed_token_ids=[5], **options)
     with pytest.raises(ValueError, match=r"`allowed_token_ids` must have a token .* got \(5,\)"):
-        request_controls(params, VOCAB_SIZE, [], Letters())  # type: ignore[arg-type]
+        request_controls(params, VOCAB_SIZE, [], bad_words)
     more = dataclasses.replace(params, allowed_token_ids=[5, 6])
-    assert request_controls(more, VOCAB_SIZE, [], Letters()) is not None  # type: ignore[arg-type]
+    assert request_controls(more, VOCAB_SIZE, [], bad_words) is not None

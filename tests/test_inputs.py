@@ -293,12 +293,14 @@ def test_sampling_params_that_the_model_meets_pass():
         bad_words=["dog"],
     )
     guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
-    assert reader.parse(params) is params
-    assert reader.parse(guided) is guided
-    assert reader.parse_all([params, default], 2) == [params, default]
+    assert reader.parse(params).params is params
+    assert reader.parse(guided).params is guided
+    assert [item.params for item in reader.parse_all([params, default], 2)] == [params, default]
     assert reader.parse_all(params, 0) == []
-    assert reader.parse(None) is default
-    assert reader.parse_all(None, 2) == [default, default]
+    assert reader.parse(None).params is default
+    first, second = reader.parse_all(None, 2)
+    assert first is second and first.params is default
+    assert first.controls.filters == (3, 1.0, 0.0)
     with pytest.raises(TypeError, match="`sampling_params` must be a SamplingParams, got dict"):
         reader.parse({"top_k": 3})
     with pytest.raises(TypeError, match=r"a SamplingParams, got list: there is one prompt for th"):

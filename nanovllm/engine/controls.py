@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.inputs import Tokenizer, bad_word_tokens
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import Sequence
@@ -23,10 +22,13 @@ from nanovllm.sampling_params import SamplingParams
 Float32 = NDArray[np.float32]
 NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
+SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 BANNED = -np.inf  # the bias of a token that must not come
 ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
+
+NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 # The completion of a sequence from a place on, also a token that is not booked yet.
 KnownTokens = Callable[[Sequence, int], list[int]]
@@ -64,6 +66,10 @@ class RequestControls(NamedTuple):
         return self.penalties != NO_PENALTIES
 
     @property
+    def has_edits(self) -> bool:
+        return len(self.bias_tokens) > 0 or len(self.bad_words) > 0 or self.min_tokens > 0
+
+    @property
     def lasts(self) -> bool:
         """Whether there is more than what `min_tokens` does."""
         return (
@@ -81,17 +87,13 @@ def request_controls(
     params: SamplingParams,
     vocab_size: int,
     eos_token_ids: Collection[int],
-    tokenizer: Tokenizer | None,
+    bad_words: Collection[tuple[int, ...]] = (),
 ) -> RequestControls | None:
-    """The controls that `params` ask for, None if there are none.
+    """The controls that `params` ask for, with the tokens of bad words. None if there are none.
 
     Raises:
-        ValueError: if they leave no token.
+        ValueError: if they may leave no token.
     """
-    bad_words: list[tuple[int, ...]] = []
-    if params.bad_words:
-        assert tokenizer is not None, "`SamplingParamsReader` refuses them"
-        bad_words = bad_word_tokens(tokenizer, params.bad_words)
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     stops = set(params.stop_token_ids or ())
     if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
@@ -99,7 +101,7 @@ def request_controls(
     biases = dict(params.logit_bias or {})
     biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
     if params.allowed_token_ids is not None:
-        banned = {token for token, bias in biases.items() if bias == BANNED}
+        banned = {word[-1] for word in bad_words}
         if params.min_tokens:
             banned |= stops
         if banned.issuperset(params.allowed_token_ids):
@@ -135,7 +137,6 @@ class Controls(NamedTuple):
     """The controls of a step.
 
     Attributes:
-        rows: [n] int32, the rows with controls among those that sample.
         top_k: [n] int32, 0 for all tokens.
         top_p, min_p: [n] float32.
         penalties: [3, n] float32: repetition, presence, frequency.
@@ -149,7 +150,6 @@ class Controls(NamedTuple):
         num_logprobs: [n] int32, -1 for none.
     """
 
-    rows: Int32
     top_k: Int32
     top_p: Float32
     min_p: Float32
@@ -194,6 +194,7 @@ class ControlTable:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._penalties = np.ones((3, max_num_seqs), np.float32)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self._has_edits, self._has_mask = np.zeros((2, max_num_seqs), np.bool_)
         self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
 
     def plan(
@@ -211,7 +212,13 @@ class ControlTable:
         plan = plan_step(scheduled)
         lengths = plan.starts + plan.num_tokens
         controlled = plan.samples & (lengths < self._until[plan.slots])
-        return plan._replace(controlled=controlled), lambda: self._controls(scheduled, known)
+        rows = np.flatnonzero(controlled)
+
+        def controls() -> Controls:
+            seqs = [scheduled[row].seq for row in rows.tolist()]
+            return self._controls(seqs, plan.slots[rows], lengths[rows], known)
+
+        return plan._replace(controlled=controlled), controls
 
     def forget(self) -> None:
         """The device may not have what it was told last."""
@@ -223,30 +230,35 @@ class ControlTable:
         if controls is not None:
             early = seq.num_prompt_tokens + controls.min_tokens
             self._until[slot] = ALWAYS if controls.lasts else early
-            self._top_k[slot], self._top_p[slot], self._min_p[slot] = controls.filters
+            self._top_k[slot], top_p, self._min_p[slot] = controls.filters
+            self._top_p[slot] = max(top_p, SMALLEST)
             self._penalties[:, slot] = controls.penalties
             self._num_logprobs[slot] = controls.num_logprobs
+            self._has_edits[slot] = controls.has_edits
+            self._has_mask[slot] = controls.is_guided or controls.allowed is not None
             self._num_counted[slot] = -1
 
-    def _controls(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> Controls:
-        scheduled = [item for item in scheduled if item.samples]
-        lengths = np.array([item.start + item.num_tokens for item in scheduled], np.int64)
-        slots = np.array([item.seq.slot for item in scheduled], np.int32)
-        rows = np.flatnonzero(lengths < self._until[slots])
-        seqs, slots, lengths = [scheduled[i].seq for i in rows.tolist()], slots[rows], lengths[rows]
-        edits = [_edits(seq, length, known) for seq, length in zip(seqs, lengths, strict=True)]
-        sizes = [len(tokens) for tokens, _ in edits]
-        masks, mask_rows = _masks(seqs, self._vocab_size, known)
+    def _controls(
+        self, seqs: list[Sequence], slots: Int32, lengths: Int32, known: KnownTokens
+    ) -> Controls:
+        edits, sizes = [NO_EDITS], np.zeros(len(seqs) + 1, np.int32)
+        for row in np.flatnonzero(self._has_edits[slots]).tolist():
+            edits.append(_edits(seqs[row], int(lengths[row]), known))
+            sizes[row + 1] = len(edits[-1][0])
+        mask_rows = np.full(len(seqs), -1, np.int32)
+        masked = np.flatnonzero(self._has_mask[slots])
+        masks, mask_rows[masked] = _masks(
+            [seqs[row] for row in masked.tolist()], self._vocab_size, known
+        )
         penalties = self._penalties[:, slots]
         stale = (penalties.T != NO_PENALTIES).any(1) & (self._num_counted[slots] != lengths)
         self._num_counted[slots] = lengths + 1
         return Controls(
-            rows=rows.astype(np.int32),
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
             penalties=penalties,
-            edit_starts=np.cumsum([0, *sizes], dtype=np.int32),
+            edit_starts=np.cumsum(sizes, dtype=np.int32),
             edit_tokens=np.concatenate([tokens for tokens, _ in edits], dtype=np.int32),
             edit_biases=np.concatenate([biases for _, biases in edits], dtype=np.float32),
             masks=masks,
@@ -277,20 +289,23 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
 
 
 def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[Int32, Int32]:
-    """The masks that these sequences need, and which of them each takes (-1: none)."""
-    rows = np.full(len(seqs), -1, np.int32)
-    allowed = [(row, seq.controls.allowed) for row, seq in enumerate(seqs) if seq.controls]
-    given = [(row, mask) for row, mask in allowed if mask is not None]
-    guided = [(row, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+    """The masks that these sequences need, and which of them each takes."""
+    rows = np.zeros(len(seqs), np.int32)
+    # By their identity: requests of the same parameters share one.
+    given: dict[int, tuple[int, Int32]] = {}
+    guided = [(row, seq, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+    for row, seq in enumerate(seqs):
+        if seq.controls is not None and (mask := seq.controls.allowed) is not None:
+            rows[row], _ = given.setdefault(id(mask), (len(given), mask))
     masks = np.empty((len(given) + len(guided), -(-vocab_size // 32)), np.int32)
-    for i, (row, mask) in enumerate(given):
-        rows[row], masks[i] = i, mask
-    for i, (row, grammar) in enumerate(guided, len(given)):
-        seq, rows[row] = seqs[row], i
+    for i, mask in given.values():
+        masks[i] = mask
+    for i, (row, seq, grammar) in enumerate(guided, len(given)):
+        rows[row] = i
         for token in known(seq, seq.num_followed):
             grammar.accept(token)
             seq.num_followed += 1
-    fill_masks([grammar for _, grammar in guided], masks[len(given) :])
+    fill_masks([grammar for _, _, grammar in guided], masks[len(given) :])
     return masks, rows
 
 

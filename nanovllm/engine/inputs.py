@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from typing_extensions import NotRequired, TypedDict
 
+from nanovllm.engine.controls import RequestControls, request_controls
 from nanovllm.sampling_params import SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -148,6 +149,13 @@ class PromptReader:
         return ids
 
 
+class ParsedParams(NamedTuple):
+    """Checked sampling parameters, and what they mean for the logits."""
+
+    params: SamplingParams
+    controls: RequestControls | None
+
+
 class SamplingParamsReader:
     """Checks for one engine what sampling parameters cannot check themselves.
 
@@ -155,34 +163,49 @@ class SamplingParamsReader:
         tokenizer: None if the model directory has none; what is about text is refused then.
         vocab_size: token ids must be below it.
         default: what None stands for.
+        eos_token_ids: tokens that end a text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, default: SamplingParams
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        default: SamplingParams,
+        eos_token_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._default = default
+        self._eos_token_ids = eos_token_ids
 
     def parse_all(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    ) -> list[ParsedParams]:
         """One per prompt; see `LLMEngine.generate`."""
         spread = spread_sampling_params(params, count, self._default)
         is_list = params is not None and not isinstance(params, SamplingParams)
+        parsed: dict[int, ParsedParams] = {}  # by their identity: most often they are one object
         for i, item in enumerate(spread):
-            if i == 0 or item is not spread[i - 1]:
-                self.parse(item, f"sampling_params[{i}]" if is_list else "sampling_params")
-        return spread
+            if id(item) not in parsed:
+                name = f"sampling_params[{i}]" if is_list else "sampling_params"
+                parsed[id(item)] = self.parse(item, name)
+        return [parsed[id(item)] for item in spread]
 
-    def parse(self, params: Any, name: str = "sampling_params") -> SamplingParams:
+    def parse(self, params: Any, name: str = "sampling_params") -> ParsedParams:
         """Those of one prompt; `name` is what errors call them.
 
         Raises:
             TypeError, ValueError: naming what is wrong with them.
         """
         if params is None:
-            return self._default
+            params = self._default
+        bad_words = self._check(params, name)
+        return ParsedParams(
+            params, request_controls(params, self._vocab_size, self._eos_token_ids, bad_words)
+        )
+
+    def _check(self, params: Any, name: str) -> list[tuple[int, ...]]:
+        """Returns the tokens of bad words."""
         if not isinstance(params, SamplingParams):
             remedy = ": there is one prompt for them" if _is_sequence(params) else ""
             raise TypeError(
@@ -195,12 +218,13 @@ class SamplingParamsReader:
                         f"`{name}.{field}` is about text, but the model directory has no "
                         f"tokenizer: {remedy}"
                     )
-        elif params.bad_words:
-            words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
-            _check_vocabulary(f"{name}.bad_words", list(chain(*words)), self._vocab_size)
         for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             _check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
-        return params
+        if self._tokenizer is None or not params.bad_words:
+            return []
+        words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
+        _check_vocabulary(f"{name}.bad_words", list(chain(*words)), self._vocab_size)
+        return words
 
 
 def spread_sampling_params(

@@ -85,7 +85,9 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         self._maker = RequestMaker(
             PromptReader(self.tokenizer, vocab_size, self.model_runner.max_model_len, pool_tokens),
-            SamplingParamsReader(self.tokenizer, vocab_size, self._default_params),
+            SamplingParamsReader(
+                self.tokenizer, vocab_size, self._default_params, self.eos_token_ids
+            ),
             self.tokenizer,
             vocab_size,
             self.eos_token_ids,

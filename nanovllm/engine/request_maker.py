@@ -3,12 +3,17 @@
 import itertools
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceABC
-from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from nanovllm.engine.controls import request_controls
+from nanovllm.engine.controls import RequestControls
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.inputs import ParsedPrompt, PromptReader, Prompts, SamplingParamsReader
+from nanovllm.engine.inputs import (
+    ParsedParams,
+    ParsedPrompt,
+    PromptReader,
+    Prompts,
+    SamplingParamsReader,
+)
 from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
@@ -23,12 +28,14 @@ class CheckedRequest(NamedTuple):
         text: the prompt, None if it came as token ids.
         token_ids: the prompt.
         params: how to sample.
+        controls: what that means for the logits.
         grammars: one for each completion, None where its form is free.
     """
 
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    controls: RequestControls | None
     grammars: list[Grammar | None]
 
 
@@ -63,14 +70,6 @@ class RequestMaker:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._block_size, self._seed = block_size, seed
         self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self._controls = lru_cache(
-            partial(
-                request_controls,
-                vocab_size=vocab_size,
-                eos_token_ids=eos_token_ids,
-                tokenizer=tokenizer,
-            )
-        )
         self._request_ids, self._seq_ids = itertools.count(), itertools.count()
 
     def check(self, prompt: Any, params: SamplingParams | None) -> CheckedRequest:
@@ -86,15 +85,21 @@ class RequestMaker:
         self, prompts: Prompts, params: SamplingParams | SequenceABC[SamplingParams] | None
     ) -> list[CheckedRequest]:
         """One prompt or many; see `LLMEngine.generate`."""
-        parsed = self.prompts.parse_all(prompts)
-        spread = self.params.parse_all(params, len(parsed))
-        return [self._checked(*pair) for pair in zip(parsed, spread, strict=True)]
+        return self.check_parsed(self.prompts.parse_all(prompts), params)
 
-    def _checked(self, prompt: ParsedPrompt, params: SamplingParams) -> CheckedRequest:
-        self._controls(params)  # may leave nothing to draw
-        form = params.structured_outputs
-        grammars = [None if form is None else self._compiler.compile(form) for _ in range(params.n)]
-        return CheckedRequest(*prompt, params, grammars)
+    def check_parsed(
+        self,
+        prompts: SequenceABC[ParsedPrompt],
+        params: SamplingParams | SequenceABC[SamplingParams] | None,
+    ) -> list[CheckedRequest]:
+        """The same for prompts that have been read."""
+        spread = self.params.parse_all(params, len(prompts))
+        return [self._checked(*pair) for pair in zip(prompts, spread, strict=True)]
+
+    def _checked(self, prompt: ParsedPrompt, parsed: ParsedParams) -> CheckedRequest:
+        form, n = parsed.params.structured_outputs, parsed.params.n
+        grammars = [None if form is None else self._compiler.compile(form) for _ in range(n)]
+        return CheckedRequest(*prompt, *parsed, grammars)
 
     def make(
         self,
@@ -109,7 +114,7 @@ class RequestMaker:
             pooling: "last" or "mean" hidden state of the prompt, for embeddings.
             listener: see `LLMEngine.add_request`.
         """
-        text, token_ids, params, grammars = checked
+        text, token_ids, params, controls, grammars = checked
         request_id, seqs = next(self._request_ids), []
         for index, grammar in enumerate(grammars):
             seq = Sequence(
@@ -121,7 +126,7 @@ class RequestMaker:
                 index=index,
             )
             seq.request_id = request_id
-            seq.controls, seq.grammar, seq.pooling = self._controls(params), grammar, pooling
+            seq.controls, seq.grammar, seq.pooling = controls, grammar, pooling
             is_heard = listener is not None and params.detokenize
             if params.stop or (is_heard and self._tokenizer is not None):
                 seq.detokenizer = Detokenizer(
