@@ -40,12 +40,14 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         self._count, self._text = count, text
         self._token_ids, self._values = array("q"), array("d")  # 1 + count for each place
         self._ranks = array("q")
+        self.total = 0.0  # the sum over the tokens themselves
 
     def append(self, token_ids: list[int], values: list[float], rank: int) -> None:
         """Add a place: the token and at least `count` most likely ones, and the token's rank."""
         self._token_ids.extend(token_ids[: self._count + 1])
         self._values.extend(values[: self._count + 1])
         self._ranks.append(rank)
+        self.total += values[0]
 
     def append_nothing(self) -> None:
         """Add a place without log-probabilities: the first token of a prompt."""
@@ -55,11 +57,6 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         """For copies and other processes: with the texts of its tokens, without the tokenizer."""
         texts = {token: self._text(token) for token in set(self._token_ids)}
         return {**vars(self), "_text": texts.get}
-
-    @property
-    def total(self) -> float:
-        """The sum over the tokens themselves."""
-        return sum(self._values[:: self._count + 1])
 
     def __len__(self) -> int:
         return len(self._ranks)

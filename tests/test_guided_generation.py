@@ -17,7 +17,7 @@ from test_engine_faults import fail_at
 from checkpoints import SMALL, TINY, assert_idle, checkpoint_fixture, generate_checked, tokens  # noqa: F401
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.admission import LengthEstimator
-from nanovllm.engine.structured_output import GrammarCompiler
+from nanovllm.engine.structured_output import GrammarCompiler, fill_masks
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -194,7 +194,7 @@ def test_greedy_takes_the_best_token_that_the_form_allows(
             rows = reference(torch.tensor([output.prompt_token_ids + ids])).logits[0]
         rows = rows[len(output.prompt_token_ids) - 1 : -1]
         for token, row, place in zip(ids, rows, places, strict=True):
-            grammar.fill(mask)
+            fill_masks([grammar], mask[np.newaxis])
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:272]
             allowed = row.masked_fill(torch.from_numpy(bits == 0), -torch.inf)
             assert float(allowed[token]) == pytest.approx(float(allowed.max()), abs=1e-4)

@@ -51,7 +51,7 @@ REFUSED = [
     ("presence_penalty", TypeError, "be a number", [True, None]),
     ("frequency_penalty", ValueError, "be finite and -2 to 2", [-3, 2.1, NAN, INF]),
     ("frequency_penalty", TypeError, "be a number", [False, [1]]),
-    ("seed", ValueError, f"be between 0 and {2**64 - 1}", [-1, 2**64, HUGE]),
+    ("seed", ValueError, f"be between 0 and {2**64 - 1}", [-2, 2**64, HUGE]),
     ("seed", TypeError, "be an integer", [1.0, True, "1"]),
     ("n", ValueError, "be at least 1", [0, -1]),
     ("n", TypeError, "be an integer", [2.0, True, None]),
@@ -413,7 +413,7 @@ def test_equal_parameters_are_equal_and_have_one_hash():
         stop=["a"], stop_token_ids=[0, 8], logit_bias={}, temperature=1
     )
     assert SamplingParams(logit_bias={1: 0.5}) != SamplingParams(logit_bias={1: 0.25})
-    assert SamplingParams(seed=0) != SamplingParams(seed=None)
+    assert SamplingParams(seed=0) != SamplingParams(seed=None) == SamplingParams(seed=-1)
 
 
 def test_parameters_survive_pickle_and_replace():

@@ -21,6 +21,9 @@ from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.device import upload
 
 ROWS = 256  # of a prompt, whose logits are computed at once
+# For each logit of a row with controls: itself, collected from all ranks (6), edited (4), gathered
+# to search for thresholds (4), and the count of its token (2).
+BYTES = 16
 
 
 class Extras:
@@ -32,6 +35,9 @@ class Extras:
         max_num_seqs: the most sequences that run at once.
         group: the ranks.
         last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
+
+    Attributes:
+        most_bytes: of the device's memory that it may take.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Extras:
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
         self._last_tokens = last_tokens
         self.sampler = ControlledSampler(vocab_size, max_num_seqs)
+        self.most_bytes = BYTES * max_num_seqs * vocab_size
         # Sums of hidden states [M] float32, by slot and by where they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 

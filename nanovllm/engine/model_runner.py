@@ -183,7 +183,8 @@ class ModelRunner:
         """Run the largest steps and a small one, so that every prefill kernel is compiled.
 
         Returns:
-            The most bytes that this engine had allocated: weights and activations.
+            The most bytes that this engine had allocated: weights, and activations or what rows
+            with controls may need.
         """
         config = self.config
         torch.cuda.empty_cache()
@@ -196,6 +197,8 @@ class ModelRunner:
                 num_seqs, num_tokens, self.max_model_len, config.kvcache_block_size
             )
             self.run_model(self.prepare(batch))
+        del batch
+        torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
         self._unbind_kv_cache()

@@ -48,11 +48,6 @@ class Grammar:
         self._eos_token_ids = eos_token_ids
         self._has_ended = False
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the text has ended, or only its end may follow the token accepted last."""
-        return self._has_ended or self._matcher.is_stopped()
-
     def accept(self, token_id: int) -> None:
         """Follow the text by a token. What comes behind its end is not looked at.
 
@@ -65,27 +60,20 @@ class Grammar:
         stopped = matcher.is_stopped()
         if ends if stopped else matcher.try_consume_tokens([token_id]):
             self._has_ended = ends
-        elif stopped or not matcher.is_error():  # the library gives up: `fill` leaves the end alone
+        elif stopped or not matcher.is_error():  # the library gives up: masks leave the end alone
             raise RuntimeError(f"token {token_id} is not allowed by the structured output")
         if ends and matcher.is_error():
             reason = _reason("grammar", matcher.get_error())
             logger.warning("a structured output ends unfinished: %s", reason)
 
-    def fill(self, mask: NDArray[np.int32]) -> None:
-        """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
-
-        The end-of-sequence tokens may come where the text is complete, and alone where nothing can
-        follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished.
-        Behind its end, which a request may ignore, every token may come.
-
-        Args:
-            mask: [ceil(V / 32)] int32, contiguous.
-        """
-        fill_masks([self], mask[np.newaxis])
-
 
 def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
-    """`Grammar.fill` for each row, in parallel and without the interpreter's lock.
+    """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
+
+    The end-of-sequence tokens may come where the text is complete, and alone where nothing can
+    follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished.
+    Behind its end, which a request may ignore, every token may come. Works in parallel and without
+    the interpreter's lock.
 
     Args:
         grammars: [n], each once.
