@@ -1,9 +1,10 @@
 """What the controls of sampling cost: decode throughput with each, beside none.
 
     python benchmarks/sampling_controls.py --dummy qwen3-0.6b [--num-seqs 256] [--repeat 3]
+        [--only CONTROL ...]
 
-All sequences decode together: prompts of 512 random tokens, 128 new tokens each. "one of 256" has
-top_k and top_p on a single sequence. "guided JSON" needs llguidance; random weights get a tokenizer
+All sequences decode together: prompts of 512 random tokens, 128 new tokens each. "one" has top_k
+and top_p on a single sequence. "guided JSON" needs llguidance; random weights get a tokenizer
 of as many short words as the vocabulary has room for. Prints median and range of decode tokens per
 second and the median's distance from that without controls; the last line is JSON, which
 --save FILE appends.
@@ -90,6 +91,8 @@ def main() -> None:
     bench.add_options(parser, dummy="qwen3-0.6b")
     parser.add_argument("--num-seqs", type=bench.positive, default=256)
     parser.add_argument("--repeat", type=bench.positive, default=3)
+    names = [*CONTROLS, "one", "guided JSON"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CONTROL")
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
         if args.dummy:
@@ -101,13 +104,12 @@ def main() -> None:
     common: dict[str, Any] = {"temperature": 0.6, "ignore_eos": True, "max_tokens": OUTPUT}
     plain = SamplingParams(**common)
     cases = {name: [SamplingParams(**common, **c)] * args.num_seqs for name, c in CONTROLS.items()}
-    cases[f"one of {args.num_seqs}"] = [
-        cases["top_k=50, top_p=0.9"][0], *[plain] * (args.num_seqs - 1)
-    ]  # fmt: skip
+    cases["one"] = [cases["top_k=50, top_p=0.9"][0], *[plain] * (args.num_seqs - 1)]
     if importlib.util.find_spec("llguidance"):
         form = StructuredOutputsParams(json=SCHEMA)
         guided = SamplingParams(**common, structured_outputs=form)
         cases["guided JSON"] = [guided] * args.num_seqs
+    cases = {name: case for name, case in cases.items() if name in ("none", *args.only)}
     runs: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(args.repeat + 1):  # in turns, so that a drift of the machine hits all
         for name, params in cases.items():
