@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
 from nanovllm.kernels import controls as kernels
+from nanovllm.kernels import logprobs as logprobs_kernels
 from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
@@ -21,8 +22,9 @@ SEED = 5
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")
-needs_gpu = pytest.mark.gpu if ON_GPU else ()
-pytestmark = needs_gpu or []
+LARGE = pytest.param(151936, marks=pytest.mark.gpu)
+pytestmark = [pytest.mark.filterwarnings("ignore:invalid value")]
+pytestmark += [pytest.mark.gpu] if ON_GPU else []
 
 
 def no_controls(n: int, **changes: np.ndarray) -> Controls:
@@ -48,6 +50,12 @@ def to_device(*arrays: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE) for array in arrays]
 
 
+def among_others(logits: torch.Tensor) -> torch.Tensor:
+    """On the device, as columns of a wider tensor, all else in which is infinite."""
+    wider = torch.nn.functional.pad(logits, (0, 3), value=INF)
+    return wider.to(DEVICE)[:, : logits.shape[1]]
+
+
 def random_logits(rng: np.random.Generator, n: int, V: int, kind: str) -> torch.Tensor:
     x = rng.normal(size=(n, V)).astype(np.float32) * 3
     if kind == "ties":
@@ -63,44 +71,64 @@ def random_logits(rng: np.random.Generator, n: int, V: int, kind: str) -> torch.
         x[0, 1:] = -np.inf
     elif kind == "equal":
         x[:] = 1.5
-    return torch.from_numpy(x)
+    elif kind == "few":
+        x[:, 3:-2] = -np.inf
+        x[:, [1, -1]] = np.nan
+        x[1], x[2], x[3, 0] = np.nan, -np.inf, np.inf
+    return torch.from_numpy(x).to(torch.bfloat16 if kind == "16 bits" else torch.float32)
 
 
 def kernel_process(
     logits: torch.Tensor, slots: torch.Tensor, c: Controls, counts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits are columns of a wider tensor, and left as they are."""
     arrays = to_device(
         c.masks, c.mask_rows, c.edit_starts, c.edit_tokens, c.edit_biases, c.penalties
     )
     if counts is not None:
         counts = counts.to(DEVICE)
-    return kernels.process(logits.to(DEVICE), slots.to(DEVICE), *arrays, counts)
+    given = among_others(logits)
+    before = given.clone()
+    results = kernels.process(given, slots.to(DEVICE), *arrays, counts)
+    assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
+    return results
 
 
-@pytest.mark.parametrize("V", [33, 4096, 5000])
-@pytest.mark.parametrize("what", ["nothing", "masks", "edits", "penalties", "all"])
+def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
+    """Which tokens [n, V] are not below the thresholds."""
+    x, tops = kernel_process(logits, torch.arange(len(logits), dtype=torch.int32), c, None)
+    filters = to_device(c.top_k, c.top_p, c.min_p)
+    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
+    return (logits >= least[:, None]) & (logits > -INF)
+
+
+@pytest.mark.parametrize("V", [33, 4096, 5000, LARGE])
+@pytest.mark.parametrize("what", ["nothing", "masks", "edits", "penalties", "all", "16 bits"])
 def test_process(what: str, V: int) -> None:
     """Every token of every row, to the bit but for the order of sums."""
     rng, n = np.random.default_rng(SEED), 5
-    logits = random_logits(rng, n, V, "random")
-    logits[2, 3] = -INF
+    logits = random_logits(rng, n, V, what)
+    logits[2, 3], logits[4, 8:12] = -INF, torch.nan
+    logits[3, 5:9] = INF
     slots = torch.tensor([4, 0, 6, 2, 7], dtype=torch.int32)
     c = no_controls(n)
-    if what in ("masks", "all"):
+    if what in ("masks", "all", "16 bits"):
         masks = np.stack([token_mask(rng.choice(V, 20), V), token_mask([V - 1], V)])
         c = c._replace(masks=masks, mask_rows=np.array([-1, 1, 0, -1, 0], np.int32))
-    if what in ("edits", "all"):
+    if what in ("edits", "all", "16 bits"):
         starts = np.array([0, 3, 3, 4, 9, 20], np.int32)
         parts = [np.sort(rng.integers(V, size=k)) for k in np.diff(starts)]
         biases = rng.normal(size=20).astype(np.float32)
         biases[[1, 5]] = -np.inf
+        parts[3][:2], biases[4:6] = [6, 6], [1, -np.inf]
+        parts[3].sort()
         c = c._replace(
             edit_starts=starts,
             edit_tokens=np.concatenate(parts).astype(np.int32),
             edit_biases=biases,
         )
     counts = None
-    if what in ("penalties", "all"):
+    if what in ("penalties", "all", "16 bits"):
         penalties = np.array([[1, 1.3, 0.5, 1, 2], [0, 0, 1, -1, 0], [0, 0.5, 0, 2, 0]])
         c = c._replace(penalties=penalties.astype(np.float32))
         counts = torch.from_numpy(rng.integers(0, 4, (8, V)).astype(np.int16))
@@ -111,14 +139,14 @@ def test_process(what: str, V: int) -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=1e-5)
     blocks = torch.nn.functional.pad(got, (0, tops.shape[1] * kernels.BLOCK - V), value=-INF)
     assert torch.equal(tops, blocks.view(n, -1, kernels.BLOCK).amax(-1))
-    assert torch.equal(logits.nan_to_num(), logits.nan_to_num()), "logits are left as they are"
 
 
 @pytest.mark.parametrize(
     ("V", "kind"),
     [
         *((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal")),
-        *((4500, kind) for kind in ("random", "ties", "extremes")),
+        *((4500, kind) for kind in ("random", "ties", "extremes", "16 bits")),
+        pytest.param(151936, "random", marks=pytest.mark.gpu),
     ],
 )
 def test_thresholds(V: int, kind: str) -> None:
@@ -128,20 +156,34 @@ def test_thresholds(V: int, kind: str) -> None:
     temperatures = torch.tensor([1, 0.7, 0, 2, 1, 0.3, 10, 0.1, 1, 1, 1, 0.5])
     c = no_controls(
         n,
-        top_k=np.array([5, 0, 3, V - 3, 0, 1, 2 * V, 70, 0, 50, 0, 1], np.int32),
-        top_p=np.array([0.9, 0.8, 0.5, 0.95, 1, 1, 1, 0.3, 1e-6, 1, 0.999, 0.1], np.float32),
-        min_p=np.array([0, 0, 0.2, 0.01, 0.05, 0, 0, 0, 0, 1, 0.5, 0], np.float32),
+        top_k=np.array([5, 0, 0, V - 3, 0, 1, 2 * V, 70, 0, 50, 0, 1], np.int32),
+        top_p=np.array([0.9, 0.8, 1, 0.95, 1, 1, 1, 0.3, 1e-6, 1, 0.999, 0.1], np.float32),
+        min_p=np.array([0, 0, 0, 0.01, 0.05, 0, 0, 0, 0, 1, 0.5, 0], np.float32),
     )
-    x, tops = kernel_process(logits, torch.arange(n, dtype=torch.int32), c, None)
-    filters = to_device(c.top_k, c.top_p, c.min_p)
-    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
-    kept = (logits >= least[:, None]) & (logits > -INF)
-    want = filter_logits(logits, temperatures, c) > -INF
+    kept = kernel_kept(logits, temperatures, c)
+    want = filter_logits(logits.float(), temperatures, c) > -INF
     different = (kept != want).sum(1)
     assert (different[torch.from_numpy(c.top_p == 1)] == 0).all(), different
     probability = (logits / temperatures.clamp(min=1e-5)[:, None]).double().softmax(-1)
     assert ((kept != want) * probability).sum() < 1e-5
     assert (kept.sum(1) > 0).all()
+
+
+def test_thresholds_by_hand() -> None:
+    n, logits = 8, torch.tensor([0.5, 0.25, 0.15, 0.1]).log().repeat(8, 1)
+    logits[6:] = torch.tensor([1.0, 0.0, -0.0, -9.0])
+    temperatures = torch.ones(n)
+    temperatures[5] = 0
+    c = no_controls(
+        n,
+        top_k=np.array([0, 0, 0, 900, 2, 0, 2, 1], np.int32),
+        # The mass is of what min_p and top_k leave: 0.66 of 0.75 ends before 0.5, 0.68 does not.
+        top_p=np.array([0.66, 0.68, 1e-46, 0.7, 0, 1, 0.6, 1], np.float32),
+        min_p=np.array([0.4, 0.4, 0, 0, 0, 0, 0, 0], np.float32),
+    )
+    kept = kernel_kept(logits, temperatures, c)
+    assert kept.sum(1).tolist() == [1, 2, 1, 2, 1, 4, 3, 1], "of the most likely"
+    assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "extremes", "equal"])
@@ -153,31 +195,54 @@ def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     temperatures = torch.tensor([3.0, 1.5]).repeat(n // 2)
     top_p = np.linspace(0.08, 0.98, n, dtype=np.float32)
     c = no_controls(n, top_p=top_p)
-    x, tops = kernel_process(logits, torch.arange(n, dtype=torch.int32), c, None)
-    filters = to_device(c.top_k, c.top_p, c.min_p)
-    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
-    kept = (logits >= least[:, None]) & (logits > -INF)
+    kept = kernel_kept(logits, temperatures, c)
     assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
     assert kind in ("equal", "extremes") or len(set(kept.sum(1).tolist())) > n // 2
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
-@pytest.mark.parametrize("V", [40, 4097])
-@pytest.mark.parametrize("kind", ["random", "ties", "peaked"])
+@pytest.mark.parametrize("V", [40, 4097, LARGE])
+@pytest.mark.parametrize("kind", ["random", "ties", "peaked", "few", "16 bits"])
 def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
     rng, n = np.random.default_rng(SEED), 6
     logits = random_logits(rng, n, V, kind)
     drawn = torch.from_numpy(rng.integers(V, size=n).astype(np.int32))
     drawn[:2] = logits[:2].argmax(-1)
     want = logprobs_of(logits, drawn, num_logprobs)
-    tokens, values, ranks = logprobs(logits.to(DEVICE), drawn.to(DEVICE), num_logprobs)
-    torch.testing.assert_close(values.cpu(), want.values, rtol=1e-6, atol=1e-5)
-    assert torch.equal(ranks.cpu(), want.ranks)
-    assert torch.equal(tokens[:, 0].cpu(), drawn)
-    of_tokens = logits.log_softmax(-1).gather(1, tokens.cpu().long())
-    torch.testing.assert_close(of_tokens, want.values, rtol=1e-6, atol=1e-5)
+    parts = logprobs(among_others(logits), drawn.to(DEVICE), num_logprobs)
+    tokens, values, ranks = (part.cpu() for part in parts)
+    assert torch.equal(ranks, want.ranks)
+    assert torch.equal(tokens[:, 0], drawn)
     for row in tokens[:, 1:].tolist():
         assert len(set(row)) == num_logprobs, "each token once"
+    assert tokens.min() >= 0 and tokens.max() < V
+    exact = logits.double().masked_fill(logits.isnan(), -INF).log_softmax(-1)
+    for ids in (tokens, want.token_ids):
+        of_tokens = exact.gather(1, ids.long()).float()
+        torch.testing.assert_close(values, of_tokens, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_large_logits_do_not_round_log_probabilities() -> None:
+    """Those of certain tokens came out above 0."""
+    logits = torch.zeros(24, 50)
+    logits[:, 7] = 60 + 0.37 * torch.arange(24)
+    logits[12:, 8] = logits[12:, 7] - 1
+    drawn = torch.full((24,), 7, dtype=torch.int32)
+    _, values, _ = logprobs(logits.to(DEVICE), drawn.to(DEVICE), 1)
+    exact = logits.double().log_softmax(-1)[:, [7, 7]].float()
+    torch.testing.assert_close(values.cpu(), exact, rtol=0, atol=3e-7)
+    assert not (values > 0).any()
+
+
+@pytest.mark.skipif(ON_GPU, reason="looks at what the interpreter keeps")
+def test_no_kernel_is_compiled_for_what_varies() -> None:
+    """Batches drain, and N is what their requests want: not for 1, nor for multiples of 16."""
+    for kernel, name in (
+        (kernels._process_kernel, "n"),
+        (logprobs_kernels._span_logprobs_kernel, "N"),
+        (logprobs_kernels._logprobs_kernel, "N"),
+    ):
+        assert name in kernel.arg_names and kernel.kwargs["do_not_specialize"] == [name]
 
 
 def test_counting() -> None:
@@ -193,17 +258,17 @@ def test_what_is_below_the_threshold_is_never_drawn() -> None:
     """And with a threshold that keeps all the draws are those without."""
     V, n = 300, 12
     torch.manual_seed(SEED)
-    logits = torch.randn(n, V).to(DEVICE)
+    logits = torch.randn(n, V).bfloat16().to(DEVICE)
     keys = torch.randint(-(2**31), 2**31, (2, n), dtype=torch.int32).to(DEVICE)
     slots = torch.arange(n, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(n, dtype=torch.int32, device=DEVICE)
     args = torch.ones(n, device=DEVICE), keys, slots, slots, table, vocab_span(V)
-    padded = torch.nn.functional.pad(logits, (0, -V % kernels.BLOCK), value=-INF)
+    padded = torch.nn.functional.pad(logits.float(), (0, -V % kernels.BLOCK), value=-INF)
     tops = padded.view(n, -1, kernels.BLOCK).amax(-1)
     keep_all = torch.full((n,), -INF, device=DEVICE)
     everything, _ = sample(logits, *args, least=keep_all, tops=tops)
     assert torch.equal(everything, sample(logits, *args)[0])
-    least = logits.topk(3).values[:, -1].contiguous()
+    least = logits.float().topk(3).values[:, -1].contiguous()
     drawn, _ = sample(logits, *args, least=least, tops=tops)
     assert (logits.gather(1, drawn.long().unsqueeze(1)).squeeze(1) >= least).all()
     assert (drawn != everything).any() and torch.equal(table, drawn)

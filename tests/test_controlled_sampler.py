@@ -1,6 +1,7 @@
 """Controls of rows of logits against transformers and plain arithmetic, and what is then drawn."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_reference import chi_square_p
 from test_sampler import metadata, take
 
 from nanovllm import SamplingParams
-from nanovllm.engine.controls import Controls, token_mask
+from nanovllm.engine.controls import NO_FILTERS, Controls, token_mask
 from nanovllm.layers.controlled_sampler import (
     ControlledSampler,
     Logprobs,
@@ -28,6 +29,8 @@ from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 SEED = 11
 IN_PROMPT = -(2**15)
 INF = math.inf
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"  # where kernels run
+KERNELS = pytest.param(True, marks=pytest.mark.gpu if ON_GPU else (), id="kernels")
 
 
 def params_of(**options: Any) -> SamplingParams:
@@ -42,7 +45,7 @@ def make_controls(
     edits: Sequence[Mapping[int, float] | list[tuple[int, float]]] | None = None,
     histories: Sequence[tuple[list[int], list[int]] | None] | None = None,
 ) -> Controls:
-    """Controls laid out by hand.
+    """Controls laid out by hand, as `request_controls` gives them: greedy rows have no filters.
 
     Args:
         rows: filters, penalties, log-probabilities and allowed tokens are taken from these.
@@ -64,15 +67,21 @@ def make_controls(
         for slot, (prompt, output) in known
         for token in sorted({*prompt, *output})
     ]
+    filters = [NO_FILTERS if p.is_greedy else (max(p.top_k, 0), p.top_p, p.min_p) for p in rows]
+    top_k, top_p, min_p = zip(*filters, strict=True)
     return Controls(
         rows=np.arange(n, dtype=np.int32),
-        top_k=np.array([max(p.top_k, 0) for p in rows], np.int32),
-        top_p=np.array([p.top_p for p in rows], np.float32),
-        min_p=np.array([p.min_p for p in rows], np.float32),
+        top_k=np.array(top_k, np.int32),
+        top_p=np.array(top_p, np.float32),
+        min_p=np.array(min_p, np.float32),
         penalties=np.array(
-            [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in rows],
+            [
+                [p.repetition_penalty for p in rows],
+                [p.presence_penalty for p in rows],
+                [p.frequency_penalty for p in rows],
+            ],
             np.float32,
-        ).T,
+        ),
         edit_starts=np.cumsum([0, *map(len, pairs)], dtype=np.int32),
         edit_tokens=np.array([token for token, _ in flat], np.int32),
         edit_biases=np.array([bias for _, bias in flat], np.float32),
@@ -100,16 +109,26 @@ def draw(
     data: SamplingMetadata,
     controls: Controls,
     sampler: ControlledSampler | None = None,
+    by_kernels: bool = False,
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """Tokens and log-probabilities, by a new sampler unless one is given."""
     n, V = logits.shape
     last_tokens = torch.full((max(n, int(data.slots.max()) + 1),), -1, dtype=torch.int32)
     sampler = sampler or ControlledSampler(V, n)
-    drawn = sampler(logits, data, controls, last_tokens)
+    if by_kernels:
+        device = torch.device("cuda" if ON_GPU else "cpu")
+        logits, last_tokens, *arrays = (
+            x.contiguous().to(device) for x in (logits, last_tokens, *data)
+        )
+        data = SamplingMetadata(*arrays)
+        counts = sampler._update_counts(device, controls) if controls.has_penalties else None
+        drawn = sampler._on_gpu(logits, data, controls, last_tokens, counts)
+    else:
+        drawn = sampler(logits, data, controls, last_tokens)
     assert drawn.dtype == torch.int32 and drawn.shape == (n,)
     assert torch.equal(last_tokens[data.slots], drawn)
     most = min(int(controls.num_logprobs.max()), V)
-    return drawn, None if most < 0 else logprobs_of(logits, drawn, most)
+    return drawn.cpu(), None if most < 0 else logprobs_of(logits, drawn, most)
 
 
 def survivors(row: torch.Tensor) -> set[int]:
@@ -151,7 +170,6 @@ LOG_PROBS = [math.log(p) for p in (0.15, 0.5, 0.1, 0.25)]
         ({"temperature": 0.5, "top_p": 0.73}, {1, 3}),
         ({"temperature": 0.5, "min_p": 0.26}, {1}),
         ({"temperature": 0.5, "min_p": 0.24}, {1, 3}),
-        ({"temperature": 0.0, "top_k": 1, "top_p": 0.1, "min_p": 1.0}, {0, 1, 2, 3}),
     ],
 )
 def test_filters_by_hand(options: dict[str, Any], want: set[int]) -> None:
@@ -300,6 +318,14 @@ def test_a_row_is_filtered_without_regard_to_the_others() -> None:
     assert torch.equal(together[0], logits[0])
 
 
+def test_only_what_top_p_looks_at_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **k: sizes.append(len(x)) or sort(x, **k))
+    rows = [params_of(), params_of(top_k=3), params_of(min_p=0.1), params_of(top_k=5, top_p=0.5)]
+    filtered(randn(4, 60), rows)
+    assert sizes == [5]
+
+
 # -- masks, edits and penalties -------------------------------------------------------------------
 
 
@@ -313,7 +339,7 @@ def process(
         sampler._update_counts(logits.device, controls)
     before = logits.clone()
     out = process_logits(logits, torch.arange(n, dtype=torch.int32), controls, sampler.counts)
-    assert torch.equal(logits, before), "the logits are the caller's"
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "the logits are the caller's"
     assert out.dtype == torch.float32
     return out
 
@@ -447,11 +473,30 @@ def test_logits_of_16_bits_are_processed_in_32() -> None:
 # -- draws ----------------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_drawn_by_the_same_noise() -> None:
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("by_kernels", [False, KERNELS])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_ban_wins_over_infinity_and_nan_is_never_drawn(
+    temperature: float, by_kernels: bool
+) -> None:
+    n, row = 10, [INF, 0.0, math.nan, 1.0, math.nan]
+    rows = [params_of(temperature=temperature, **({"min_p": 0.1} if i % 2 else {}))
+            for i in range(n)]  # fmt: skip
+    controls = make_controls(rows, 5, edits=[{0: -INF, 4: 3.0}] * n)
+    data = metadata(temperature, [[4] * n, range(n)], range(n))
+    drawn, _ = draw(torch.tensor([row] * n), data, controls, by_kernels=by_kernels)
+    assert set(drawn.tolist()) == ({1, 3} if temperature else {3})
+    found = process(torch.tensor([row]), make_controls([params_of()], 5, edits=[{0: -INF}]))
+    assert found[0].tolist() == [-INF, 0.0, -INF, 1.0, -INF]
+
+
+@pytest.mark.parametrize("by_kernels", [False, KERNELS])
+def test_what_is_left_is_drawn_by_the_same_noise(by_kernels: bool) -> None:
     """A draw without filters that they would have left is also the draw with them: with the same
-    seed, a control that does not act changes nothing. Every other draw is of what is left.
+    seed, a control that does not act changes nothing. Every other draw is of what is left. (For
+    the kernels if all is one span: else fewer tokens in one make others likelier.)
     """
-    n, V = 600, 80
+    n, V = (35, 16) if by_kernels else (600, 80)
     logits = randn(n, V, 1.5)
     kinds = [
         params_of(**options)
@@ -463,8 +508,10 @@ def test_what_is_left_is_drawn_by_the_same_noise() -> None:
     rows = [kinds[i % len(kinds)] for i in range(n)]
     keys = np.random.default_rng(SEED).integers(0, 2**32, (2, n), np.uint32)
     data = metadata(temperatures_of(rows), keys, torch.arange(n) % 50)
-    plain, _ = sample_on_cpu(logits, data, range(V), V)
-    drawn, logprobs = draw(logits, data, make_controls(rows, V))
+    plain, _ = draw(logits, data, make_controls([params_of()] * n, V), by_kernels=by_kernels)
+    if not by_kernels:
+        assert torch.equal(plain, sample_on_cpu(logits, data, range(V), V)[0])
+    drawn, logprobs = draw(logits, data, make_controls(rows, V), by_kernels=by_kernels)
     assert logprobs is None
     num_changed = 0
     for i, params in enumerate(rows):
@@ -473,11 +520,11 @@ def test_what_is_left_is_drawn_by_the_same_noise() -> None:
         if plain[i] in left:
             assert drawn[i] == plain[i]
         num_changed += int(drawn[i] != plain[i])
-    assert 100 < num_changed < n - 100
+    assert n / 6 < num_changed < 5 * n / 6
     for i in range(0, n, 37):
         one = torch.tensor([i])
         alone = take(data, one)._replace(slots=torch.zeros(1, dtype=torch.int32))
-        again, _ = draw(logits[one], alone, make_controls([rows[i]], V))
+        again, _ = draw(logits[one], alone, make_controls([rows[i]], V), by_kernels=by_kernels)
         assert again.tolist() == [drawn[i]]
 
 
@@ -493,8 +540,9 @@ DRAWN = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", DRAWN)
-def test_draws_follow_what_is_left_of_the_softmax(name: str) -> None:
+def test_draws_follow_what_is_left_of_the_softmax(name: str, by_kernels: bool) -> None:
     """Chi-square over 8,000 draws: first tokens of as many requests."""
     n, V = 8_000, 40
     params, history = params_of(**DRAWN[name]), ([1, 2, 3, 20], [2, 5, 5, 7])
@@ -504,7 +552,7 @@ def test_draws_follow_what_is_left_of_the_softmax(name: str) -> None:
     controls = make_controls(
         [params] * n, V, edits=[params.logit_bias or {}] * n, histories=[history] * n
     )
-    drawn, _ = draw(logits.expand(n, V), data, controls)
+    drawn, _ = draw(logits.expand(n, V), data, controls, by_kernels=by_kernels)
     probs = sampling_oracle.probabilities(
         sampling_oracle.processed(logits[0].tolist(), *history, params), params
     )
@@ -579,6 +627,31 @@ def test_tokens_are_counted_as_they_are_drawn() -> None:
     assert sampler.counts is not None and sampler.counts.shape == (num_slots, V)
 
 
+@pytest.mark.parametrize("by_kernels", [False, KERNELS])
+def test_a_greedy_step_by_hand(by_kernels: bool) -> None:
+    """Each control takes the best token away in one row, and tokens are counted."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 4.0},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 1.0},
+        {"allowed_token_ids": [2, 3]},
+        {},
+    ]
+    rows = [params_of(temperature=0.0, **own) for own in options]
+    histories = [([0, 1], [0, 0])] * 6
+    controls = make_controls(rows, 4, edits=[{}] * 5 + [{0: -1.5}], histories=histories)
+    sampler, data = ControlledSampler(4, 6), metadata(0.0, [[1] * 6] * 2, [4] * 6)
+    logits = torch.tensor([[4.0, 3.0, 2.5, 0.5]]).expand(6, 4)
+    drawn, _ = draw(logits, data, controls, sampler, by_kernels)
+    assert drawn.tolist() == [0, 2, 1, 1, 2, 1]
+    assert sampler.counts is not None
+    counts = torch.tensor([[2, 0, 0, 0]] * 6, dtype=torch.int16)
+    counts[torch.arange(6), drawn] += 1
+    counts[:, :2] += IN_PROMPT
+    assert torch.equal(sampler.counts.cpu(), counts)
+
+
 def test_counts_end_at_their_type() -> None:
     """32,767 times is as often as can be counted: one more must not look like a prompt's token."""
     sampler = ControlledSampler(3, 1)
@@ -634,6 +707,15 @@ def test_log_probabilities(num_logprobs: int, dtype: torch.dtype) -> None:
 def test_equally_likely_tokens_have_the_same_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 0.0, -INF]]).expand(6, 6)
     assert logprobs_of(logits, torch.arange(6).int(), 0).ranks.tolist() == [3, 1, 1, 3, 5, 6]
+
+
+def test_what_is_a_little_larger_ranks_before() -> None:
+    """Also if the log-probabilities are rounded to the same."""
+    logits = torch.tensor([[1e-8, 2e-8, 10.0, 0.0]]).expand(4, 4)
+    found = logprobs_of(logits, torch.arange(4).int(), 4)
+    assert found.ranks.tolist() == [3, 2, 1, 4]
+    assert found.token_ids[:, 1:].tolist() == [[2, 1, 0, 3]] * 4
+    assert found.values[0, 0] == found.values[1, 0], "the test cannot tell them apart"
 
 
 def test_log_probabilities_are_of_the_logits_before_everything() -> None:

@@ -1,6 +1,7 @@
 """Controls of sampling on CUDA devices: what a CPU gives, in float32 on the embedded checkpoint."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -24,14 +25,17 @@ CONTROLS: list[dict[str, Any]] = [
     {"prompt_logprobs": 2, "repetition_penalty": 1.2, "logprobs": 0},
     {"stop": ["7", "l"]},
     {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "logprobs": 1},
+    # These leave one token to draw.
+    {"top_k": 1, "temperature": 2.0},
+    {"top_p": 1e-9, "temperature": 0.5},
+    {"min_p": 1.0, "temperature": 1.0},
 ]
 FORM = StructuredOutputsParams(regex="[a-f]{3}[0-9]{4}")
 
 
 def requests() -> tuple[list[Any], list[SamplingParams]]:
-    prompts = make_prompts()[10:76:3]
-    params = [SamplingParams(**(GREEDY | CONTROLS[i % len(CONTROLS)])) for i in range(22)]
-    return prompts, params
+    params = [SamplingParams(**(GREEDY | own)) for own in CONTROLS * 2]
+    return make_prompts()[10::2][: len(params)], params
 
 
 def results(**options: Any) -> list[Any]:
@@ -67,6 +71,35 @@ def test_greedy_requests_with_controls_are_those_of_a_cpu(
     wanted = results(model=tiny, device="cpu")
     found = results(model=tiny, device="cuda", max_num_batched_tokens=64, **options)
     assert_same(found, wanted)
+
+
+def test_filters_leave_what_they_leave_on_a_cpu(tiny: str) -> None:
+    """A GPU has draws of its own. A CPU says how likely each was."""
+    filters: list[dict[str, Any]] = [
+        {"top_k": 3, "temperature": 3.0},
+        {"min_p": 0.2, "temperature": 3.0},
+        {"top_p": 0.7, "temperature": 1.0},
+        {"top_k": 8, "top_p": 0.9, "min_p": 0.05, "temperature": 1.0},
+    ] * 4
+    length = {"max_tokens": 16, "ignore_eos": True}
+    params = [SamplingParams(seed=i, **length, **own) for i, own in enumerate(filters)]
+    with LLM(tiny, **SMALL) as llm:
+        drawn = llm.generate(make_prompts()[: len(params)], params, use_tqdm=False)
+    texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in drawn]
+    score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
+    with LLM(tiny, device="cpu", **SMALL) as llm:
+        scored = llm.generate(texts, score, use_tqdm=False)
+    ranks = []
+    for text, output, own in zip(texts, scored, filters, strict=True):
+        for token, place in list(zip(text, output.prompt_logprobs, strict=True))[-16:]:
+            mine, top = place[token], max(each.logprob for each in place.values())
+            ahead = sum(math.exp(p.logprob) for p in place.values() if p.rank < mine.rank)
+            assert mine.rank <= own.get("top_k", math.inf)
+            assert ahead < own.get("top_p", 2.0) + 1e-3
+            least = own["temperature"] * math.log(own.get("min_p", 1e-9))
+            assert mine.logprob - top > least - 1e-3
+            ranks.append(mine.rank)
+    assert len(set(ranks)) > 3, "it draws"
 
 
 def test_a_seed_draws_the_same_alone_and_among_others(tiny: str) -> None:

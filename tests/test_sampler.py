@@ -55,6 +55,18 @@ def test_below_1e_5_the_first_largest_logit_is_taken() -> None:
     assert torch.equal(logits, before), "the logits are the caller's"
     assert Sampler(50, Group())(logits.bfloat16(), data, table).tolist() == [7] * n
     assert table.tolist() == [7] * n
+    assert len(set(draw(logits, data._replace(temperatures=torch.full((n,), 1e-5))).tolist())) == 3
+
+
+def test_nan_is_never_drawn_and_infinity_always() -> None:
+    logits = make_logits(60, 40)
+    logits[:20] = torch.nan
+    logits[20:, 5:24] = torch.nan
+    logits[40:, 37] = torch.inf
+    for temperature in (0.0, 1.0):
+        drawn = draw(logits, metadata(temperature, [[1] * 60, range(60)], range(60))).tolist()
+        assert drawn[:20] == [0] * 20 and drawn[40:] == [37] * 20
+        assert not set(drawn) & set(range(5, 24))
 
 
 def test_a_row_is_drawn_without_regard_to_the_others() -> None:

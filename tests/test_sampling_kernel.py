@@ -164,6 +164,7 @@ def test_greedy_rows_take_the_first_largest_logit():
     temperatures = np.array([0, 1e-9, *[9.9e-6] * 5, 0, 0])
     drawn = draw(logits, temperatures, keys, positions)
     assert drawn.tolist() == logits.argmax(1).tolist() == [3, 2, 15, 31, 1, 0, 33, 0, 0]
+    assert (draw(logits, np.full(9, 1e-5), keys, positions) != drawn).any(), "that one draws"
 
 
 @interpreted

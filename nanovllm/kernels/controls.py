@@ -29,6 +29,13 @@ def _lower_bound(values_ptr, low, high, value):
 
 
 @triton.jit
+def clean(x):
+    """float32, -inf for NaN, which is never drawn."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))  # noqa: PLR0124
+
+
+@triton.jit(do_not_specialize=["n"])
 def _process_kernel(
     logits_ptr, out_ptr, tops_ptr, masks_ptr, mask_rows_ptr, starts_ptr, tokens_ptr, biases_ptr,
     penalties_ptr, counts_ptr, slots_ptr, n, V, stride,
@@ -43,7 +50,6 @@ def _process_kernel(
     long_row = row.to(tl.int64)
     x = tl.load(logits_ptr + long_row * stride + cols, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
     if MASKS:
         mask_row = tl.load(mask_rows_ptr + row)
         if mask_row >= 0:
@@ -67,6 +73,7 @@ def _process_kernel(
             count = seen & 0x7FFF
             x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
             x -= frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
+    x = clean(x)  # here: inf that is banned is NaN
     tl.store(out_ptr + long_row * V + cols, x, mask=inside)
     tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tl.max(x, 1))
 
@@ -261,7 +268,7 @@ def _thresholds_kernel(
         if (top_k > 0) | (top_p < 1.0):
             bound = _key(least)
             target = 0.0
-            if (top_k > 0) & (top_k <= NUM_BLOCKS):
+            if top_k > 0:
                 bound = tl.maximum(bound, _largest(_key(tops), top_k))  # k tokens are as large
             count = _list_blocks(list_ptr, tops, blocks, bound)
             if top_k <= 0:
@@ -291,7 +298,7 @@ def _thresholds_kernel(
                 num, above = _narrow(values_ptr, num, bound, top, scale, target, PART, TURNS)
                 found = _search(values_ptr, num, above, top, scale, target, PART, True)
                 bound = tl.maximum(bound, found)
-            least = _value(bound)
+            least = _value(tl.minimum(bound, _key(top)))  # also if top_p has been rounded to 0
     tl.store(out_ptr + row, least)
 
 

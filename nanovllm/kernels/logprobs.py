@@ -4,41 +4,49 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.controls import clean
 from nanovllm.kernels.sampling import LOG2E
 
 SPAN = 4096  # columns that a program reads
+NOTHING: tl.constexpr = tl.constexpr(2147483647)  # in the place of a token
 
 
 @triton.jit
+def _take_largest(values, tokens):
+    """The largest value, its token, the first of equals, and all values and tokens without it."""
+    top = tl.max(values, 0)
+    token = tl.min(tl.where(values == top, tokens, NOTHING), 0)
+    taken = tokens == token
+    return top, token, tl.where(taken, float("-inf"), values), tl.where(taken, NOTHING, tokens)
+
+
+@triton.jit(do_not_specialize=["N"])
 def _span_logprobs_kernel(
-    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
+    logits_ptr, drawn_ptr, maxima_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
     V, stride, N, LOG2E, SPAN: tl.constexpr,
 ):  # fmt: skip
-    # One program: a span of a row: log2 of its sum, how many are larger than the drawn token, and
-    # the N largest.
+    # One program: a span of a row: its maximum, the sum relative to it, how many are larger than
+    # the drawn token, and the N largest.
     row, span, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits_ptr += row.to(tl.int64) * stride
     cols = span * SPAN + tl.arange(0, SPAN)
-    x = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-    drawn = tl.load(logits_ptr + tl.load(drawn_ptr + row)).to(tl.float32)
+    x = clean(tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")))
+    drawn = clean(tl.load(logits_ptr + tl.load(drawn_ptr + row)))
     place = row * spans + span
     tl.store(larger_ptr + place, tl.sum((x > drawn).to(tl.int32), 0))
     top = tl.max(x, 0)
-    total = top * LOG2E
-    if tl.abs(top) < float("inf"):
-        total += tl.log2(tl.sum(tl.exp2((x - top) * LOG2E), 0))
-    tl.store(sums_ptr + place, total)
-    for i in range(N):
-        top = tl.max(x, 0)
-        token = tl.min(tl.where(x == top, cols, 2147483647), 0)
+    weights = tl.where(x > float("-inf"), tl.exp2((x - top) * LOG2E), 0.0)
+    tl.store(maxima_ptr + place, top)
+    tl.store(sums_ptr + place, tl.sum(weights, 0))
+    for i in range(N):  # columns beyond V come last
+        top, token, x, cols = _take_largest(x, cols)
         tl.store(top_values_ptr + place * N + i, top)
         tl.store(top_tokens_ptr + place * N + i, token)
-        x = tl.where(cols == token, float("-inf"), x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _logprobs_kernel(
-    logits_ptr, drawn_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
+    logits_ptr, drawn_ptr, maxima_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
     tokens_ptr, values_ptr, ranks_ptr, stride, SPANS, N, LOG2E,
     SPANS_PAD: tl.constexpr, TOPS_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -46,27 +54,25 @@ def _logprobs_kernel(
     row = tl.program_id(0)
     spans, tops = tl.arange(0, SPANS_PAD), tl.arange(0, TOPS_PAD)
     inside = spans < SPANS
-    sums = tl.load(sums_ptr + row * SPANS + spans, mask=inside, other=float("-inf"))
-    largest = tl.max(sums, 0)
-    total = (largest + tl.log2(tl.sum(tl.exp2(sums - largest), 0))) / LOG2E
+    maxima = tl.load(maxima_ptr + row * SPANS + spans, mask=inside, other=float("-inf"))
+    sums = tl.load(sums_ptr + row * SPANS + spans, mask=inside, other=0.0)
+    largest = tl.max(maxima, 0)
+    log_sum = tl.log(tl.sum(sums * tl.exp2((maxima - largest) * LOG2E), 0))
     larger = tl.load(larger_ptr + row * SPANS + spans, mask=inside, other=0)
     tl.store(ranks_ptr + row, tl.sum(larger, 0) + 1)
     drawn = tl.load(drawn_ptr + row)
-    value = tl.load(logits_ptr + row.to(tl.int64) * stride + drawn).to(tl.float32)
+    value = clean(tl.load(logits_ptr + row.to(tl.int64) * stride + drawn))
     tokens_ptr += row * (N + 1)
     values_ptr += row * (N + 1)
     tl.store(tokens_ptr, drawn)
-    tl.store(values_ptr, value - total)
+    tl.store(values_ptr, value - largest - log_sum)
     inside = tops < SPANS * N
     values = tl.load(top_values_ptr + row * SPANS * N + tops, mask=inside, other=float("-inf"))
-    tokens = tl.load(top_tokens_ptr + row * SPANS * N + tops, mask=inside, other=2147483647)
+    tokens = tl.load(top_tokens_ptr + row * SPANS * N + tops, mask=inside, other=NOTHING)
     for i in range(N):
-        top = tl.max(values, 0)
-        token = tl.min(tl.where(values == top, tokens, 2147483647), 0)
+        top, token, values, tokens = _take_largest(values, tokens)
         tl.store(tokens_ptr + 1 + i, token)
-        tl.store(values_ptr + 1 + i, top - total)
-        values = tl.where(tokens == token, float("-inf"), values)
-        tokens = tl.where(tokens == token, 2147483647, tokens)
+        tl.store(values_ptr + 1 + i, top - largest - log_sum)
 
 
 def logprobs(
@@ -85,14 +91,15 @@ def logprobs(
     """
     n, V = logits.shape
     spans, N, device = triton.cdiv(V, SPAN), num_logprobs, logits.device
-    sums = torch.empty(n, spans, dtype=torch.float32, device=device)
+    maxima = torch.empty(n, spans, dtype=torch.float32, device=device)
+    sums = torch.empty_like(maxima)
     larger = torch.empty(n, spans, dtype=torch.int32, device=device)
     top_values = torch.empty(n, spans, N, dtype=torch.float32, device=device)
     top_tokens = torch.empty(n, spans, N, dtype=torch.int32, device=device)
     tokens = torch.empty(n, 1 + N, dtype=torch.int32, device=device)
     values = torch.empty(n, 1 + N, dtype=torch.float32, device=device)
     ranks = torch.empty(n, dtype=torch.int32, device=device)
-    parts = logits, drawn, sums, larger, top_values, top_tokens
+    parts = logits, drawn, maxima, sums, larger, top_values, top_tokens
     _span_logprobs_kernel[(n, spans)](*parts, V, logits.stride(0), N, LOG2E, SPAN=SPAN, num_warps=8)
     _logprobs_kernel[(n,)](
         *parts, tokens, values, ranks, logits.stride(0), spans, N, LOG2E,

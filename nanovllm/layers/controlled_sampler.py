@@ -1,14 +1,14 @@
 """`ControlledSampler`: draws for requests with controls. And log-probabilities."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.engine.controls import MAX_COUNT, Controls
+from nanovllm.engine.controls import MAX_COUNT, NO_FILTERS, Controls
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
-from nanovllm.sampling_params import MIN_TEMPERATURE
 from nanovllm.utils.device import upload
 
 
@@ -57,7 +57,8 @@ class ControlledSampler:
         if logits.is_cuda:
             return self._on_gpu(logits, metadata, controls, last_tokens, counts)
         x = process_logits(logits, metadata.slots, controls, counts)
-        x = filter_logits(x, metadata.temperatures, controls)
+        if controls.has_filters:
+            x = filter_logits(x, metadata.temperatures, controls)
         tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
         last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         if counts is not None:
@@ -134,29 +135,27 @@ def process_logits(
         x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
         count = (seen & MAX_COUNT).float()
         x -= frequency * count + presence * (count > 0)
-    return x
+    return x.masked_fill_(x.isnan(), -torch.inf)  # also inf that is banned
 
 
 def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Controls) -> torch.Tensor:
     """min_p, top_k and top_p: x [n, V] float32, what they leave out set to -inf."""
-    if not controls.has_filters:
-        return x
-    V = x.shape[1]
-    scale = temperatures.clamp(min=MIN_TEMPERATURE).double().unsqueeze(1)  # [n, 1]
-    values = x.double().sort(dim=1, descending=True).values / scale
-    logp = values - values[:, :1]
-    top_k = torch.from_numpy(controls.top_k).long()
-    kth = torch.where(top_k > 0, top_k, V).clamp(max=V).unsqueeze(1) - 1
-    min_p = torch.from_numpy(controls.min_p).double().unsqueeze(1)
-    kept = (values >= values.gather(1, kth)) & (logp >= min_p.log())
-    weights = logp.exp() * kept
-    top_p = torch.from_numpy(controls.top_p).double().unsqueeze(1)
-    before = weights.cumsum(1) - weights  # of the tokens ahead
-    kept &= (before < top_p * weights.sum(1, keepdim=True)) | (top_p >= 1)
-    last = kept.sum(1, keepdim=True).clamp(min=1) - 1
-    greedy = temperatures < MIN_TEMPERATURE
-    least = x.sort(dim=1, descending=True).values.gather(1, last)
-    return x.masked_fill((x < least) & ~greedy.unsqueeze(1), -torch.inf)
+    x = x.clone()
+    filters = (f.tolist() for f in (controls.top_k, controls.top_p, controls.min_p))
+    for row, T, top_k, top_p, min_p in zip(x, temperatures.tolist(), *filters, strict=True):
+        if (top_k, top_p, min_p) == NO_FILTERS:
+            continue
+        left = row  # the values that are kept
+        if min_p > 0:
+            left = left[left.double() >= left.max().double() + T * math.log(min_p)]
+        if top_k > 0:
+            left = left[left >= left.topk(min(top_k, len(left))).values[-1]]
+        if top_p < 1:
+            left = left.sort(descending=True).values
+            mass = (left.double() / T).softmax(0).cumsum(0)
+            left = left[: int((mass < top_p).sum()) + 1]
+        row[row < left.min()] = -torch.inf
+    return x
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
@@ -165,11 +164,9 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -
         from nanovllm.kernels.logprobs import logprobs
 
         return Logprobs(*logprobs(logits, tokens, num_logprobs))
-    logp = logits.float().log_softmax(-1)
-    drawn = logp.gather(1, tokens.long().unsqueeze(1))
-    top = logp.topk(min(num_logprobs, logp.shape[1]), dim=1)
-    return Logprobs(
-        torch.cat([tokens.unsqueeze(1), top.indices.to(torch.int32)], dim=1),
-        torch.cat([drawn, top.values], dim=1),
-        (logp > drawn).sum(1).to(torch.int32) + 1,
-    )
+    x = logits.float()
+    x = x.masked_fill(x.isnan(), -torch.inf)
+    top = x.topk(min(num_logprobs, x.shape[1]), dim=1).indices
+    ids = torch.cat([tokens.long().unsqueeze(1), top], dim=1)
+    ranks = (x > x.gather(1, ids[:, :1])).sum(1).to(torch.int32) + 1
+    return Logprobs(ids.to(torch.int32), x.log_softmax(-1).gather(1, ids), ranks)

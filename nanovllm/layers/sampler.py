@@ -84,15 +84,16 @@ def sample_on_cpu(
         Tokens [n] int32 and their scores [n] float32.
     """
     scores = logits.to(torch.float32, copy=True)
+    scores.masked_fill_(scores.isnan(), -torch.inf)  # never drawn
     keys = metadata.random_keys.numpy().view(np.uint32).T.astype(np.uint64)  # [n, 2]
-    for row, temperature in enumerate(metadata.temperatures.tolist()):
-        if temperature >= MIN_TEMPERATURE:
-            key = int(keys[row, 0]) << 32 | int(keys[row, 1])
-            bits = np.random.Philox(key=key, counter=int(metadata.positions[row]) << 64)
-            # In float64: float32 has draws of exactly 0, which would win over everything.
-            noise = np.random.Generator(bits).standard_exponential(vocab_size)
-            own = torch.from_numpy(noise[vocab.start : vocab.stop])
-            scores[row].div_(temperature).sub_(own.log_())
+    # As tensors: they compare in float32, as the kernels do.
+    for row in (metadata.temperatures >= MIN_TEMPERATURE).nonzero().flatten().tolist():
+        key = int(keys[row, 0]) << 32 | int(keys[row, 1])
+        bits = np.random.Philox(key=key, counter=int(metadata.positions[row]) << 64)
+        # In float64: float32 has draws of exactly 0, which would win over everything.
+        noise = np.random.Generator(bits).standard_exponential(vocab_size)
+        own = torch.from_numpy(noise[vocab.start : vocab.stop])
+        scores[row].div_(metadata.temperatures[row]).sub_(own.log_())
     if not len(vocab):
         return torch.zeros(len(scores), dtype=torch.int32), scores.new_full(
             (len(scores),), -torch.inf
