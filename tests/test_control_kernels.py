@@ -29,7 +29,6 @@ pytestmark += [pytest.mark.gpu] if ON_GPU else []
 
 def no_controls(n: int, **changes: np.ndarray) -> Controls:
     values = {
-        "rows": np.arange(n, dtype=np.int32),
         "top_k": np.zeros(n, np.int32),
         "top_p": np.ones(n, np.float32),
         "min_p": np.zeros(n, np.float32),

@@ -70,7 +70,6 @@ def make_controls(
     filters = [NO_FILTERS if p.is_greedy else (max(p.top_k, 0), p.top_p, p.min_p) for p in rows]
     top_k, top_p, min_p = zip(*filters, strict=True)
     return Controls(
-        rows=np.arange(n, dtype=np.int32),
         top_k=np.array(top_k, np.int32),
         top_p=np.array(top_p, np.float32),
         min_p=np.array(min_p, np.float32),
