@@ -90,7 +90,8 @@ def kernel_process(
     before = given.clone()
     results = kernels.process(given, slots.to(DEVICE), *arrays, counts)
     assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
-    return results
+    assert results[2] is None, "no weights of spans were asked for"
+    return results[:2]
 
 
 def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
@@ -188,7 +189,7 @@ def test_thresholds_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["random", "ties", "extremes", "equal"])
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What top_p looks at is narrowed down first, if it is more than `PART` values."""
-    monkeypatch.setattr(kernels, "PART", 256)
+    monkeypatch.setattr(kernels, "PART", 32 if kind == "random" else 256)
     rng, n, V = np.random.default_rng(SEED), 10, 1000
     logits = random_logits(rng, n, V, kind)
     temperatures = torch.tensor([3.0, 1.5]).repeat(n // 2)
@@ -251,6 +252,31 @@ def test_counting() -> None:
     kernels.count(counts, slots, tokens)
     assert counts[2, 7] == IN_PROMPT + 1 and counts[1, 9] == MAX_COUNT and counts[0, 3] == 1
     assert int((counts != 0).sum()) == 3
+
+
+@pytest.mark.parametrize("kind", ["random", "extremes", "16 bits", "odd"])
+def test_weights_of_spans(kind: str) -> None:
+    """They save the draw a pass: `sample` draws as by its own."""
+    n, V = 6, 2 * kernels.SPAN + 77
+    logits = random_logits(np.random.default_rng(SEED), n, V, kind).to(DEVICE)
+    slots = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    temperatures = torch.tensor([1, 0.7, 0, 2, 1e-5, 30], device=DEVICE)
+    controls = no_controls(n)
+    arrays = to_device(
+        controls.masks, controls.mask_rows, controls.edit_starts, controls.edit_tokens,
+        controls.edit_biases, controls.penalties,
+    )  # fmt: skip
+    x, _, weights = kernels.process(logits, slots, *arrays, None, temperatures)
+    tiles = torch.nn.functional.pad(x, (0, -V % kernels.SPAN), value=-INF).view(n, -1, kernels.SPAN)
+    drawn = temperatures[:, None, None].clamp(min=1e-5).double()
+    exact = (tiles.double() / drawn).logsumexp(-1) / np.log(2)
+    exact[2] = tiles[2].amax(-1)
+    torch.testing.assert_close(weights, exact.float(), rtol=2e-6, atol=1e-4)
+    keys = torch.randint(-(2**31), 2**31, (2, n), dtype=torch.int32).to(DEVICE)
+    args = x, temperatures, keys, slots, slots, torch.zeros_like(slots), kernels.SPAN
+    assert torch.equal(sample(*args, weights=weights)[0], sample(*args)[0])
+    weights[:, 2] = INF
+    assert kind != "random" or (sample(*args, weights=weights)[0] >= 2 * kernels.SPAN).all()
 
 
 def test_what_is_below_the_threshold_is_never_drawn() -> None:

@@ -12,8 +12,9 @@ import triton.language as tl
 from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
 
 BLOCKS = 32  # blocks of a program of `process`
+SPAN = BLOCK * BLOCKS  # columns
 CHUNK = 32  # blocks that `thresholds` gathers from at once
-PART = 4096  # values that it searches at once
+PART = 2048  # values that it searches at once
 TURNS = 8  # of narrowing them down to so many, which equal ones may prevent
 
 
@@ -38,9 +39,9 @@ def clean(x):
 @triton.jit(do_not_specialize=["n"])
 def _process_kernel(
     logits_ptr, out_ptr, tops_ptr, masks_ptr, mask_rows_ptr, starts_ptr, tokens_ptr, biases_ptr,
-    penalties_ptr, counts_ptr, slots_ptr, n, V, stride,
+    penalties_ptr, counts_ptr, slots_ptr, temperatures_ptr, weights_ptr, n, V, stride, LOG2E,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr,
+    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCKS blocks of a row.
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -75,7 +76,15 @@ def _process_kernel(
             x -= frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
     x = clean(x)  # here: inf that is banned is NaN
     tl.store(out_ptr + long_row * V + cols, x, mask=inside)
-    tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tl.max(x, 1))
+    tops = tl.max(x, 1)
+    tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tops)
+    if WEIGHTS:
+        weight, temperature = tl.max(tops, 0), tl.load(temperatures_ptr + row)
+        if (temperature >= MIN_TEMPERATURE) & (tl.abs(weight) < float("inf")):
+            scale = LOG2E / temperature
+            top = weight * scale
+            weight = top + tl.log2(tl.sum(tl.sum(tl.exp2(x * scale - top), 1), 0))
+        tl.store(weights_ptr + row * tl.num_programs(1) + tile, weight)
 
 
 def process(
@@ -88,7 +97,8 @@ def process(
     edit_biases: torch.Tensor,
     penalties: torch.Tensor,
     counts: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    temperatures: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Mask, edit and penalise logits.
 
     Args:
@@ -97,21 +107,28 @@ def process(
         masks, mask_rows, edit_starts, edit_tokens, edit_biases, penalties: see
             `nanovllm.engine.controls.Controls`, on the device.
         counts: [N, V] int16, see `ControlledSampler`; None: no penalties.
+        temperatures: [n] float32, if the weights of spans are wanted.
 
     Returns:
-        [n, V] float32, and the largest of each block of columns, [n, blocks] float32.
+        [n, V] float32; the largest of each block of columns, [n, blocks] float32; and for
+        `nanovllm.kernels.sampling.sample` the weights of spans of `SPAN` columns.
     """
     n, V = logits.shape
-    tiles = triton.cdiv(V, BLOCK * BLOCKS)
+    tiles = triton.cdiv(V, SPAN)
     out = torch.empty(n, V, dtype=torch.float32, device=logits.device)
     tops = torch.empty(n, tiles * BLOCKS, dtype=torch.float32, device=logits.device)
+    weights = None
+    if temperatures is not None:
+        weights = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
     _process_kernel[(n, tiles)](
         logits, out, tops, masks, mask_rows, edit_starts, edit_tokens, edit_biases,
-        penalties, logits if counts is None else counts, slots, n, V, logits.stride(0),
+        penalties, logits if counts is None else counts, slots,
+        tops if temperatures is None else temperatures, tops if weights is None else weights,
+        n, V, logits.stride(0), LOG2E,
         BLOCK=BLOCK, BLOCKS=BLOCKS, MASKS=len(masks) > 0, EDITS=len(edit_tokens) > 0,
-        PENALTIES=counts is not None, num_warps=8,
+        PENALTIES=counts is not None, WEIGHTS=weights is not None, num_warps=8,
     )  # fmt: skip
-    return out, tops
+    return out, tops, weights
 
 
 @triton.jit
@@ -169,12 +186,29 @@ def _weigh(x, top, scale, bound, MASS: tl.constexpr):
 @triton.jit
 def _mass(values_ptr, num, top, scale, bound, PART: tl.constexpr):
     """The weight of the values that reach `bound`."""
-    total = 0.0
+    total = tl.zeros([PART], tl.float32)
     for first in range(0, num, PART):
         i = first + tl.arange(0, PART)
         x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
-        total += tl.sum(_weigh(x, top, scale, bound, True), 0)
-    return total
+        total += _weigh(x, top, scale, bound, True)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _sums(
+    values_ptr, num, low, middle, high, top, scale, PART: tl.constexpr, MASS: tl.constexpr
+):  # fmt: skip
+    """The weights of the values that reach each of three ascending bounds."""
+    low_sum, middle_sum = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
+    high_sum = tl.zeros([PART], tl.float32)
+    for first in range(0, num, PART):
+        i = first + tl.arange(0, PART)
+        x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
+        keys, weights = _key(x), _weigh(x, top, scale, low, MASS)
+        low_sum += weights
+        middle_sum += tl.where(keys >= middle, weights, 0.0)
+        high_sum += tl.where(keys >= high, weights, 0.0)
+    return tl.sum(low_sum, 0), tl.sum(middle_sum, 0), tl.sum(high_sum, 0)
 
 
 @triton.jit
@@ -187,28 +221,23 @@ def _narrow(values_ptr, num, bound, top, scale, target, PART: tl.constexpr, TURN
     low, high, above, turn = bound, _key(top) + 1, 0.0, 0
     while (num > PART) & (turn < TURNS):
         step = (_value(high - 1) - _value(low)) * 0.25
-        first_bound = tl.minimum(tl.maximum(_key(_value(low) + step), low), high)
-        middle = tl.minimum(tl.maximum(_key(_value(low) + 2 * step), first_bound), high)
-        last_bound = tl.minimum(tl.maximum(_key(_value(low) + 3 * step), middle), high)
-        first_sum, middle_sum, last_sum = above, above, above
-        for first in range(0, num, PART):
-            i = first + tl.arange(0, PART)
-            x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
-            keys, weights = _key(x), _weigh(x, top, scale, first_bound, True)
-            first_sum += tl.sum(weights, 0)
-            middle_sum += tl.sum(tl.where(keys >= middle, weights, 0.0), 0)
-            last_sum += tl.sum(tl.where(keys >= last_bound, weights, 0.0), 0)
-        if last_sum >= target:
-            low = last_bound
-        elif middle_sum >= target:
-            low, high, above = middle, last_bound, last_sum
-        elif first_sum >= target:
-            low, high, above = first_bound, middle, middle_sum
+        first = tl.minimum(tl.maximum(_key(_value(low) + step), low), high)
+        second = tl.minimum(tl.maximum(_key(_value(low) + 2 * step), first), high)
+        third = tl.minimum(tl.maximum(_key(_value(low) + 3 * step), second), high)
+        to_first, to_second, to_third = _sums(
+            values_ptr, num, first, second, third, top, scale, PART, True
+        )
+        if above + to_third >= target:
+            low = third
+        elif above + to_second >= target:
+            low, high, above = second, third, above + to_third
+        elif above + to_first >= target:
+            low, high, above = first, second, above + to_second
         else:
-            high, above = first_bound, first_sum
+            high, above = first, above + to_first
         left = 0
-        for first in range(0, num, PART):  # behind what has been read
-            i = first + tl.arange(0, PART)
+        for begin in range(0, num, PART):  # behind what has been read
+            i = begin + tl.arange(0, PART)
             x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
             keys = _key(x)
             stays = ((i < num) & (keys >= low) & (keys < high)).to(tl.int32)
@@ -226,17 +255,12 @@ def _search(values_ptr, num, above, top, scale, target, PART: tl.constexpr, MASS
     for step in range(16):  # two bits each
         bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
         low, middle, high = found | bit, found | (bit << 1), found | bit | (bit << 1)
-        low_sum, middle_sum, high_sum = above, above, above
-        for first in range(0, num, PART):
-            i = first + tl.arange(0, PART)
-            x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
-            weights, keys = _weigh(x, top, scale, low, MASS), _key(x)
-            low_sum += tl.sum(weights, 0)
-            middle_sum += tl.sum(tl.where(keys >= middle, weights, 0.0), 0)
-            high_sum += tl.sum(tl.where(keys >= high, weights, 0.0), 0)
-        found = tl.where(low_sum >= target, low, found)
-        found = tl.where(middle_sum >= target, middle, found)
-        found = tl.where(high_sum >= target, high, found)
+        to_low, to_middle, to_high = _sums(
+            values_ptr, num, low, middle, high, top, scale, PART, MASS
+        )
+        found = tl.where(above + to_low >= target, low, found)
+        found = tl.where(above + to_middle >= target, middle, found)
+        found = tl.where(above + to_high >= target, high, found)
     return found
 
 
@@ -273,10 +297,11 @@ def _thresholds_kernel(
             count = _list_blocks(list_ptr, tops, blocks, bound)
             if top_k <= 0:
                 # Tokens below (1 - p) / V of the mass have together less than 1 - p of it.
-                total = 0.0
+                sums = tl.zeros([CHUNK * BLOCK], tl.float32)
                 for first in range(0, count, CHUNK):
                     x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
-                    total += tl.sum(_weigh(x, top, scale, bound, True), 0)
+                    sums += _weigh(x, top, scale, bound, True)
+                total = tl.sum(sums, 0)
                 target = top_p * total
                 low = top + (tl.log2(total * (1.0 - top_p) / V) - 0.01) / scale
                 bound = tl.maximum(bound, _key(low))

@@ -172,6 +172,7 @@ def sample(
     peers: PeerMemory | None = None,
     least: torch.Tensor | None = None,
     tops: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row from softmax(logits / temperature).
 
@@ -187,6 +188,8 @@ def sample(
         peers: the ranks that have the other parts; None for the best of this part.
         least: [B] float32, smaller logits are not drawn.
         tops: with `least`, [B, blocks] float32, the largest logit of each block of 128 columns.
+        weights: [B, spans] float32, what is drawn of each span, if it is known: log2 of the sum of
+            2^(logit * log2 e / temperature), or for greedy rows the largest logit.
 
     Returns:
         Tokens [B] int32, and the scores [B] float32 by which this part's best is to be compared
@@ -195,15 +198,17 @@ def sample(
     B, V = logits.shape
     assert start % span == 0, f"a part of the vocabulary begins at {start}, within a span of {span}"
     SPANS = max(1, triton.cdiv(V, span))
-    weights = torch.empty(B, SPANS, dtype=torch.float32, device=logits.device)
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
     scores = torch.empty(B, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
-    _weigh_spans_kernel[(B, SPANS)](
-        logits, temperatures, logits if least is None else least, logits if tops is None else tops,
-        weights, V, stride, 0 if tops is None else tops.stride(0), LOG2E,
-        SPAN=span, BLOCK=BLOCK, FILTER=least is not None, num_warps=4, **pdl_options(logits),
-    )  # fmt: skip
+    if weights is None:
+        weights = torch.empty(B, SPANS, dtype=torch.float32, device=logits.device)
+        _weigh_spans_kernel[(B, SPANS)](
+            logits, temperatures, logits if least is None else least,
+            logits if tops is None else tops,
+            weights, V, stride, 0 if tops is None else tops.stride(0), LOG2E,
+            SPAN=span, BLOCK=BLOCK, FILTER=least is not None, num_warps=4, **pdl_options(logits),
+        )  # fmt: skip
     _draw_kernel[(B,)](
         logits, temperatures, logits if least is None else least, keys, positions, slots, weights,
         out, scores, table, V, start, stride, keys.stride(0), LOG2E,

@@ -89,14 +89,16 @@ class ControlledSampler:
             controls.edit_tokens,
             controls.edit_biases,
         )
-        x, tops = kernels.process(
-            logits, metadata.slots, masks, mask_rows, starts, edit_tokens, biases, penalties, counts
-        )
+        span, temperatures = vocab_span(self.vocab_size), metadata.temperatures
+        weighs = span == kernels.SPAN and not controls.has_filters
+        x, tops, weights = kernels.process(
+            logits, metadata.slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
+            counts, temperatures if weighs else None,
+        )  # fmt: skip
         least = None
         if controls.has_filters:
-            least = kernels.thresholds(x, tops, metadata.temperatures, top_k, top_p, min_p)
-        span = vocab_span(self.vocab_size)
-        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops)
+            least = kernels.thresholds(x, tops, temperatures, top_k, top_p, min_p)
+        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops, weights=weights)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
         return tokens
