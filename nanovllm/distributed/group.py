@@ -58,6 +58,7 @@ class Group:
         self.name = "none"
         self._backend: Any = None  # a process group of torch.distributed
         self._abort_lock, self._is_aborted = threading.Lock(), False
+        self._aborting: threading.Thread | None = None
         self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
@@ -168,7 +169,9 @@ class Group:
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread.
 
-        NCCL, once it has ended its kernels, waits for the end of CUDA graphs that hold such.
+        Waits for nothing: NCCL, once it has ended its kernels, waits for the end of CUDA graphs
+        that hold such, and the end of those that still run is waited for without letting other
+        threads go on. So first `abort`, then wait for the device, then drop the graphs.
         """
         with self._abort_lock:
             if self._is_aborted:
@@ -177,10 +180,15 @@ class Group:
         if self._abort_word is not None:
             self._abort_word.numpy()[0] = 1
         if self.name == "nccl" and self._backend is not None:
-            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-            aborting = threading.Thread(target=self._backend.abort, daemon=True)
-            aborting.start()
-            aborting.join(PATIENCE)
+            self._aborting = threading.Thread(
+                target=self._abort_nccl, args=(self._backend,), daemon=True
+            )
+            self._aborting.start()
+
+    @staticmethod
+    def _abort_nccl(backend: Any) -> None:
+        time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
+        backend.abort()
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""
@@ -190,6 +198,8 @@ class Group:
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
         self.abort()  # NCCL's own end would warn and wait
+        if self._aborting is not None:
+            self._aborting.join(PATIENCE)
         with ExitStack() as finally_:  # all of it, whatever fails
             for region in self._regions:
                 finally_.callback(region.close)

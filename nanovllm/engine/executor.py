@@ -190,9 +190,9 @@ class Executor:
             if runner is not None:  # while there are workers: a step under way needs all ranks
                 finally_.callback(runner.exit)
             if workers is not None and not in_order:
-                finally_.callback(self._group.abort)
                 if runner is not None:
-                    finally_.callback(runner.drop_graphs)  # see `Group.abort`
+                    finally_.callback(runner.drop_graphs)
+                finally_.callback(self._group.abort)
         if workers is not None and runner is not None and not self.is_broken:
             workers.check()
 

@@ -380,9 +380,13 @@ class ModelRunner:
         return SamplingMetadata(temperatures, keys, positions, slots), rows
 
     def drop_graphs(self) -> None:
-        """Run no CUDA graphs any more."""
-        self.graphs = None
-        gc.collect()
+        """Run no CUDA graphs any more. Waits for those that run, see `Group.abort`."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        finally:
+            self.graphs = None
+            gc.collect()
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
