@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and give all that there is after each step, as vLLM's does.
 
         The last output is the one that `LLM.generate` returns. Leaving the loop, or cancelling its
