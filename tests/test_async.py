@@ -376,7 +376,13 @@ def test_mistakes_are_told_to_who_made_them(name, hall, checkpoint):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("k", "after"), [(1, False), (3, True)], ids=["first", "after-third"])
+@pytest.mark.parametrize(
+    ("k", "after"),
+    [
+        pytest.param(1, False, id="first", marks=pytest.mark.slow),
+        pytest.param(3, True, id="after-third"),
+    ],
+)
 @pytest.mark.parametrize("point", sorted(set(FAULT_POINTS) - {"output"}))
 def test_error_in_a_step_reaches_all(point, k, after, hall, checkpoint, monkeypatch):
     async def main():

@@ -149,7 +149,7 @@ def test_process(what: str, V: int) -> None:
     ("V", "kind"),
     [
         *((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal")),
-        *((4500, kind) for kind in ("random", "ties", "extremes", "16 bits")),
+        *((4500, kind) for kind in ("random", "16 bits")),
         pytest.param(151936, "random", marks=pytest.mark.gpu),
     ],
 )
@@ -204,7 +204,7 @@ def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind in ("equal", "extremes") or len(set(kept.sum(1).tolist())) > n // 2
 
 
-@pytest.mark.parametrize("num_logprobs", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_logprobs", [0, 5, 20])
 @pytest.mark.parametrize("V", [40, 4097, LARGE])
 @pytest.mark.parametrize("kind", ["random", "ties", "peaked", "few", "16 bits"])
 def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:

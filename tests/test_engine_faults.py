@@ -62,13 +62,15 @@ FAULT_POINTS = {
 }
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize(
-    ("k", "after"),
+    ("k", "after", "error"),
     [
-        pytest.param(1, False, id="first"),
-        pytest.param(3, False, id="third", marks=pytest.mark.slow),
-        pytest.param(3, True, id="after-third"),
+        pytest.param(1, False, KeyboardInterrupt(), id="first"),
+        pytest.param(1, False, RuntimeError(), id="first-error", marks=pytest.mark.slow),
+        pytest.param(3, False, KeyboardInterrupt(), id="third", marks=pytest.mark.slow),
+        pytest.param(3, False, RuntimeError(), id="third-error", marks=pytest.mark.slow),
+        pytest.param(3, True, KeyboardInterrupt(), id="after-third", marks=pytest.mark.slow),
+        pytest.param(3, True, RuntimeError("out of memory"), id="after-third-error"),
     ],
 )
 @pytest.mark.parametrize("point", FAULT_POINTS)
@@ -83,7 +85,7 @@ def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint,
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("k", [1, 2, 3, 6])
+@pytest.mark.parametrize("k", [1, 2, pytest.param(3, marks=pytest.mark.slow), 6])
 def test_failed_step_can_be_repeated(k, error, llm, checkpoint, monkeypatch):
     ids = add_all(llm)
     calls = fail_at(monkeypatch, llm.model_runner, "run", k, error, after=True)

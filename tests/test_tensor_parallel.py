@@ -112,7 +112,7 @@ def wanted(path: Path, prompts: Any, params: Any) -> list[list[int]]:
         ("uneven", 2, {}),
         ("odd", 2, {"mixed_steps": False, "overlap": True}),
         ("odd", 4, {"overlap": True}),
-        ("uneven", 4, {"mixed_steps": False}),
+        pytest.param("uneven", 4, {"mixed_steps": False}, marks=pytest.mark.slow),
     ],
     ids=["two", "two-odd-prefill-first-overlap", "four-odd-overlap", "four-prefill-first"],
 )
