@@ -192,9 +192,9 @@ class _Jobs:
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
-        for tell, request_id in self._ids.items():
-            with suppress(Exception):  # the error may have closed the engine
-                self.llm.abort(request_id)
+        with suppress(Exception):  # the error may have closed the engine
+            self.llm.abort_all()
+        for tell in self._ids:
             tell(error)
         self._ids.clear()
 

@@ -196,7 +196,7 @@ class RequestOutput(Mapping[str, Any]):
     Attributes:
         request_id: what `add_request` returned.
         prompt: the prompt as text, None when it came as token ids.
-        prompt_token_ids: the prompt as token ids.
+        prompt_token_ids: the prompt as token ids; what a stream gives of it shares one list.
         outputs: its completions.
         finished: whether it has ended; what `LLM.stream` gives before has the news only.
         num_cached_tokens: prompt tokens that the prefix cache served.

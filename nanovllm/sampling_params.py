@@ -184,7 +184,7 @@ class SamplingParams:
         check_float("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST, rule)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed == -1:  # vLLM's other name for None
+        if isinstance(self.seed, Integral) and self.seed == -1:  # vLLM's other name for None
             object.__setattr__(self, "seed", None)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)

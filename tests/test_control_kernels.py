@@ -78,12 +78,8 @@ def random_logits(rng: np.random.Generator, n: int, V: int, kind: str) -> torch.
 
 
 def kernel_process(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    slots: torch.Tensor,
-    c: Controls,
-    counts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, slots: torch.Tensor, c: Controls, counts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits are columns of a wider tensor, and left as they are."""
     arrays = to_device(
         c.masks, c.mask_rows, c.edit_starts, c.edit_tokens, c.edit_biases, c.penalties
@@ -92,17 +88,17 @@ def kernel_process(
         counts = counts.to(DEVICE)
     given = among_others(logits)
     before = given.clone()
-    results = kernels.process(given, temperatures.to(DEVICE), slots.to(DEVICE), *arrays, counts)
+    results = kernels.process(given, slots.to(DEVICE), *arrays, counts)
     assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
-    return results
+    assert results[2] is None, "no weights of spans were asked for"
+    return results[:2]
 
 
 def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
     """Which tokens [n, V] are not below the thresholds."""
-    slots = torch.arange(len(logits), dtype=torch.int32)
-    processed = kernel_process(logits, temperatures, slots, c)
+    x, tops = kernel_process(logits, torch.arange(len(logits), dtype=torch.int32), c, None)
     filters = to_device(c.top_k, c.top_p, c.min_p)
-    least = kernels.thresholds(*processed, temperatures.to(DEVICE), *filters).cpu()
+    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
     return (logits >= least[:, None]) & (logits > -INF)
 
 
@@ -139,7 +135,7 @@ def test_process(what: str, V: int) -> None:
         counts[:, ::3] += IN_PROMPT
         counts[:, 5] = MAX_COUNT
     want = process_logits(logits, slots.long(), c, counts)
-    got, tops, _ = kernel_process(logits, torch.ones(n), slots, c, counts)
+    got, tops = kernel_process(logits, slots, c, counts)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=1e-5)
     blocks = torch.nn.functional.pad(got, (0, tops.shape[1] * kernels.BLOCK - V), value=-INF)
     assert torch.equal(tops, blocks.view(n, -1, kernels.BLOCK).amax(-1))
@@ -262,10 +258,15 @@ def test_counting() -> None:
 def test_weights_of_spans(kind: str) -> None:
     """They save the draw a pass: `sample` draws as by its own."""
     n, V = 6, 2 * kernels.SPAN + 77
-    logits = random_logits(np.random.default_rng(SEED), n, V, kind)
+    logits = random_logits(np.random.default_rng(SEED), n, V, kind).to(DEVICE)
     slots = torch.arange(n, dtype=torch.int32, device=DEVICE)
     temperatures = torch.tensor([1, 0.7, 0, 2, 1e-5, 30], device=DEVICE)
-    x, _, weights = kernel_process(logits, temperatures, slots, no_controls(n))
+    controls = no_controls(n)
+    arrays = to_device(
+        controls.masks, controls.mask_rows, controls.edit_starts, controls.edit_tokens,
+        controls.edit_biases, controls.penalties,
+    )  # fmt: skip
+    x, _, weights = kernels.process(logits, slots, *arrays, None, temperatures)
     tiles = torch.nn.functional.pad(x, (0, -V % kernels.SPAN), value=-INF).view(n, -1, kernels.SPAN)
     drawn = temperatures[:, None, None].clamp(min=1e-5).double()
     exact = (tiles.double() / drawn).logsumexp(-1) / np.log(2)

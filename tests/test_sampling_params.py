@@ -52,7 +52,7 @@ REFUSED = [
     ("frequency_penalty", ValueError, "be finite and -2 to 2", [-3, 2.1, NAN, INF]),
     ("frequency_penalty", TypeError, "be a number", [False, [1]]),
     ("seed", ValueError, f"be between 0 and {2**64 - 1}", [-2, 2**64, HUGE]),
-    ("seed", TypeError, "be an integer", [1.0, True, "1"]),
+    ("seed", TypeError, "be an integer", [1.0, -1.0, True, "1"]),
     ("n", ValueError, "be at least 1", [0, -1]),
     ("n", TypeError, "be an integer", [2.0, True, None]),
     ("min_tokens", ValueError, "be at least 0", [-1]),
@@ -425,6 +425,8 @@ def test_parameters_survive_pickle_and_replace():
 
 
 def test_parameters_are_frozen():
+    with pytest.raises(TypeError, match="no option `max_token`; did you mean `max_tokens`"):
+        SamplingParams().max_token = 9
     params = full()[0]
     for instance in (*params, params[1].structured_outputs, BeamSearchParams(2, 3)):
         for field in dataclasses.fields(instance):

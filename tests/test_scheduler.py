@@ -267,6 +267,23 @@ def test_endings(max_tokens, eos_at, ignore_eos, length, reason):
     assert seq.is_finished and not seq.block_table
 
 
+def test_abort_of_many():
+    """Of some that run, some that wait and one that has gone; the others go on."""
+    scheduler = make_scheduler(40, max_num_seqs=4)
+    model, seqs = FakeModel(scheduler), [make_seq(4, max_tokens=8) for _ in range(14)]
+    for seq in seqs:
+        scheduler.add(seq)
+    step(scheduler, model)
+    assert len(scheduler.running) == 4
+    scheduler.abort(seqs[2:3])
+    scheduler.abort(seqs[1:11])
+    scheduler.check_invariants()
+    assert scheduler.running == seqs[:1] and list(scheduler.waiting) == seqs[11:]
+    run_to_end(scheduler, model=model)
+    for seq in (seqs[0], *seqs[11:]):
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 48)
+
+
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "preempted"])
 def test_abort_gives_the_blocks_back(when):
     scheduler = make_scheduler(12, max_num_batched_tokens=8)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -445,10 +446,13 @@ def test_rows_of_a_batch_are_what_each_alone_has(name):
 def test_what_was_compiled_is_kept_and_no_state_shared(monkeypatch):
     monkeypatch.setattr(structured_output, "NUM_THREADS", 1)
     monkeypatch.setattr(structured_output, "MAX_CACHED", 3)
+    lark = Mock(wraps=structured_output._lark)
+    monkeypatch.setattr(structured_output, "_lark", lark)
     tokenizer = get_tokenizer("tiny")
     compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends("tiny"))
     first, second = (compiler.compile(StructuredOutputsParams(regex="ab")) for _ in range(2))
     assert compiler._matcher.cache_info()[:2] == (1, 1)
+    assert lark.call_count == 1, "nor is its text made again"
     accept_bytes("tiny", first, b"a")
     assert [allowed("tiny", g) for g in (first, second)] == [{ord("b")}, {ord("a")}]
     compiler.compile(StructuredOutputsParams(choice=["ab"]))  # another form of the same text

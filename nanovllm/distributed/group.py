@@ -177,13 +177,13 @@ class Group:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        if self._abort_word is not None:
-            self._abort_word.numpy()[0] = 1
-        if self.name == "nccl" and self._backend is not None:
-            self._aborting = threading.Thread(
-                target=self._abort_nccl, args=(self._backend,), daemon=True
-            )
-            self._aborting.start()
+            if self._abort_word is not None:
+                self._abort_word.numpy()[0] = 1
+            if self.name == "nccl" and self._backend is not None:
+                self._aborting = threading.Thread(
+                    target=self._abort_nccl, args=(self._backend,), daemon=True
+                )
+                self._aborting.start()
 
     @staticmethod
     def _abort_nccl(backend: Any) -> None:

@@ -315,13 +315,18 @@ class Scheduler:
 
     def abort(self, seqs: Iterable[Sequence]) -> None:
         """Drop those of the sequences that are left, and give their blocks back."""
-        for seq in seqs:
-            if not seq.is_finished:
-                seq.drop_pending()
-                self._release(seq)
-                seq.status = SequenceStatus.FINISHED
-        self.running = [seq for seq in self.running if not seq.is_finished]
-        self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+        dropped = [seq for seq in seqs if not seq.is_finished]
+        one_by_one = len(dropped) < 8
+        for seq in dropped:
+            if one_by_one:
+                is_running = seq.status is SequenceStatus.RUNNING
+                (self.running if is_running else self.waiting).remove(seq)
+            seq.drop_pending()
+            self._release(seq)
+            seq.status = SequenceStatus.FINISHED
+        if not one_by_one:
+            self.running = [seq for seq in self.running if not seq.is_finished]
+            self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
 
     def forget_steps(self) -> None:
         """The steps under way will not be booked."""

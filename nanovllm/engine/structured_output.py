@@ -131,7 +131,7 @@ class GrammarCompiler:
         name, value = next(item for item in vars(params).items() if item[1] is not None)
         kind = "gbnf" if name == "grammar" and GBNF.match(value) else name
         try:
-            matcher = self._matcher(_lark(kind, value), next(self._lanes))
+            matcher = self._matcher(kind, value, next(self._lanes))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
@@ -139,10 +139,10 @@ class GrammarCompiler:
             ) from error
         return Grammar(matcher.deep_copy(), tokenizer.eos_tokens)
 
-    def _new_matcher(self, grammar: str, lane: int) -> "LLMatcher":
+    def _new_matcher(self, kind: str, value: Any, lane: int) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        source = LLMatcher.grammar_from_lark(grammar + EXACT)
+        source = LLMatcher.grammar_from_lark(_lark(kind, value) + EXACT)
         matcher = LLMatcher(self._ll_tokenizer, source, log_level=0)
         matcher.compute_bitmask()  # finds out whether any text can begin
         if matcher.is_error():

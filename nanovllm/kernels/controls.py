@@ -41,7 +41,7 @@ def _process_kernel(
     logits_ptr, out_ptr, tops_ptr, masks_ptr, mask_rows_ptr, starts_ptr, tokens_ptr, biases_ptr,
     penalties_ptr, counts_ptr, slots_ptr, temperatures_ptr, weights_ptr, n, V, stride, LOG2E,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr,
+    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCKS blocks of a row.
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -78,17 +78,17 @@ def _process_kernel(
     tl.store(out_ptr + long_row * V + cols, x, mask=inside)
     tops = tl.max(x, 1)
     tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tops)
-    weight, temperature = tl.max(tops, 0), tl.load(temperatures_ptr + row)
-    if (temperature >= MIN_TEMPERATURE) & (tl.abs(weight) < float("inf")):
-        scale = LOG2E / temperature
-        top = weight * scale
-        weight = top + tl.log2(tl.sum(tl.sum(tl.exp2(x * scale - top), 1), 0))
-    tl.store(weights_ptr + row * tl.num_programs(1) + tile, weight)
+    if WEIGHTS:
+        weight, temperature = tl.max(tops, 0), tl.load(temperatures_ptr + row)
+        if (temperature >= MIN_TEMPERATURE) & (tl.abs(weight) < float("inf")):
+            scale = LOG2E / temperature
+            top = weight * scale
+            weight = top + tl.log2(tl.sum(tl.sum(tl.exp2(x * scale - top), 1), 0))
+        tl.store(weights_ptr + row * tl.num_programs(1) + tile, weight)
 
 
 def process(
     logits: torch.Tensor,
-    temperatures: torch.Tensor,
     slots: torch.Tensor,
     masks: torch.Tensor,
     mask_rows: torch.Tensor,
@@ -97,32 +97,36 @@ def process(
     edit_biases: torch.Tensor,
     penalties: torch.Tensor,
     counts: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    temperatures: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Mask, edit and penalise logits.
 
     Args:
         logits: [n, V], rows adjacent columns.
-        temperatures: [n] float32.
         slots: [n] int32, rows of counts.
         masks, mask_rows, edit_starts, edit_tokens, edit_biases, penalties: see
             `nanovllm.engine.controls.Controls`, on the device.
         counts: [N, V] int16, see `ControlledSampler`; None: no penalties.
+        temperatures: [n] float32, if the weights of spans are wanted.
 
     Returns:
-        [n, V] float32; the largest of each block of columns, [n, blocks] float32; and the weights
-        of spans of `SPAN` columns, see `nanovllm.kernels.sampling.sample`.
+        [n, V] float32; the largest of each block of columns, [n, blocks] float32; and for
+        `nanovllm.kernels.sampling.sample` the weights of spans of `SPAN` columns.
     """
     n, V = logits.shape
     tiles = triton.cdiv(V, SPAN)
     out = torch.empty(n, V, dtype=torch.float32, device=logits.device)
     tops = torch.empty(n, tiles * BLOCKS, dtype=torch.float32, device=logits.device)
-    weights = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
+    weights = None
+    if temperatures is not None:
+        weights = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
     _process_kernel[(n, tiles)](
         logits, out, tops, masks, mask_rows, edit_starts, edit_tokens, edit_biases,
-        penalties, logits if counts is None else counts, slots, temperatures, weights,
+        penalties, logits if counts is None else counts, slots,
+        tops if temperatures is None else temperatures, tops if weights is None else weights,
         n, V, logits.stride(0), LOG2E,
         BLOCK=BLOCK, BLOCKS=BLOCKS, MASKS=len(masks) > 0, EDITS=len(edit_tokens) > 0,
-        PENALTIES=counts is not None, num_warps=8,
+        PENALTIES=counts is not None, WEIGHTS=weights is not None, num_warps=8,
     )  # fmt: skip
     return out, tops, weights
 
@@ -170,21 +174,6 @@ def _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK: tl.constexpr, BLOCK: t
     cols = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (i < count)[:, None] & (cols < V)
     return tl.reshape(tl.load(x_ptr + cols, mask=inside, other=float("-inf")), [CHUNK * BLOCK])
-
-
-@triton.jit
-def _gather(
-    x_ptr, list_ptr, count, bound, values_ptr, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Write the values of listed blocks that reach `bound`. Returns how many."""
-    num = 0
-    for first in range(0, count, CHUNK):
-        x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
-        reaches = ((_key(x) >= bound) & (x > float("-inf"))).to(tl.int32)
-        tl.store(values_ptr + num + tl.cumsum(reaches, 0) - 1, x, mask=reaches != 0)
-        num += tl.sum(reaches, 0)
-    tl.debug_barrier()
-    return num
 
 
 @triton.jit
@@ -277,10 +266,10 @@ def _search(values_ptr, num, above, top, scale, target, PART: tl.constexpr, MASS
 
 @triton.jit
 def _thresholds_kernel(
-    x_ptr, tops_ptr, weights_ptr, list_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr,
-    min_p_ptr, out_ptr, V, NUM_BLOCKS, NUM_SPANS, LOG2E,
-    BLOCKS_PAD: tl.constexpr, SPANS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PART: tl.constexpr, TURNS: tl.constexpr,
+    x_ptr, tops_ptr, list_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    out_ptr, V, NUM_BLOCKS, LOG2E,
+    BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
     # One program: a row. What can be kept is narrowed down to the values from `bound` on, which
     # are gathered; the bound is then searched among them, bit by bit.
@@ -305,28 +294,25 @@ def _thresholds_kernel(
             target = 0.0
             if top_k > 0:
                 bound = tl.maximum(bound, _largest(_key(tops), top_k))  # k tokens are as large
-            else:
-                if min_p > 0.0:
-                    count = _list_blocks(list_ptr, tops, blocks, bound)
-                    sums = tl.zeros([CHUNK * BLOCK], tl.float32)
-                    for first in range(0, count, CHUNK):
-                        x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
-                        sums += _weigh(x, top, scale, bound, True)
-                    total = tl.sum(sums, 0)
-                else:
-                    spans = tl.arange(0, SPANS_PAD)
-                    weights = tl.load(
-                        weights_ptr + row * NUM_SPANS + spans,
-                        mask=spans < NUM_SPANS,
-                        other=float("-inf"),
-                    )
-                    total = tl.sum(tl.exp2(weights - top * scale), 0)
-                target = top_p * total
+            count = _list_blocks(list_ptr, tops, blocks, bound)
+            if top_k <= 0:
                 # Tokens below (1 - p) / V of the mass have together less than 1 - p of it.
+                sums = tl.zeros([CHUNK * BLOCK], tl.float32)
+                for first in range(0, count, CHUNK):
+                    x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
+                    sums += _weigh(x, top, scale, bound, True)
+                total = tl.sum(sums, 0)
+                target = top_p * total
                 low = top + (tl.log2(total * (1.0 - top_p) / V) - 0.01) / scale
                 bound = tl.maximum(bound, _key(low))
-            count = _list_blocks(list_ptr, tops, blocks, bound)
-            num = _gather(x_ptr, list_ptr, count, bound, values_ptr, V, CHUNK, BLOCK)
+                count = _list_blocks(list_ptr, tops, blocks, bound)
+            num = 0
+            for first in range(0, count, CHUNK):
+                x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
+                reaches = ((_key(x) >= bound) & (x > float("-inf"))).to(tl.int32)
+                tl.store(values_ptr + num + tl.cumsum(reaches, 0) - 1, x, mask=reaches != 0)
+                num += tl.sum(reaches, 0)
+            tl.debug_barrier()
             if top_k > 0:
                 found = _search(values_ptr, num, 0.0, top, scale, top_k.to(tl.float32), PART, False)
                 bound = tl.maximum(bound, found)
@@ -344,7 +330,6 @@ def _thresholds_kernel(
 def thresholds(
     x: torch.Tensor,
     tops: torch.Tensor,
-    weights: torch.Tensor,
     temperatures: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
@@ -353,7 +338,7 @@ def thresholds(
     """The least value of each row that top_k, top_p and min_p keep.
 
     Args:
-        x, tops, weights: what `process` returned.
+        x, tops: what `process` returned.
         temperatures: [n] float32; rows below 1e-5 keep everything.
         top_k: [n] int32, 0 for all.
         top_p, min_p: [n] float32.
@@ -367,11 +352,9 @@ def thresholds(
     listed = torch.empty(n, num_blocks, dtype=torch.int32, device=x.device)
     values = torch.empty_like(x)
     _thresholds_kernel[(n,)](
-        x, tops, weights, listed, values, temperatures, top_k, top_p, min_p, out, V,
-        num_blocks, weights.shape[1], LOG2E,
-        BLOCKS_PAD=triton.next_power_of_2(num_blocks),
-        SPANS_PAD=triton.next_power_of_2(weights.shape[1]),
-        CHUNK=CHUNK, BLOCK=BLOCK, PART=PART, TURNS=TURNS, num_warps=8,
+        x, tops, listed, values, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
+        BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, PART=PART,
+        TURNS=TURNS, num_warps=8,
     )  # fmt: skip
     return out
 

@@ -90,15 +90,15 @@ class ControlledSampler:
             controls.edit_biases,
         )
         span, temperatures = vocab_span(self.vocab_size), metadata.temperatures
+        weighs = span == kernels.SPAN and not controls.has_filters
         x, tops, weights = kernels.process(
-            logits, temperatures, metadata.slots, masks, mask_rows, starts, edit_tokens, biases,
-            penalties, counts,
+            logits, metadata.slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
+            counts, temperatures if weighs else None,
         )  # fmt: skip
-        least, known = None, weights if span == kernels.SPAN else None
+        least = None
         if controls.has_filters:
-            least = kernels.thresholds(x, tops, weights, temperatures, top_k, top_p, min_p)
-            known = None
-        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops, weights=known)
+            least = kernels.thresholds(x, tops, temperatures, top_k, top_p, min_p)
+        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops, weights=weights)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
         return tokens

@@ -81,6 +81,7 @@ def with_remedies(remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
             try:
                 set_field(self, name, value)
             except dataclasses.FrozenInstanceError:
+                check_names(cls.__name__, [name], known, remedies)
                 raise dataclasses.FrozenInstanceError(
                     f"{cls.__name__} cannot be changed: use dataclasses.replace(params, {name}=...)"
                 ) from None
