@@ -1,5 +1,6 @@
 """Shared set-up: devices, markers, the embedded checkpoint and its reference in transformers."""
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) and count < needed:
                 reason = f"needs {needed} CUDA device(s), PyTorch sees {count}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # engines collect garbage when they end, and need not search all of torch for it
 
 
 @pytest.fixture(autouse=True)
