@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -117,3 +119,30 @@ def test_channels_have_no_name_to_meet_or_to_leave_behind() -> None:
         os.close(fd)
     for end in (first, second, reader):
         end.close()
+
+
+READER = """
+import sys
+from nanovllm.engine.channel import Channel
+channel = Channel(int(sys.argv[1]), 1, 100)
+while True:
+    for position in (254, 255):
+        channel._num_messages = position
+        channel.read(0)
+"""
+
+
+def test_another_process_never_sees_half_a_position() -> None:
+    """It was seen as 0 for an instant, so that room which had been there was gone."""
+    writer, fd = Channel.create(1, CAPACITY)
+    command = [sys.executable, "-c", READER, str(fd)]
+    with subprocess.Popen(command, pass_fds=[fd]) as reader:
+        os.close(fd)
+        writer._num_messages = 256
+        while not writer.has_room():  # until the reader is there
+            assert reader.poll() is None
+        try:
+            assert all(writer.has_room() for _ in range(100_000))
+        finally:
+            reader.kill()
+    writer.close()

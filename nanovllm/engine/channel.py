@@ -11,11 +11,10 @@ Message n lies in slot n % NUM_SLOTS. Its writer wakes each reader by one byte t
 
 import mmap
 import os
-import struct
 
 LINE = 64  # bytes of a cache line
 NUM_SLOTS = 4
-_NUMBER = struct.Struct("q")  # native, so that it is written at once and not byte by byte
+NUMBER = 8  # bytes of one
 
 
 class Channel:
@@ -31,11 +30,13 @@ class Channel:
         self._num_readers, self._capacity = num_readers, capacity
         self._slot_size = self._slot_bytes(capacity)
         self._memory = mmap.mmap(fd, self.num_bytes(num_readers, capacity))
+        # Each is written at once: `struct` would write zeros first, for another process to see.
+        self._numbers = memoryview(self._memory).cast("q")
         self._num_messages = 0  # sent or received at this end
 
     @staticmethod
     def _slot_bytes(capacity: int) -> int:
-        return -(-(_NUMBER.size + capacity) // LINE) * LINE
+        return -(-(NUMBER + capacity) // LINE) * LINE
 
     @classmethod
     def num_bytes(cls, num_readers: int, capacity: int) -> int:
@@ -58,9 +59,7 @@ class Channel:
 
     def has_room(self) -> bool:
         """Whether all readers have taken the message that the next one overwrites."""
-        oldest = min(
-            _NUMBER.unpack_from(self._memory, i * LINE)[0] for i in range(self._num_readers)
-        )
+        oldest = min(self._numbers[i * LINE // NUMBER] for i in range(self._num_readers))
         return self._num_messages - oldest < NUM_SLOTS
 
     def write(self, message: bytes) -> None:
@@ -68,19 +67,20 @@ class Channel:
         assert self.has_room(), "a message that a reader has not taken would be lost"
         assert len(message) <= self._capacity, f"{len(message)} bytes for {self._capacity}"
         slot = self._slot()
-        _NUMBER.pack_into(self._memory, slot, len(message))
-        self._memory[slot + _NUMBER.size : slot + _NUMBER.size + len(message)] = message
+        self._numbers[slot // NUMBER] = len(message)
+        self._memory[slot + NUMBER : slot + NUMBER + len(message)] = message
         self._num_messages += 1
 
     def read(self, reader: int) -> bytes:
         """Take the next message, which must have been written."""
         slot = self._slot()
-        (length,) = _NUMBER.unpack_from(self._memory, slot)
-        message = self._memory[slot + _NUMBER.size : slot + _NUMBER.size + length]
+        length = self._numbers[slot // NUMBER]
+        message = self._memory[slot + NUMBER : slot + NUMBER + length]
         self._num_messages += 1
-        _NUMBER.pack_into(self._memory, reader * LINE, self._num_messages)
+        self._numbers[reader * LINE // NUMBER] = self._num_messages
         return message
 
     def close(self) -> None:
         """Unmap the memory."""
+        self._numbers.release()
         self._memory.close()
