@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,51 @@ def run_steps(llm: LLM, max_steps: int = 1000) -> dict[int, list[int]]:
             outputs[output.request_id] = output["token_ids"]
         llm.scheduler.check_invariants()
     return outputs
+
+
+def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[int, list[int]]:
+    """Ctrl-C between the k-th launch of a step and its books. Returns what `run_steps` does."""
+    run, scope = llm.model_runner.run, llm._reset_on_error
+    calls, armed = itertools.count(1), []
+
+    def launch(*args: Any) -> Any:
+        armed.extend([True] * (next(calls) == k))
+        return run(*args)
+
+    def enter() -> Any:
+        if armed:
+            raise KeyboardInterrupt
+        return scope()
+
+    done: dict[int, list[int]] = {}
+    with patch.context() as own:
+        own.setattr(llm.model_runner, "run", launch)
+        own.setattr(llm, "_reset_on_error", enter)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                done.update(run_steps(llm, 1))
+    return done
+
+
+def in_threads(num: int, work: Callable[[int], None]) -> None:
+    """Call work(0), work(1), ... in threads that begin together. None may hang or raise."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(num)
+
+    def run(i: int) -> None:
+        start.wait()
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert not errors
 
 
 def assert_idle(llm: LLM) -> None:

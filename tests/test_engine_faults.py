@@ -19,6 +19,7 @@ from checkpoints import (
     checkpoint_fixture,  # noqa: F401
     either_llm_fixture,  # noqa: F401
     greedy,
+    in_threads,
     make_checkpoint,
     reference,
     references,
@@ -157,28 +158,18 @@ def test_requests_of_a_failed_step_can_be_aborted(llm, checkpoint, monkeypatch):
 
 def test_threads_take_turns(llm, checkpoint):
     """More threads than turns, some of them refused: right results, no deadlock."""
-    results, errors, start = {}, [], threading.Barrier(6)
+    results = {}
 
     def work(i):
-        start.wait()
         for turn in range(4):
             prompts = [[i + 1, turn, *PROMPT], [turn + 1] * (i + 15)]
-            try:
-                results[i, turn] = (prompts, tokens(llm.generate(prompts, greedy(5), False)))
-                llm.metrics()
-                with pytest.raises(ValueError, match="at least one token"):
-                    llm.generate([PROMPT, []])
-                assert not llm.abort(10**9)
-            except BaseException as error:
-                errors.append(error)
+            results[i, turn] = (prompts, tokens(llm.generate(prompts, greedy(5), False)))
+            llm.metrics()
+            with pytest.raises(ValueError, match="at least one token"):
+                llm.generate([PROMPT, []])
+            assert not llm.abort(10**9)
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
-    assert not errors
+    in_threads(6, work)
     assert len(results) == 6 * 4
     for prompts, found in results.values():
         assert found == [reference(checkpoint, p, 5) for p in prompts]

@@ -6,7 +6,6 @@ One workload with every control runs in every mode of the engine; what it should
 
 import dataclasses
 import gc
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,16 @@ from sampling_oracle import Completion, Oracle
 from test_engine_faults import fail_at
 from test_overlap import Interrupt
 
-from checkpoints import SMALL, TINY, assert_idle, edit_json, make_checkpoint, run_steps, tokens
+from checkpoints import (
+    SMALL,
+    TINY,
+    assert_idle,
+    edit_json,
+    interrupt_after_launch,
+    make_checkpoint,
+    run_steps,
+    tokens,
+)
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine import controls
 from nanovllm.engine.admission import LengthEstimator
@@ -603,25 +611,8 @@ def test_ctrl_c_between_launch_and_books(
     k: int, llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has counted tokens of a step that the host has not noted, and repeats."""
-    ids, run, scope = add_faulty(llm), llm.model_runner.run, llm._reset_on_error
-    calls, armed = itertools.count(1), []
-
-    def launch(*args: Any) -> Any:
-        armed.extend([True] * (next(calls) == k))
-        return run(*args)
-
-    def enter() -> Any:
-        if armed:
-            raise KeyboardInterrupt
-        return scope()
-
-    done: dict[int, list[int]] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "run", launch)
-        patch.setattr(llm, "_reset_on_error", enter)
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                done.update(run_steps(llm, 1))
+    ids = add_faulty(llm)
+    done = interrupt_after_launch(monkeypatch, llm, k)
     done.update(run_steps(llm))
     assert done == dict(zip(ids, expected(oracle), strict=True))
     assert_idle(llm)

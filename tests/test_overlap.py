@@ -25,6 +25,7 @@ from checkpoints import (
     edit_json,
     either_llm_fixture,  # noqa: F401
     greedy,
+    interrupt_after_launch,
     reference,
     references,
     run_steps,
@@ -174,25 +175,8 @@ def test_defect_15_ctrl_c_inside_abort(num_steps, after, llm, checkpoint, monkey
 @pytest.mark.parametrize("k", [1, 2, 3, 6])
 def test_defect_15_ctrl_c_between_launch_and_books(k, llm, checkpoint, monkeypatch):
     """The step had run and nobody noted it: repeated, it read the tokens that it had written."""
-    ids, run, scope = add_all(llm), llm.model_runner.run, llm._reset_on_error
-    calls, armed = itertools.count(1), []
-
-    def launch(*args):
-        armed.extend([True] * (next(calls) == k))
-        return run(*args)
-
-    def enter():
-        if armed:
-            raise KeyboardInterrupt
-        return scope()
-
-    done = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "run", launch)
-        patch.setattr(llm, "_reset_on_error", enter)
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                done.update(run_steps(llm, 1))
+    ids = add_all(llm)
+    done = interrupt_after_launch(monkeypatch, llm, k)
     done.update(run_steps(llm))
     assert done == dict(zip(ids, references(checkpoint), strict=True))
     assert_usable(llm, checkpoint)

@@ -1,7 +1,6 @@
 """`LLM.stream` and listeners: what they give, how they end, and who runs beside them."""
 
 import gc
-import threading
 
 import pytest
 from test_engine_faults import FAULT_POINTS, fail_at
@@ -19,6 +18,7 @@ from checkpoints import (
     facts,
     gather,
     greedy,
+    in_threads,
     play,
     reference,
     references,
@@ -391,26 +391,16 @@ def test_abort_all(llm, checkpoint):
 
 
 def test_threads_stream_at_once(llm, checkpoint):
-    results, errors, start = {}, [], threading.Barrier(4)
+    results = {}
 
     def work(i):
-        start.wait()
-        try:
-            for turn in range(3):
-                prompts = [[i + 1, turn, *PROMPT], [turn + 1] * (i + 15)]
-                next(llm.stream(prompts, greedy(9)))  # and leave it
-                whole = gather(llm.stream(prompts, greedy(5)))
-                results[i, turn] = prompts, [whole[key][0][2] for key in sorted(whole)]
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(3):
+            prompts = [[i + 1, turn, *PROMPT], [turn + 1] * (i + 15)]
+            next(llm.stream(prompts, greedy(9)))  # and leave it
+            whole = gather(llm.stream(prompts, greedy(5)))
+            results[i, turn] = prompts, [whole[key][0][2] for key in sorted(whole)]
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
-    assert not errors
+    in_threads(4, work)
     assert len(results) == 4 * 3
     for prompts, found in results.values():
         assert found == [reference(checkpoint, p, 5) for p in prompts]

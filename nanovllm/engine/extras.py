@@ -84,14 +84,11 @@ class Extras:
                 tokens = self.sampler(logits, metadata, own, self._last_tokens)
             else:
                 tokens = computed.tokens.index_select(0, rows)
-            logprobs = self._logprobs(logits, tokens, int(own.num_logprobs.max()))
+            most = min(int(own.num_logprobs.max()), self._vocab_size)
+            logprobs = None if most < 0 else logprobs_of(logits, tokens, most)
             self._group.broadcast(tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
         return logprobs
-
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Logprobs | None:
-        """Of the tokens and the `most` most likely ones; -1: of none."""
-        return None if most < 0 else logprobs_of(logits, tokens, min(most, self._vocab_size))
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's columns [n, len(vocab)] to all: [n, V]."""
@@ -115,7 +112,7 @@ class Extras:
             following = plan.token_ids[start + 1 : ends[i]].tolist()
             rows += range(start, start + count)
             targets += [*following, next_token][:count]
-        most, parts = int(plan.prompt_logprobs[3].max()), []
+        most, parts = min(int(plan.prompt_logprobs[3].max()), self._vocab_size), []
         for start in range(0, len(rows), ROWS):
             own = np.array(rows[start : start + ROWS], np.int32)
             index, drawn = upload(
@@ -124,9 +121,8 @@ class Extras:
             logits = self._compute_logits(hidden.index_select(0, index))
             logits = self._whole_rows(logits)
             if self._group.rank == 0:
-                parts.append(self._logprobs(logits, drawn, most))
-        given = [part for part in parts if part is not None]
-        return Logprobs(*map(torch.cat, zip(*given, strict=True))) if given else None
+                parts.append(logprobs_of(logits, drawn, most))
+        return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
     def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
         """The hidden states [T, M] of prompts as one vector each, [k, M] float32, of those whose
