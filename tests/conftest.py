@@ -29,6 +29,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # engines collect garbage when they end, and need not search all of torch for it
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries tell of leaks as the interpreter ends
+
+
 @pytest.fixture(autouse=True)
 def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests without the marker mean the CPU by `device="auto"`, wherever they run."""
