@@ -41,8 +41,8 @@ def region_files(directory: Path, size: int) -> list[Path]:
 
 
 def region_bytes(size: int, max_rows: int, row_bytes: int) -> int:
-    """flags [max_rows, size] int64 | data [2, size, max_rows, row_bytes]"""
-    return 8 * max_rows * size + 2 * size * max_rows * row_bytes
+    """[2, size, max_rows, row_bytes]"""
+    return 2 * size * max_rows * row_bytes
 
 
 class Job(NamedTuple):
@@ -99,7 +99,8 @@ class RankProcesses:
         """All ranks' jobs at once."""
         first = jobs[0]
         for region in region_files(first.directory, first.size):
-            region.write_bytes(bytes(region_bytes(first.size, first.max_rows, first.row_bytes)))
+            num_bytes = region_bytes(first.size, first.max_rows, first.row_bytes)
+            region.write_bytes(b"\xff" * num_bytes)
         for connection, job in zip(self.connections, jobs, strict=False):
             connection.send(job)
         answers = []

@@ -91,27 +91,28 @@ def test_norm_sums_over_the_ranks(
     exchanged = [sum(row < T for T in ROWS) for row in range(MAX_ROWS)]
     assert [answer.epochs for answer in done] == [exchanged] * size
     assert len(set(exchanged)) > 2
-    for rank in range(size):
-        check_memory(tmp_path, rank, calls, dtype)
+    for region in region_files(tmp_path, size):
+        assert set(region.read_bytes()) == {0xFF}, "whoever reads leaves nothing behind"
 
 
-def check_memory(
-    directory: Path, rank: int, calls: list[list[dict[str, Any]]], dtype: torch.dtype
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float16)])
+def test_each_row_has_its_own_place(
+    processes: RankProcesses, size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Each row that the others gave to a rank last lies whole in its own place: where rows overlap,
-    it is a matter of luck whether they are read before they are overwritten.
+    """In both buffers: where rows overlap, it is a matter of luck whether they are read before they
+    are overwritten. One rank gives, and nobody takes.
     """
-    size = len(calls[0])
-    region = np.fromfile(region_files(directory, size)[rank], np.uint8)
-    data = torch.from_numpy(region[8 * MAX_ROWS * size :]).view(dtype)
-    data = data.view(2, size, MAX_ROWS, M)
-    for row in range(MAX_ROWS):
-        those = [call for call in calls if row < call[0]["x"].shape[1]]
-        for number in (len(those) - 1, len(those)):  # the last two calls, from 1
-            for peer in set(range(size)) - {rank}:
-                pushed = those[number - 1][peer]["x"][:, row].float().sum(0).to(dtype)
-                found = data[number % 2, peer, row]
-                torch.testing.assert_close(found, pushed, atol=TOLERANCE[dtype], rtol=0)
+    calls = [norm_inputs(i, size, dtype, 1)[-1] for i in (1, 3, 1)]
+    job = jobs(tmp_path, dtype, [calls] * size)[-1]
+    processes.run([job._replace(aborted=True)])
+    for region in region_files(tmp_path, size)[:-1]:
+        data = np.fromfile(region, np.uint8).reshape(2, size, MAX_ROWS, M * dtype.itemsize)
+        assert (data[:, :-1] == 0xFF).all(), "the places of the others"
+        for row in range(2):
+            given = [call["x"][0, row] for call in calls if row < call["x"].shape[1]]
+            for number in (len(given) - 2, len(given) - 1):  # the last two calls
+                found = torch.from_numpy(data[number % 2, -1, row]).view(dtype)
+                assert torch.equal(found, given[number])
 
 
 def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
@@ -187,6 +188,21 @@ def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path)
         for (mixed, _), (single, _) in zip(together, alone, strict=True):
             for found, wanted in zip(mixed.results[kind::2], single.results, strict=True):
                 assert torch.equal(found[0], wanted[0])
+        for region in region_files(tmp_path, 2):
+            assert set(region.read_bytes()) == {0xFF}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
+def test_what_looks_like_nothing_arrives(
+    processes: RankProcesses, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A NaN may have the bits of a place that waits."""
+    calls = [norm_inputs(0, 2, dtype, 1)[rank] for rank in range(2)]
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    calls[1]["x"][0, 2].view(bits)[3:5] = torch.tensor([-1, -2])
+    for answer, _ in processes.run(jobs(tmp_path, dtype, [[call] for call in calls])):
+        ((_, total),) = answer.results
+        assert total.isnan().nonzero().tolist() == [[2, 3], [2, 4]]
 
 
 def test_defect_13_nobody_waits_for_a_rank_that_is_gone(

@@ -18,8 +18,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from nanovllm.distributed.peer_memory import FLAG_BYTES, PeerRegion, Share
+from nanovllm.distributed.peer_memory import PeerRegion, Share
 
+FLAG_BYTES = 8
 ROUND = 16  # rows of a part are a multiple of it
 
 
@@ -104,9 +105,9 @@ class BulkExchange:
         max_part = self._part(0, max_rows).stop
         self._part_bytes = max_part * hidden_size * dtype.itemsize
         row_bytes = hidden_size * dtype.itemsize
-        data_bytes = size * self._part_bytes + max_rows * row_bytes
-        self.region = PeerRegion(rank, device, 2 * size, data_bytes, abort, share)
-        rows = self.region.data.view(dtype).view(-1, hidden_size)
+        num_bytes = FLAG_BYTES * 2 * size + size * self._part_bytes + max_rows * row_bytes
+        self.region = PeerRegion(rank, device, num_bytes, 0, abort, share)
+        rows = self.region.words[2 * size :].view(dtype).view(-1, hidden_size)
         # [size, max_part, M]: the ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]

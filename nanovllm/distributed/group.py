@@ -99,8 +99,7 @@ class Group:
             who = self.rank, self.size, self._device
             self._abort_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             how = self._abort_word, self._share
-            max_rows = max_num_seqs + max_num_seqs % 2  # so that rows begin at multiples of 16
-            self.peers = PeerMemory(*who, max_rows, row_bytes, *how)
+            self.peers = PeerMemory(*who, max_num_seqs, row_bytes, *how)
             self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, *how)
 
     @property

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 import torch
 
-FLAG_BYTES = 8
 ALIGNMENT = 16  # bytes of a vector store: rows begin at multiples of it
 
 Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
@@ -31,18 +30,19 @@ class _Raw:
 
 
 class PeerRegion:
-    """A region on each GPU: flags, by which ranks wait for each other, then data.
+    """A region on each GPU.
 
     Args:
         rank: which of the ranks this is.
         device: its GPU.
-        num_flags: flags at the beginning, int64, 0 at first.
-        data_bytes: bytes behind them, a multiple of 8.
+        num_bytes: its size, a multiple of 8.
+        fill: what its bytes are at first.
         abort: [1] int64 in pinned memory: once it is not 0, kernels no longer wait. The driver is
             not needed to set it, which matters: it may be waiting itself, for such a kernel.
         share: exchanges what the others need to open the region.
 
     Attributes:
+        words: [num_bytes / 8] int64, this rank's region.
         addresses: where each rank's region begins in this process.
         abort_address: where kernels find `abort`.
     """
@@ -51,21 +51,21 @@ class PeerRegion:
         self,
         rank: int,
         device: torch.device,
-        num_flags: int,
-        data_bytes: int,
+        num_bytes: int,
+        fill: int,
         abort: torch.Tensor,
         share: Share,
     ) -> None:
         self._device = device
-        self.num_bytes = FLAG_BYTES * num_flags + data_bytes
+        self.num_bytes = num_bytes
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._opened: list[ctypes.c_uint64] = []
         self._own = ctypes.c_uint64()
-        size = ctypes.c_size_t(self.num_bytes)
+        size = ctypes.c_size_t(num_bytes)
         torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
         torch.cuda.empty_cache()  # and may need what PyTorch keeps
         self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
-        self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), size)
+        self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(fill), size)
         torch.cuda.synchronize(device)
         try:
             handle = _Handle()
@@ -77,8 +77,7 @@ class PeerRegion:
         except BaseException:  # another rank may have died meanwhile
             self.close()
             raise
-        words = torch.as_tensor(_Raw(self._own.value, self.num_bytes // 8), device=device)
-        self.data = words[num_flags:]  # int64
+        self.words = torch.as_tensor(_Raw(self._own.value, num_bytes // 8), device=device)
         self.abort_address = abort.data_ptr()  # the same for host and GPU
 
     def _open(self, data: bytes) -> int:
@@ -107,14 +106,14 @@ class PeerRegion:
 
 
 class PeerMemory:
-    """Memory of `max_rows` rows that each rank can push to each other, inside kernels.
+    """Memory of `max_rows` rows that each rank can give to each other, inside kernels.
 
-    A rank's region holds flags, then two buffers that calls take in turn:
+    A rank's region holds two buffers that calls take in turn, for a row from each rank:
 
-        flags [max_rows, size] int64 | data [2, size, max_rows, row_bytes]
+        [2, size, max_rows, row_bytes]
 
-    A program of a kernel exchanges one row (`kernels/peers.py`): it writes its row into the others'
-    data, then the number of the call, the epoch, into their flags, and waits for theirs.
+    A program of a kernel exchanges one row (`kernels/peers.py`): it writes its row into all ranks'
+    regions, and waits until theirs have come into its own. All bits are set where nothing has.
 
     Args:
         rank, size: which of how many ranks this is.
@@ -139,8 +138,8 @@ class PeerMemory:
         share: Share,
     ) -> None:
         self.rank, self.size, self.max_rows, self.row_bytes = rank, size, max_rows, row_bytes
-        data_bytes = 2 * size * max_rows * row_bytes
-        self.region = PeerRegion(rank, device, max_rows * size, data_bytes, abort, share)
+        num_bytes = 2 * size * max_rows * row_bytes
+        self.region = PeerRegion(rank, device, num_bytes, 0xFF, abort, share)
         addresses = [*self.region.addresses, self.region.abort_address]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(max_rows, dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ from nanovllm.kernels.peers import all_reduce_row, peer_options
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
     M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -30,14 +30,16 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * stride_part + row * M + cols, mask=mask, other=0.0)
+    if ADD:  # before the other ranks are waited for
+        residual = tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     if SIZE > 1:
         x = x.to(dtype)
-        x = all_reduce_row(x, peers_ptr, epochs_ptr, row, cols, mask, WIDTH, ROWS, RANK, SIZE)
+        x = all_reduce_row(x, peers_ptr, epochs_ptr, row, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
     if ADD or SIZE > 1 or PARTS > 1:
         # Round as the stored results are rounded, so that fused and plain agree.
         x = x.to(dtype).to(tl.float32)
         if ADD:
-            x += tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
+            x += residual
         total = x.to(dtype)
         tl.store(sum_ptr + row * M + cols, total, mask=mask)
         x = total.to(tl.float32)

@@ -1,9 +1,14 @@
 """Exchange between the GPUs of a model, inside kernels.
 
-One program exchanges one row: it pushes its own into the memory of the others (`PeerMemory`), tells
-them by a flag, and waits for theirs. Rows have counters of their own, so programs do not wait for
-each other, and there are two buffers that the calls take in turn: a rank can be a call ahead of
-another, not two, since it waits for the other's flag in every call.
+One program exchanges one row, or one word: it pushes its own into the memory of all ranks
+(`PeerMemory`), this one among them, and waits until theirs have come. No flag says that they have,
+so nothing needs to be ordered before a flag: a place waits EMPTY, with all bits set, each element
+arrives as a whole, in whatever order, and who has read them all leaves EMPTY behind. (In NCCL's LL
+protocol and in the "Lamport" all-reduce of TensorRT-LLM, too, the data is its own flag.)
+
+There are two buffers that the calls take in turn: a rank can be a call ahead of another, not two,
+since it waits for the other's row in every call. So nobody writes where another has yet to read,
+or to leave EMPTY.
 
 Every rank must make the same calls in the same order, and a kernel must wait for its predecessor
 (`hopper.wait`) before it exchanges. Programs that wait keep their place on the GPU, which is no
@@ -19,15 +24,17 @@ import triton.language as tl
 
 from nanovllm.distributed.peer_memory import PeerMemory
 
+EMPTY = tl.constexpr(-1)
+
 
 def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of a kernel that pushes rows of the dtype of x; `peers` None: to nobody."""
+    """Keyword arguments of a kernel that exchanges with `peers`; None: with nobody. x: any."""
     if peers is None:
-        return {"peers_ptr": x, "epochs_ptr": x, "WIDTH": 0, "ROWS": 0, "RANK": 0, "SIZE": 1}
+        return {"peers_ptr": x, "epochs_ptr": x, "ROW_BYTES": 0, "ROWS": 0, "RANK": 0, "SIZE": 1}
     return {
         "peers_ptr": peers.addresses,
         "epochs_ptr": peers.epochs,
-        "WIDTH": peers.row_bytes // x.itemsize,
+        "ROW_BYTES": peers.row_bytes,
         "ROWS": peers.max_rows,
         "RANK": peers.rank,
         "SIZE": peers.size,
@@ -35,22 +42,95 @@ def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _flags(peers_ptr, rank):
-    return tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def _data(peers_ptr, rank, dtype: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    address = tl.load(peers_ptr + rank) + 8 * ROWS * SIZE
+def _place(
+    peers_ptr, rank, giver, row, epoch, dtype: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where `giver`'s row lies in the memory of `rank`, in the buffer of a call."""
+    offset = (((epoch & 1) * SIZE + giver) * ROWS + row) * ROW_BYTES
+    address = tl.load(peers_ptr + rank) + offset
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def wait_flag(flag_ptr, epoch, abort_ptr):
-    """Wait until a flag has reached `epoch`, or the word at `abort_ptr` is set.
+def _is_aborted(peers_ptr, SIZE: tl.constexpr):
+    """Whether waiting is in vain. That word is in the host's memory, so it is looked at seldom."""
+    abort_ptr = tl.load(peers_ptr + SIZE).to(tl.pointer_type(tl.int64))
+    return (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
 
-    That word is in the host's memory, so it is looked at seldom.
+
+@triton.jit
+def all_reduce_row(
+    x, peers_ptr, epochs_ptr, row, cols, mask,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks of x: [BLOCK], in float32; every rank adds in the same order.
+
+    BLOCK is at least the program's number of threads: no element has two that wait for it.
     """
+    epoch = tl.load(epochs_ptr + row)
+    dtype: tl.constexpr = x.dtype
+    BITS: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    # One NaN of many has all bits set. None of them equals itself.
+    x = tl.where(x == x, x, float("nan"))  # noqa: PLR0124
+    bits = x.to(BITS, bitcast=True)
+    for rank in tl.static_range(SIZE):
+        place = _place(peers_ptr, rank, RANK, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
+        tl.store(place + cols, bits, mask=mask)
+
+    SIZE_PAD: tl.constexpr = 2 if SIZE == 2 else 4 if SIZE <= 4 else 8
+    giver = tl.arange(0, SIZE_PAD)[:, None]
+    place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
+    ptrs = place + giver * (ROWS * ROW_BYTES // (x.dtype.primitive_bitwidth // 8)) + cols[None, :]
+    wanted = (giver < SIZE) & mask[None, :]
+    given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+    polls = 0
+    aborted = 0
+    while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
+        given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+        polls += 1
+        if polls % 1024 == 0:
+            aborted = _is_aborted(peers_ptr, SIZE)
+    tl.debug_barrier()  # all have read
+    tl.store(ptrs, tl.full(given.shape, EMPTY, BITS), mask=wanted)
+    tl.store(epochs_ptr + row, epoch + 1)
+    return tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
+
+
+@triton.jit
+def give_word(
+    word, peers_ptr, row, epoch,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Give all ranks an int64 that is not -1, instead of a row."""
+    for rank in tl.static_range(SIZE):
+        place = _place(peers_ptr, rank, RANK, row, epoch, tl.int64, ROW_BYTES, ROWS, SIZE)
+        tl.store(place, word)
+
+
+@triton.jit
+def given_word(
+    peers_ptr, giver, row, epoch,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Wait for what a rank gives by `give_word`, and take it."""
+    place = _place(peers_ptr, RANK, giver, row, epoch, tl.int64, ROW_BYTES, ROWS, SIZE)
+    word = tl.load(place, volatile=True)
+    polls = 0
+    aborted = 0
+    while (word == EMPTY) & (aborted == 0):
+        word = tl.load(place, volatile=True)
+        polls += 1
+        if polls % 1024 == 0:
+            aborted = _is_aborted(peers_ptr, SIZE)
+    tl.debug_barrier()  # all threads have read
+    tl.store(place, word * 0 + EMPTY)
+    return word
+
+
+@triton.jit
+def _wait_flag(flag_ptr, epoch, abort_ptr):
+    """Wait until a flag has reached `epoch`, or the word at `abort_ptr` is set."""
     polls = 0
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while seen < epoch:
@@ -58,61 +138,6 @@ def wait_flag(flag_ptr, epoch, abort_ptr):
         polls += 1
         if polls % 1024 == 0:
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, epoch, seen)
-
-
-@triton.jit
-def push_row(
-    x, peers_ptr, row, epoch, cols, mask,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Give x: [BLOCK] to all other ranks, and wait until theirs has come.
-
-    WIDTH is the length of a row of the memory in elements of x.
-    """
-    offset = (((epoch & 1) * SIZE + RANK) * ROWS + row) * WIDTH
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            tl.store(_data(peers_ptr, peer, x.dtype, ROWS, SIZE) + offset + cols, x, mask=mask)
-    tl.debug_barrier()  # all of the row, before the flag
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            flag_ptr = _flags(peers_ptr, peer) + row * SIZE + RANK
-            tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            wait_flag(_flags(peers_ptr, RANK) + row * SIZE + peer, epoch, _flags(peers_ptr, SIZE))
-    tl.debug_barrier()
-
-
-@triton.jit
-def pushed_row(
-    peers_ptr, peer, row, epoch, cols, mask, dtype: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """What `peer` has given to this rank: [BLOCK]."""
-    offset = (((epoch & 1) * SIZE + peer) * ROWS + row) * WIDTH
-    ptrs = _data(peers_ptr, RANK, dtype, ROWS, SIZE) + offset + cols
-    return tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
-
-
-@triton.jit
-def all_reduce_row(
-    x, peers_ptr, epochs_ptr, row, cols, mask,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The sum over ranks of x: [BLOCK], in float32 and in the order of the ranks."""
-    epoch = tl.load(epochs_ptr + row) + 1
-    push_row(x, peers_ptr, row, epoch, cols, mask, WIDTH, ROWS, RANK, SIZE)
-    total = tl.zeros(x.shape, tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            total += x.to(tl.float32)
-        else:
-            total += pushed_row(
-                peers_ptr, peer, row, epoch, cols, mask, x.dtype, WIDTH, ROWS, RANK, SIZE
-            ).to(tl.float32)
-    tl.store(epochs_ptr + row, epoch)
-    return total
 
 
 @triton.jit
@@ -133,7 +158,7 @@ def signal(address: int, epoch: int) -> None:
 
 @triton.jit(do_not_specialize=["flag", "abort", "epoch"])
 def _wait_kernel(flag, abort, epoch):
-    wait_flag(_pointer(flag), epoch.to(tl.int64), _pointer(abort))
+    _wait_flag(_pointer(flag), epoch.to(tl.int64), _pointer(abort))
 
 
 def wait_for(flag: int, epoch: int, abort: int) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.peers import peer_options, push_row, pushed_row
+from nanovllm.kernels.peers import give_word, given_word, peer_options
 
 LOG2E = 1.4426950408889634
 BLOCK = 128  # columns of a block, of which the largest logit may be known
@@ -76,7 +76,7 @@ def _draw_kernel(
     logits_ptr, temperatures_ptr, least_ptr, keys_ptr, positions_ptr, slots_ptr, weight_ptr,
     out_ptr, score_ptr, table_ptr, V, start, stride, stride_keys, LOG2E, peers_ptr, epochs_ptr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_PAD: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: a row. One Philox call gives the noise of four columns. The noise of spans and
@@ -126,7 +126,7 @@ def _draw_kernel(
         token = tl.where(better, cols, token)
     drawn = _first_argmax(top, token) + start
     if SIZE > 1:
-        drawn = _best_of_ranks(best, drawn, peers_ptr, epochs_ptr, row, WIDTH, ROWS, RANK, SIZE)
+        drawn = _best_of_ranks(best, drawn, peers_ptr, epochs_ptr, row, ROW_BYTES, ROWS, RANK, SIZE)
     tl.store(out_ptr + row, drawn)
     tl.store(score_ptr + row, best)
     tl.store(table_ptr + slot, drawn)
@@ -135,28 +135,23 @@ def _draw_kernel(
 @triton.jit
 def _best_of_ranks(
     score, token, peers_ptr, epochs_ptr, row,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of the ranks' tokens the one with the highest score, the first of equals."""
-    words = tl.arange(0, 2)
-    own = tl.where(words == 0, score.to(tl.int32, bitcast=True), token)
-    epoch = tl.load(epochs_ptr + row) + 1
-    push_row(own, peers_ptr, row, epoch, words, words < 2, WIDTH, ROWS, RANK, SIZE)
+    word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
+    epoch = tl.load(epochs_ptr + row)
+    give_word(word, peers_ptr, row, epoch, ROW_BYTES, ROWS, RANK, SIZE)
     best, drawn = float("-inf"), 0
     for peer in tl.static_range(SIZE):
-        pair = own
-        if peer != RANK:
-            pair = pushed_row(
-                peers_ptr, peer, row, epoch, words, words < 2, tl.int32, WIDTH, ROWS, RANK, SIZE
-            )
-        theirs = tl.sum(tl.where(words == 0, pair, 0), 0).to(tl.float32, bitcast=True)
-        token = tl.sum(tl.where(words == 1, pair, 0), 0)
+        word = given_word(peers_ptr, peer, row, epoch, ROW_BYTES, ROWS, RANK, SIZE)
+        theirs = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        token = word.to(tl.int32)
         if peer == 0:
             best, drawn = theirs, token
         else:
             drawn = tl.where(theirs > best, token, drawn)
             best = tl.maximum(theirs, best)
-    tl.store(epochs_ptr + row, epoch)
+    tl.store(epochs_ptr + row, epoch + 1)
     return drawn
 
 
