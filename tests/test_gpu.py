@@ -2,7 +2,11 @@
 
 import gc
 import importlib.util
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +235,39 @@ def test_log_probabilities_of_greedy_output(
         assert llm.metrics()["num_graph_replays"] > 0
     print(backend, "largest difference of a log-probability:", worst)
     assert worst < 0.05
+
+
+COMPILING = """
+import json, sys, threading
+import triton
+
+def record(*, fn, **_):
+    compiled.append((fn.name.split(".")[-1], threading.current_thread() is threading.main_thread()))
+
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = record
+from nanovllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], dtype="bfloat16", num_kvcache_blocks=256, max_num_seqs=64)
+before = len(compiled)
+for count in (1, 5, 64):
+    prompts = [[i + 1] * (17 * i + 1) for i in range(count)]
+    llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+print(json.dumps([compiled[:before], compiled[before:]]))
+"""
+
+
+def test_kernels_are_compiled_before_the_first_request(tiny: str, tmp_path: Path) -> None:
+    """Those of decode in threads."""
+    command = [sys.executable, "-c", COMPILING, tiny]
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    by_threads = [name for name, in_main in before if not in_main]
+    in_main = {name for name, in_main in before if in_main}
+    assert by_threads.count("_decode_kernel") > 1
+    assert "_rms_norm_kernel" in in_main and "_decode_kernel" not in in_main
+    assert not after
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])

@@ -15,7 +15,7 @@ from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
+from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
 from nanovllm.kernels.rope import qk_norm_rope_store_
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
@@ -441,3 +441,26 @@ def test_an_unusable_backend_reports_every_refusal() -> None:
     with pytest.raises(ValueError, match=r"triton: head_dim 24 is not.*flash_attn: needs a CUDA"):
         select_backend("flash_attn", needs)
     assert select_backend("auto", needs)[0].name == "torch"
+
+
+def test_kernels_of_every_batch_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, calls = TritonBackend(), []
+    monkeypatch.setattr(backend, "_prefill", lambda *args: calls.append((paged_prefill, args)))
+    monkeypatch.setattr(backend, "_decode", lambda *args: calls.append((paged_decode, args)))
+    with backend.compiling(16, KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF)), 256, 4096):
+        pass
+    assert sorted(args[-1] for call, args in calls if call is paged_decode) == [1, 2, 4, 8, 16]
+    assert {call for call, _ in calls} == {paged_prefill, paged_decode}
+    for call, args in calls:
+        call(*args)
+
+
+def test_an_error_while_compiling_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TritonBackend()
+    monkeypatch.setattr(backend, "_prefill", lambda *args: None)
+    monkeypatch.setattr(backend, "_decode", lambda *args: 1 / 0)
+    with (
+        pytest.raises(ZeroDivisionError),
+        backend.compiling(2, KVCache(*randn(2, 1, 16, 1, 16)), 4, 64),
+    ):
+        pass

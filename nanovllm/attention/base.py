@@ -1,6 +1,8 @@
 """The interface of an attention backend, and the choice of one at construction."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -64,6 +66,20 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
+
+    @contextmanager
+    def compiling(
+        self, num_heads: int, cache: KVCache, max_num_seqs: int, max_context: int
+    ) -> Iterator[None]:
+        """Within it, threads compile what decode will need; at its end it is there.
+
+        Args:
+            num_heads: Hq.
+            cache: of at least one block, which is not written.
+            max_num_seqs: sequences of the largest decode batch.
+            max_context: tokens of the widest block table.
+        """
+        yield
 
 
 def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:

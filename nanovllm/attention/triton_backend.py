@@ -2,6 +2,10 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -49,10 +53,11 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_attention import paged_decode, paged_prefill
+        from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
+        self._choose_num_splits = choose_num_splits
 
     def prefill(
         self,
@@ -75,3 +80,26 @@ class TritonBackend(TritonStore):
         n = q.shape[0]
         tables, lens = context.block_tables[:n], context.context_lens[:n]
         return self._decode(q, cache.k, cache.v, tables, lens, scale)
+
+    @contextmanager
+    def compiling(
+        self, num_heads: int, cache: KVCache, max_num_seqs: int, max_context: int
+    ) -> Iterator[None]:
+        """Decode by each number of splits, and the prefill of a single token."""
+        _, _, num_kv_heads, head_dim = cache.k.shape
+        device = cache.k.device
+        numbers = {
+            self._choose_num_splits(batch_size, num_kv_heads, head_dim, max_context)
+            for batch_size in range(1, max_num_seqs + 1)
+        }
+        q = cache.k.new_zeros(1, num_heads, head_dim)
+        table, nothing = torch.zeros(2, 1, 2, dtype=torch.int32, device=device)
+        # Threads have a current device of their own.
+        prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        with ThreadPoolExecutor(initializer=prepare) as pool:
+            calls = [pool.submit(self._prefill, q, *cache, table, nothing[0], nothing[0], 1, 1.0)]
+            for n in sorted(numbers):
+                calls.append(pool.submit(self._decode, q, *cache, table, nothing[0, :1], 1.0, n))
+            yield
+            for call in calls:
+                call.result()

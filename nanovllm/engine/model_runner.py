@@ -180,7 +180,8 @@ class ModelRunner:
         )  # fmt: skip
 
     def warmup(self) -> int:
-        """Run the largest steps and a small one, so that every prefill kernel is compiled.
+        """Run the largest steps and a small one, so that every prefill kernel is compiled; those
+        of decode are compiled meanwhile.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows
@@ -191,13 +192,15 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._bind_kv_cache(1)
-        budget = config.max_num_batched_tokens
-        for num_seqs, num_tokens in ((config.max_num_seqs, budget), (1, budget), (1, 1)):
-            batch = warmup_batch(
-                num_seqs, num_tokens, self.max_model_len, config.kvcache_block_size
-            )
-            self.run_model(self.prepare(batch))
-        del batch
+        num_heads = self.model_config.num_attention_heads // self.group.size
+        cache = KVCache(*self.kv_cache[:, 0])  # of any layer
+        budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
+        max_context = -(-self.max_model_len // block_size) * block_size
+        with self.backend.compiling(num_heads, cache, config.max_num_seqs, max_context):
+            for num_seqs, num_tokens in ((config.max_num_seqs, budget), (1, budget), (1, 1)):
+                batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
+                self.run_model(self.prepare(batch))
+        del batch, cache
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
