@@ -14,10 +14,19 @@ import torch
 from ranks import threads_fixture  # noqa: F401
 from test_engine_faults import fail_at
 
-from checkpoints import SMALL, TINY, assert_idle, checkpoint_fixture, generate_checked, tokens  # noqa: F401
+from checkpoints import (
+    SMALL,
+    TINY,
+    assert_idle,
+    checkpoint_fixture,  # noqa: F401
+    generate_checked,
+    run_steps,
+    tokens,
+)
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine import controls
 from nanovllm.engine.admission import LengthEstimator
-from nanovllm.engine.structured_output import GrammarCompiler, fill_masks
+from nanovllm.engine.structured_output import GrammarCompiler, accept_tokens, fill_masks
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -201,7 +210,7 @@ def test_greedy_takes_the_best_token_that_the_form_allows(
             assert bits[token]
             logprob = float(row.log_softmax(-1)[token])
             assert place[token].logprob == pytest.approx(logprob, abs=1e-4)
-            grammar.accept(token)
+            accept_tokens([grammar], [token])
 
 
 # -- with other wishes ----------------------------------------------------------------------------
@@ -351,6 +360,26 @@ def test_failed_launch_is_repeated(
             except RuntimeError:
                 failures += 1
         assert failures == 1
+    assert [found[i] for i in ids] == expected[10:]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["accept_tokens", "fill_masks"])
+@pytest.mark.parametrize("k", [1, 2, 9])
+def test_ctrl_c_while_grammars_follow(
+    k: int, name: str, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cannot say which tokens a grammar knows lets it follow all of them again."""
+    with LLM(TINY, **OPTIONS) as llm:
+        prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
+        ids = [llm.add_request(*request) for request in prompts]
+        fail_at(monkeypatch, controls, name, k, KeyboardInterrupt(), after=after)
+        found = {}
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                found.update(run_steps(llm, 1))
+                assert not llm.is_finished(), "no interrupt"
+        found.update(run_steps(llm))
     assert [found[i] for i in ids] == expected[10:]
 
 

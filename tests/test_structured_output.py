@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checkpoints import TINY
 from nanovllm.engine import structured_output
-from nanovllm.engine.structured_output import Grammar, GrammarCompiler, fill_masks
+from nanovllm.engine.structured_output import Grammar, GrammarCompiler, accept_tokens, fill_masks
 from nanovllm.sampling_params import StructuredOutputsParams
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -98,11 +98,15 @@ def is_finished(grammar: Grammar) -> bool:
     return grammar._has_ended or grammar._matcher.is_stopped()
 
 
+def accept(grammar: Grammar, token: int) -> None:
+    accept_tokens([grammar], [token])
+
+
 def accept_bytes(name: str, grammar: Grammar, text: bytes) -> None:
     """Byte for byte: each byte is a token."""
     tokens = {piece: token for token, piece in get_pieces(name).items() if len(piece) == 1}
     for byte in text:
-        grammar.accept(tokens[bytes([byte])])
+        accept(grammar, tokens[bytes([byte])])
 
 
 def walk(
@@ -126,7 +130,7 @@ def walk(
         token = rng.choice(choices)
         if not is_finished(grammar) and step < free and rng.random() < 0.5:
             token = rng.choice(sorted(tokens - ends(name)) or choices)
-        grammar.accept(token)
+        accept(grammar, token)
         if token in ends(name):
             assert is_finished(grammar)
             return text.decode()
@@ -175,10 +179,12 @@ def test_masks_of_finite_forms_are_exact(form, texts, name):
         follow = {t for t, p in pieces.items() if any(x.startswith(text + p) for x in language)}
         assert tokens == (follow | ends(name) if text in language else follow), text
         grammar = new(name, **form)
-        accept_bytes(name, grammar, text)
         for token in set(range(len(get_tokenizer(name)) + PADDING)) - tokens:
+            accept_bytes(name, grammar, text)
             with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
-                grammar.accept(token)
+                accept(grammar, token)
+            grammar.reset()
+        accept_bytes(name, grammar, text)
         assert allowed(name, grammar) == tokens  # as if nothing had been tried
 
     for seed in range(6):
@@ -296,7 +302,7 @@ def test_json_object_takes_what_json_writes(text, name):
     grammar = new(name, json_object=True)
     for token in get_tokenizer(name).encode(text, add_special_tokens=False):
         assert token in allowed(name, grammar)
-        grammar.accept(token)
+        accept(grammar, token)
     assert is_finished(grammar)
     assert allowed(name, grammar) == ends(name)
 
@@ -380,14 +386,14 @@ def test_text_ends_by_any_end_of_sequence_token(name):
         grammar = new(name, regex="ab?")
         assert not is_finished(grammar)
         with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
-            grammar.accept(token)
+            accept(grammar, token)
         accept_bytes(name, grammar, b"a")
         assert not is_finished(grammar)
         assert allowed(name, grammar) >= ends(name)
-        grammar.accept(token)
+        accept(grammar, token)
         assert is_finished(grammar)
         assert len(allowed(name, grammar)) == 32 * -(-(len(get_tokenizer(name)) + PADDING) // 32)
-        grammar.accept(0)  # the end was ignored
+        accept(grammar, 0)  # the end was ignored
         assert is_finished(grammar)
 
 
@@ -405,7 +411,7 @@ def test_dead_end_ends_the_text_with_a_warning(caplog):
     assert allowed("tiny", grammar) == ends("tiny")
     assert is_finished(grammar)
     with caplog.at_level(logging.WARNING, "nanovllm"):
-        grammar.accept(min(ends("tiny")))
+        accept(grammar, min(ends("tiny")))
     assert "a structured output ends unfinished: no text matches it" in caplog.text
     assert len(allowed("tiny", grammar)) > 256
 
@@ -415,7 +421,7 @@ def test_endless_text_does_not_hang():
     grammar = new("tiny", grammar="start: A A\nA: /a+/")
     for _ in range(50):
         assert allowed("tiny", grammar) == {ord("a")}
-        grammar.accept(ord("a"))
+        accept(grammar, ord("a"))
 
 
 # -- batches and the cache ------------------------------------------------------------------------
@@ -423,23 +429,25 @@ def test_endless_text_does_not_hang():
 
 def test_rows_of_a_batch_are_what_each_alone_has(name):
     forms = [{"json": SCHEMAS[0]}, {"choice": CHOICES}, {"json": SCHEMAS[0]}, {"regex": "a*"}] * 4
-    grammars = [new(name, **form) for form in forms]
+    grammars, twins = ([new(name, **form) for form in forms] for _ in range(2))
     stuck = new(name, grammar='start: "a" x | "b"\nx: "c" y\ny: y "d"')
     accept_bytes(name, stuck, b"ac")
-    for grammar in grammars[3:8:4]:
+    for grammar in grammars[3:8:4] + twins[3:8:4]:
         accept_bytes(name, grammar, b"aa")
-    grammars[3].accept(min(ends(name)))
+    accept_tokens([grammars[3], twins[3]], [min(ends(name))] * 2)
     words = -(-(len(get_tokenizer(name)) + PADDING) // 32)
     rng = random.Random(0)
     for _ in range(5):
         alone = np.zeros((len(grammars) + 1, words), np.int32)
-        for row, grammar in zip(alone, [*grammars, stuck], strict=True):
+        for row, grammar in zip(alone, [*twins, stuck], strict=True):
             fill_masks([grammar], row[np.newaxis])
         masks = np.full_like(alone, -2)
         fill_masks([*grammars, stuck], masks)
         assert (masks == alone).all()
-        for grammar in grammars:
-            grammar.accept(rng.choice(sorted(allowed(name, grammar))))
+        drawn = [rng.choice(sorted(allowed(name, twin))) for twin in twins]
+        accept_tokens(grammars, drawn)
+        for twin, token in zip(twins, drawn, strict=True):
+            accept(twin, token)
     fill_masks([], np.zeros((0, words), np.int32))
 
 

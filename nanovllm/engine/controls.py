@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nanovllm.engine.plan import Int32, StepPlan, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.structured_output import fill_masks
+from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
 from nanovllm.sampling_params import SamplingParams
 
 Float32 = NDArray[np.float32]
@@ -24,6 +24,7 @@ NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 BANNED = -np.inf  # the bias of a token that must not come
+LOST = -1  # `Sequence.num_followed` if nobody can say
 ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
@@ -300,13 +301,28 @@ def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[I
     masks = np.empty((len(given) + len(guided), -(-vocab_size // 32)), np.int32)
     for i, mask in given.values():
         masks[i] = mask
-    for i, (row, seq, grammar) in enumerate(guided, len(given)):
-        rows[row] = i
-        for token in known(seq, seq.num_followed):
-            grammar.accept(token)
-            seq.num_followed += 1
+    rows[[row for row, _, _ in guided]] = range(len(given), len(masks))
+    _follow([(seq, grammar) for _, seq, grammar in guided], known)
     fill_masks([grammar for _, _, grammar in guided], masks[len(given) :])
     return masks, rows
+
+
+def _follow(seqs: list[tuple[Sequence, Grammar]], known: KnownTokens) -> None:
+    """Let the grammars follow the tokens that they do not know yet, mostly one each."""
+    lengths, news = [], []
+    for seq, grammar in seqs:
+        if seq.num_followed == LOST:
+            grammar.reset()
+            seq.num_followed = 0
+        news.append(known(seq, seq.num_followed))
+        lengths.append(seq.num_followed + len(news[-1]))
+    for seq, _ in seqs:
+        seq.num_followed = LOST  # until it is done: Ctrl-C may come
+    for i in range(max(map(len, news), default=0)):
+        rows = [row for row, new in enumerate(news) if i < len(new)]
+        accept_tokens([seqs[row][1] for row in rows], [news[row][i] for row in rows])
+    for (seq, _), length in zip(seqs, lengths, strict=True):
+        seq.num_followed = length
 
 
 def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:

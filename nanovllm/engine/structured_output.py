@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOT_ALLOWED = "token {} is not allowed by the structured output"
 MAX_CACHED = 64  # compiled forms
 NUM_THREADS = min(8, os.cpu_count() or 1)
 WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound a model may write nothing else for ever
@@ -43,28 +44,51 @@ GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # how such a grammar begins,
 class Grammar:
     """What one completion may go on with. `GrammarCompiler.compile` makes them."""
 
-    def __init__(self, matcher: "LLMatcher", eos_token_ids: Collection[int]) -> None:
-        self._matcher = matcher
-        self._eos_token_ids = eos_token_ids
-        self._has_ended = False
+    def __init__(self, compiled: "LLMatcher", eos_token_ids: Collection[int]) -> None:
+        self._compiled, self._eos_token_ids = compiled, eos_token_ids
+        self.reset()
 
-    def accept(self, token_id: int) -> None:
-        """Follow the text by a token. What comes behind its end is not looked at.
+    def reset(self) -> None:
+        """Begin the text anew."""
+        self._matcher, self._has_ended = self._compiled.deep_copy(), False
 
-        Raises:
-            RuntimeError: the mask does not allow the token; the grammar stays as it is.
-        """
+    def may_end(self, token_id: int) -> bool:
+        """Whether the text has ended, or may end by this token."""
+        return self._has_ended or token_id in self._eos_token_ids or self._matcher.is_stopped()
+
+    def accept_end(self, token_id: int) -> None:
+        """Follow the text by a token where it `may_end`. What comes behind is not looked at."""
         if self._has_ended:
             return
         matcher, ends = self._matcher, token_id in self._eos_token_ids
         stopped = matcher.is_stopped()
-        if ends if stopped else matcher.try_consume_tokens([token_id]):
-            self._has_ended = ends
-        elif stopped or not matcher.is_error():  # the library gives up: masks leave the end alone
-            raise RuntimeError(f"token {token_id} is not allowed by the structured output")
-        if ends and matcher.is_error():
+        follows = ends and (stopped or matcher.try_consume_tokens([token_id]))
+        if not follows and (stopped or not matcher.is_error()):
+            raise RuntimeError(NOT_ALLOWED.format(token_id))
+        self._has_ended = True
+        if matcher.is_error():  # the library has given up
             reason = _reason("grammar", matcher.get_error())
             logger.warning("a structured output ends unfinished: %s", reason)
+
+
+def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None:
+    """Follow each text by a token. Works in parallel and without the interpreter's lock.
+
+    Raises:
+        RuntimeError: a mask does not allow its token; no grammar knows then where it is.
+    """
+    consumed = []
+    for grammar, token_id in zip(grammars, token_ids, strict=True):
+        if grammar.may_end(token_id):
+            grammar.accept_end(token_id)
+        else:
+            consumed.append((grammar._matcher, token_id))
+    if consumed:
+        results = _executor().consume_token_par(consumed)
+        for (matcher, token_id), accepted in zip(consumed, results, strict=True):
+            # If it is the library that gives up, the masks leave the end alone.
+            if not accepted and "doesn't satisfy the grammar" in matcher.get_error():
+                raise RuntimeError(NOT_ALLOWED.format(token_id))
 
 
 def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
@@ -137,7 +161,7 @@ class GrammarCompiler:
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
                 f"{_reason(kind, str(error))}"
             ) from error
-        return Grammar(matcher.deep_copy(), tokenizer.eos_tokens)
+        return Grammar(matcher, tokenizer.eos_tokens)
 
     def _new_matcher(self, kind: str, value: Any, lane: int) -> "LLMatcher":
         from llguidance import LLMatcher
