@@ -190,6 +190,7 @@ def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[
         with pytest.raises(KeyboardInterrupt):
             while True:
                 done.update(run_steps(llm, 1))
+                assert not llm.is_finished(), "no interrupt"
     return done
 
 

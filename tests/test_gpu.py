@@ -250,9 +250,15 @@ from nanovllm import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], dtype="bfloat16", num_kvcache_blocks=256, max_num_seqs=64)
 before = len(compiled)
+params = SamplingParams(max_tokens=9, ignore_eos=True)
 for count in (1, 5, 64):
     prompts = [[i + 1] * (17 * i + 1) for i in range(count)]
-    llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts, params, use_tqdm=False)
+for length in (3, 40, 300):  # joins a decode
+    llm.add_request([1] * length, params)
+    llm.step()
+while not llm.is_finished():
+    llm.step()
 print(json.dumps([compiled[:before], compiled[before:]]))
 """
 

@@ -447,9 +447,12 @@ def test_kernels_of_every_batch_are_compiled_ahead(monkeypatch: pytest.MonkeyPat
     backend, calls = TritonBackend(), []
     monkeypatch.setattr(backend, "_prefill", lambda *args: calls.append((paged_prefill, args)))
     monkeypatch.setattr(backend, "_decode", lambda *args: calls.append((paged_decode, args)))
-    with backend.compiling(16, KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF)), 256, 4096):
+    with backend.compiling(16, KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF)), 4096):
         pass
     assert sorted(args[-1] for call, args in calls if call is paged_decode) == [1, 2, 4, 8, 16]
+    assert {
+        choose_num_splits(n, 8, 128, length) for n in range(1, 300) for length in (90, 4096)
+    } <= {1, 2, 4, 8, 16}
     assert {call for call, _ in calls} == {paged_prefill, paged_decode}
     for call, args in calls:
         call(*args)
@@ -461,6 +464,6 @@ def test_an_error_while_compiling_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backend, "_decode", lambda *args: 1 / 0)
     with (
         pytest.raises(ZeroDivisionError),
-        backend.compiling(2, KVCache(*randn(2, 1, 16, 1, 16)), 4, 64),
+        backend.compiling(2, KVCache(*randn(2, 1, 16, 1, 16)), 64),
     ):
         pass

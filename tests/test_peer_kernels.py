@@ -37,7 +37,9 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED * 1000 + seed))
 
 
-def jobs(directory: Path, dtype: torch.dtype, calls: list[list[dict[str, Any]]]) -> list[Job]:
+def jobs(
+    directory: Path, dtype: torch.dtype, calls: list[list[dict[str, Any]]], M: int = M
+) -> list[Job]:
     size = len(calls)
     return [
         Job(directory, rank, size, MAX_ROWS, M * dtype.itemsize, calls[rank])
@@ -45,7 +47,9 @@ def jobs(directory: Path, dtype: torch.dtype, calls: list[list[dict[str, Any]]])
     ]
 
 
-def norm_inputs(i: int, size: int, dtype: torch.dtype, parts: int) -> list[dict[str, Any]]:
+def norm_inputs(
+    i: int, size: int, dtype: torch.dtype, parts: int, M: int = M
+) -> list[dict[str, Any]]:
     """By rank, those of call i. Every third call has no residual."""
     T = ROWS[i]
     weight = randn(M, seed=i).to(dtype)
@@ -93,6 +97,17 @@ def test_norm_sums_over_the_ranks(
     assert len(set(exchanged)) > 2
     for region in region_files(tmp_path, size):
         assert set(region.read_bytes()) == {0xFF}, "whoever reads leaves nothing behind"
+
+
+def test_long_rows_are_summed_a_few_at_a_time(processes: RankProcesses, tmp_path: Path) -> None:
+    """Two ranks' and then the third's; both buffers."""
+    M = 4100
+    calls = [norm_inputs(i, 3, torch.float32, 1, M) for i in (1, 3, 1)]
+    by_rank = [[call[rank] for call in calls] for rank in range(3)]
+    for answer, _ in processes.run(jobs(tmp_path, torch.float32, by_rank, M)):
+        for call, (_, found) in zip(calls, answer.results, strict=True):
+            total = sum(inputs["x"][0].double() for inputs in call) + call[0]["residual"]
+            torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float16)])

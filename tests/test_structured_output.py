@@ -416,6 +416,16 @@ def test_dead_end_ends_the_text_with_a_warning(caplog):
     assert len(allowed("tiny", grammar)) > 256
 
 
+def test_limit_of_the_library_ends_the_text():
+    """It is met by a token that the mask allows."""
+    ambiguous = " | ".join(" ".join("s" * k) for k in range(2, 17))
+    grammar = new("tiny", grammar=f'start: s\ns: "a" | {ambiguous}')
+    while not grammar._matcher.is_error():
+        assert allowed("tiny", grammar) - ends("tiny") == {ord("a")}
+        accept(grammar, ord("a"))
+    assert allowed("tiny", grammar) == ends("tiny")
+
+
 def test_endless_text_does_not_hang():
     """Computing all text that is certain beforehand, the library would not return."""
     grammar = new("tiny", grammar="start: A A\nA: /a+/")

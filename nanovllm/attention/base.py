@@ -68,15 +68,12 @@ class AttentionBackend(ABC):
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     @contextmanager
-    def compiling(
-        self, num_heads: int, cache: KVCache, max_num_seqs: int, max_context: int
-    ) -> Iterator[None]:
+    def compiling(self, num_heads: int, cache: KVCache, max_context: int) -> Iterator[None]:
         """Within it, threads compile what decode will need; at its end it is there.
 
         Args:
             num_heads: Hq.
-            cache: of at least one block, which is not written.
-            max_num_seqs: sequences of the largest decode batch.
+            cache: of at least one block, which is neither read nor written.
             max_context: tokens of the widest block table.
         """
         yield

@@ -82,24 +82,22 @@ class TritonBackend(TritonStore):
         return self._decode(q, cache.k, cache.v, tables, lens, scale)
 
     @contextmanager
-    def compiling(
-        self, num_heads: int, cache: KVCache, max_num_seqs: int, max_context: int
-    ) -> Iterator[None]:
+    def compiling(self, num_heads: int, cache: KVCache, max_context: int) -> Iterator[None]:
         """Decode by each number of splits, and the prefill of a single token."""
         _, _, num_kv_heads, head_dim = cache.k.shape
-        device = cache.k.device
-        numbers = {
-            self._choose_num_splits(batch_size, num_kv_heads, head_dim, max_context)
-            for batch_size in range(1, max_num_seqs + 1)
-        }
+        most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, max_context)
         q = cache.k.new_zeros(1, num_heads, head_dim)
-        table, nothing = torch.zeros(2, 1, 2, dtype=torch.int32, device=device)
-        # Threads have a current device of their own.
-        prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        table, zeros = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
+        prepare = None
+        if q.is_cuda:  # threads begin on another stream, and another device
+            prepare = partial(torch.cuda.set_stream, torch.cuda.current_stream(q.device))
         with ThreadPoolExecutor(initializer=prepare) as pool:
-            calls = [pool.submit(self._prefill, q, *cache, table, nothing[0], nothing[0], 1, 1.0)]
-            for n in sorted(numbers):
-                calls.append(pool.submit(self._decode, q, *cache, table, nothing[0, :1], 1.0, n))
-            yield
-            for call in calls:
-                call.result()
+            calls = [pool.submit(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)]
+            for n in (2**i for i in range(most_splits.bit_length())):
+                calls.append(pool.submit(self._decode, q, *cache, table, zeros[0, :1], 1.0, n))
+            try:
+                yield
+                for call in calls:
+                    call.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun

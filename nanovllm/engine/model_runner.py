@@ -196,7 +196,7 @@ class ModelRunner:
         cache = KVCache(*self.kv_cache[:, 0])  # of any layer
         budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
         max_context = -(-self.max_model_len // block_size) * block_size
-        with self.backend.compiling(num_heads, cache, config.max_num_seqs, max_context):
+        with self.backend.compiling(num_heads, cache, max_context):
             for num_seqs, num_tokens in ((config.max_num_seqs, budget), (1, budget), (1, 1)):
                 batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
                 self.run_model(self.prepare(batch))

@@ -57,7 +57,11 @@ class Grammar:
         return self._has_ended or token_id in self._eos_token_ids or self._matcher.is_stopped()
 
     def accept_end(self, token_id: int) -> None:
-        """Follow the text by a token where it `may_end`. What comes behind is not looked at."""
+        """Follow the text by a token where it `may_end`. What comes behind is not looked at.
+
+        Raises:
+            RuntimeError: the mask does not allow the token.
+        """
         if self._has_ended:
             return
         matcher, ends = self._matcher, token_id in self._eos_token_ids

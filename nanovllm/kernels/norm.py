@@ -65,11 +65,13 @@ def _launch(
     sums = residual is not None or peers is not None or parts > 1
     total = torch.empty_like(out) if sums else x
     BLOCK = triton.next_power_of_2(M)
+    num_warps = min(16, max(1, BLOCK // 512))
+    assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,
         x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
-        num_warps=min(16, max(1, BLOCK // 512)), **peer_options(peers, out), **pdl_options(x),
+        num_warps=num_warps, **peer_options(peers, out), **pdl_options(x),
     )  # fmt: skip
     return out, total
 

@@ -3,8 +3,8 @@
 One program exchanges one row, or one word: it pushes its own into the memory of all ranks
 (`PeerMemory`), this one among them, and waits until theirs have come. No flag says that they have,
 so nothing needs to be ordered before a flag: a place waits EMPTY, with all bits set, each element
-arrives as a whole, in whatever order, and who has read them all leaves EMPTY behind. (In NCCL's LL
-protocol and in the "Lamport" all-reduce of TensorRT-LLM, too, the data is its own flag.)
+arrives as a whole, in whatever order, and who has read them all leaves EMPTY behind. (The data is
+its own flag in the "Lamport" all-reduce of TensorRT-LLM, too.)
 
 There are two buffers that the calls take in turn: a rank can be a call ahead of another, not two,
 since it waits for the other's row in every call. So nobody writes where another has yet to read,
@@ -28,7 +28,9 @@ EMPTY = tl.constexpr(-1)
 
 
 def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of a kernel that exchanges with `peers`; None: with nobody. x: any."""
+    """Keyword arguments of a kernel that exchanges with `peers`; None: with nobody, and x stands
+    for the pointers.
+    """
     if peers is None:
         return {"peers_ptr": x, "epochs_ptr": x, "ROW_BYTES": 0, "ROWS": 0, "RANK": 0, "SIZE": 1}
     return {
@@ -78,23 +80,28 @@ def all_reduce_row(
         place = _place(peers_ptr, rank, RANK, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
         tl.store(place + cols, bits, mask=mask)
 
-    SIZE_PAD: tl.constexpr = 2 if SIZE == 2 else 4 if SIZE <= 4 else 8
-    giver = tl.arange(0, SIZE_PAD)[:, None]
-    place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
-    ptrs = place + giver * (ROWS * ROW_BYTES // (x.dtype.primitive_bitwidth // 8)) + cols[None, :]
-    wanted = (giver < SIZE) & mask[None, :]
-    given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
-    polls = 0
-    aborted = 0
-    while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
+    # A few rows at a time: more would not fit the registers.
+    AT_ONCE: tl.constexpr = 2 if SIZE == 2 or x.shape[0] > 4096 else 4
+    stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
+    total = tl.zeros(x.shape, tl.float32)
+    for first in tl.static_range(0, SIZE, AT_ONCE):
+        giver = first + tl.arange(0, AT_ONCE)[:, None]
+        place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
+        ptrs = place + giver * stride + cols[None, :]
+        wanted = (giver < SIZE) & mask[None, :]
         given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
-        polls += 1
-        if polls % 1024 == 0:
-            aborted = _is_aborted(peers_ptr, SIZE)
-    tl.debug_barrier()  # all have read
-    tl.store(ptrs, tl.full(given.shape, EMPTY, BITS), mask=wanted)
+        polls = 0
+        aborted = 0
+        while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
+            given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+            polls += 1
+            if polls % 1024 == 0:
+                aborted = _is_aborted(peers_ptr, SIZE)
+        tl.debug_barrier()  # all have read
+        tl.store(ptrs, tl.full(given.shape, EMPTY, BITS), mask=wanted)
+        total += tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
     tl.store(epochs_ptr + row, epoch + 1)
-    return tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
+    return total
 
 
 @triton.jit
@@ -124,7 +131,7 @@ def given_word(
         if polls % 1024 == 0:
             aborted = _is_aborted(peers_ptr, SIZE)
     tl.debug_barrier()  # all threads have read
-    tl.store(place, word * 0 + EMPTY)
+    tl.store(place, EMPTY)
     return word
 
 
