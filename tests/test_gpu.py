@@ -259,6 +259,8 @@ for length in (3, 40, 300):  # joins a decode
     llm.step()
 while not llm.is_finished():
     llm.step()
+llm.exit()
+LLM(sys.argv[1], dtype="bfloat16", num_kvcache_blocks=256).exit()  # threads find it all compiled
 print(json.dumps([compiled[:before], compiled[before:]]))
 """
 

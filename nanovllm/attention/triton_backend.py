@@ -25,6 +25,15 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
+def _enter(stream: torch.cuda.Stream) -> None:
+    """Work on a stream in this thread, which begins with the first device and its default stream,
+    and without a CUDA context: descriptors, which need one, cannot be made in it.
+    """
+    torch.cuda.set_device(stream.device)
+    torch.cuda.set_stream(stream)
+    torch.zeros(1, device=stream.device)  # takes the context
+
+
 class TritonStore(AttentionBackend):
     """Stores keys and values with our Triton kernel; the base of the backends for GPUs."""
 
@@ -89,8 +98,8 @@ class TritonBackend(TritonStore):
         q = cache.k.new_zeros(1, num_heads, head_dim)
         table, zeros = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         prepare = None
-        if q.is_cuda:  # threads begin on another stream, and another device
-            prepare = partial(torch.cuda.set_stream, torch.cuda.current_stream(q.device))
+        if q.is_cuda:
+            prepare = partial(_enter, torch.cuda.current_stream(q.device))
         with ThreadPoolExecutor(initializer=prepare) as pool:
             calls = [pool.submit(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)]
             for n in (2**i for i in range(most_splits.bit_length())):
