@@ -173,19 +173,19 @@ def test_masks_of_finite_forms_are_exact(form, texts, name):
         stems = ["", "ab", "abab"]
         texts = [*stems, *(stem + "." for stem in stems), "no", "nO", "No", "NO", "öä", "öß", "ö😀"]
     language = [text.encode() for text in texts]
-    pieces = get_pieces(name)
+    pieces, refused = get_pieces(name), set()
 
     def check(text: bytes, tokens: set[int]) -> None:
         follow = {t for t, p in pieces.items() if any(x.startswith(text + p) for x in language)}
         assert tokens == (follow | ends(name) if text in language else follow), text
+        if text in refused:
+            return
+        refused.add(text)
         grammar = new(name, **form)
-        for token in set(range(len(get_tokenizer(name)) + PADDING)) - tokens:
-            accept_bytes(name, grammar, text)
-            with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
-                accept(grammar, token)
-            grammar.reset()
         accept_bytes(name, grammar, text)
-        assert allowed(name, grammar) == tokens  # as if nothing had been tried
+        for token in set(range(len(get_tokenizer(name)) + PADDING)) - tokens:
+            with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
+                accept(Grammar(grammar._matcher, ends(name)), token)  # a copy
 
     for seed in range(6):
         assert walk(name, form, seed, check) in texts
