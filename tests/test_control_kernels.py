@@ -15,6 +15,7 @@ from nanovllm.kernels import controls as kernels
 from nanovllm.kernels import logprobs as logprobs_kernels
 from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.thresholds import thresholds
 from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
 from nanovllm.layers.embed_head import vocab_span
 
@@ -98,7 +99,7 @@ def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -
     """Which tokens [n, V] are not below the thresholds."""
     x, tops = kernel_process(logits, torch.arange(len(logits), dtype=torch.int32), c, None)
     filters = to_device(c.top_k, c.top_p, c.min_p)
-    least = kernels.thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
+    least = thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
     return (logits >= least[:, None]) & (logits > -INF)
 
 

@@ -76,6 +76,7 @@ class ControlledSampler:
     ) -> torch.Tensor:
         from nanovllm.kernels import controls as kernels
         from nanovllm.kernels.sampling import sample
+        from nanovllm.kernels.thresholds import thresholds
 
         top_k, top_p, min_p, penalties, masks, mask_rows, starts, edit_tokens, biases = upload(
             logits.device,
@@ -97,7 +98,7 @@ class ControlledSampler:
         )  # fmt: skip
         least = None
         if controls.has_filters:
-            least = kernels.thresholds(x, tops, temperatures, top_k, top_p, min_p)
+            least = thresholds(x, tops, temperatures, top_k, top_p, min_p)
         tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops, weights=weights)
         if counts is not None:
             kernels.count(counts, metadata.slots, tokens)
