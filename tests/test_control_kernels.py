@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
 from nanovllm.kernels import controls as kernels
 from nanovllm.kernels import logprobs as logprobs_kernels
+from nanovllm.kernels import thresholds as thresholds_kernels
 from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.thresholds import thresholds
@@ -190,7 +191,7 @@ def test_thresholds_by_hand() -> None:
 @pytest.mark.parametrize("kind", ["random", "ties", "extremes", "equal"])
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What top_p looks at is narrowed down first, if it is more than `PART` values."""
-    monkeypatch.setattr(kernels, "PART", 32 if kind == "random" else 256)
+    monkeypatch.setattr(thresholds_kernels, "PART", 32 if kind == "random" else 256)
     rng, n, V = np.random.default_rng(SEED), 10, 1000
     logits = random_logits(rng, n, V, kind)
     temperatures = torch.tensor([3.0, 1.5]).repeat(n // 2)
