@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Self
 
+from nanovllm.config import takes_options
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class AsyncLLM:
         as `LLM`.
     """
 
+    @takes_options
     def __init__(self, model: str | Path, **options: Any) -> None:
         llm = LLM(model, **options)
         self._tokenizer = llm.get_tokenizer()

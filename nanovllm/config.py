@@ -1,9 +1,11 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.utils.checks import (
     check_bool,
@@ -13,6 +15,8 @@ from nanovllm.utils.checks import (
     check_names,
     plain_numbers,
 )
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
 DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
@@ -132,3 +136,16 @@ def check_options(options: dict[str, Any]) -> None:
     """TypeError for an option that `Config` does not have."""
     known = [field.name for field in fields(Config) if field.name != "model"]
     check_names("LLM", options, known, REMEDIES)
+
+
+def takes_options(init: Init) -> Init:
+    """For an `__init__(self, model, **options)`: let help() and notebooks see every option."""
+    own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(field.name, keyword_only, default=field.default, annotation=field.type)
+        for field in fields(Config)
+        if field.name != "model"
+    ]
+    init.__dict__["__signature__"] = inspect.Signature([*own, *options], return_annotation=None)
+    return init

@@ -1,6 +1,7 @@
 """Options, config.json and generation_config.json: what is read, what is refused by name."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from checkpoints import (
     reference,
     tokens,
 )
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import Config
@@ -74,6 +75,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_defect_17_option_out_of_rule_is_named(name, value, error, match):
     with pytest.raises(error, match=f"^`{name}` must be {match}"):
         Config("model", **{name: value})
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
+def test_help_shows_every_option(engine):
+    model, *options = inspect.signature(engine).parameters.values()
+    assert (model.name, model.kind) == ("model", model.POSITIONAL_OR_KEYWORD)
+    assert {option.kind for option in options} == {model.KEYWORD_ONLY}
+    found = {option.name: option.default for option in options}
+    assert vars(Config("path")) == {"model": "path"} | found
 
 
 def test_options_by_default_and_from_numpy():

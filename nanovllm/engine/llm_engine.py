@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from nanovllm.config import Config, check_options
+from nanovllm.config import Config, check_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
@@ -52,6 +52,7 @@ class LLMEngine:
         ValueError: for an option out of range, and for a checkpoint that cannot be run.
     """
 
+    @takes_options
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._lock = threading.RLock()
         check_options(options)
