@@ -209,7 +209,7 @@ ENGINE = str(Path(nanovllm.engine.__path__[0]))
 NUM_INTERRUPTS = 150
 
 
-@pytest.mark.parametrize("by", ["generate", "steps"])
+@pytest.mark.parametrize("by", [pytest.param("generate", marks=pytest.mark.slow), "steps"])
 def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
     """Wherever it hits: no wrong result, nothing half done, and the engine stays usable."""
     prompts = [PROMPTS[0], [VOCAB - 1] * 20, PROMPTS[3]]

@@ -138,7 +138,9 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     assert all(len(set(drawn)) > 8 and drawn != best for drawn, best in sampled), "no chance"
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(False, id="synchronous", marks=pytest.mark.slow), True]
+)
 @pytest.mark.usefixtures("low_guesses")
 def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
     overlap: bool, make: Any
