@@ -104,9 +104,6 @@ class TritonBackend(TritonStore):
             calls = [pool.submit(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)]
             for n in (2**i for i in range(most_splits.bit_length())):
                 calls.append(pool.submit(self._decode, q, *cache, table, zeros[0, :1], 1.0, n))
-            try:
-                yield
-                for call in calls:
-                    call.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # those that have not begun
+            yield
+            for call in calls:
+                call.result()
