@@ -542,8 +542,11 @@ def test_del_frees_the_engine(end, checkpoint, monkeypatch):
 
     asyncio.run(main(hall.async_llm))
     del hall
-    gc.collect()
-    thread.join(PATIENCE)
+    for _ in range(100):  # the thread may still have held the error when garbage was collected
+        gc.collect()
+        thread.join(PATIENCE / 100)
+        if not thread.is_alive():
+            break
     assert not thread.is_alive()
     gc.collect()
     assert runner() is None
