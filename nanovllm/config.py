@@ -132,10 +132,12 @@ class Config:
             )
 
 
+OPTIONS = [field for field in fields(Config) if field.name != "model"]
+
+
 def check_options(options: dict[str, Any]) -> None:
     """TypeError for an option that `Config` does not have."""
-    known = [field.name for field in fields(Config) if field.name != "model"]
-    check_names("LLM", options, known, REMEDIES)
+    check_names("LLM", options, [field.name for field in OPTIONS], REMEDIES)
 
 
 def takes_options(init: Init) -> Init:
@@ -144,8 +146,7 @@ def takes_options(init: Init) -> Init:
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(field.name, keyword_only, default=field.default, annotation=field.type)
-        for field in fields(Config)
-        if field.name != "model"
+        for field in OPTIONS
     ]
     init.__dict__["__signature__"] = inspect.Signature([*own, *options], return_annotation=None)
     return init

@@ -169,6 +169,16 @@ def run_steps(llm: LLM, max_steps: int = 1000) -> dict[int, list[int]]:
     return outputs
 
 
+def run_until(error: type[BaseException], llm: LLM) -> dict[int, list[int]]:
+    """Step until `error` is raised. Returns what `run_steps` does."""
+    done: dict[int, list[int]] = {}
+    with pytest.raises(error):
+        while True:
+            done.update(run_steps(llm, 1))
+            assert not llm.is_finished(), f"no {error.__name__}"
+    return done
+
+
 def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[int, list[int]]:
     """Ctrl-C between the k-th launch of a step and its books. Returns what `run_steps` does."""
     run, scope = llm.model_runner.run, llm._reset_on_error
@@ -183,15 +193,10 @@ def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[
             raise KeyboardInterrupt
         return scope()
 
-    done: dict[int, list[int]] = {}
     with patch.context() as own:
         own.setattr(llm.model_runner, "run", launch)
         own.setattr(llm, "_reset_on_error", enter)
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                done.update(run_steps(llm, 1))
-                assert not llm.is_finished(), "no interrupt"
-    return done
+        return run_until(KeyboardInterrupt, llm)
 
 
 def in_threads(num: int, work: Callable[[int], None]) -> None:

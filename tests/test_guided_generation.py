@@ -21,6 +21,7 @@ from checkpoints import (
     checkpoint_fixture,  # noqa: F401
     generate_checked,
     run_steps,
+    run_until,
     tokens,
 )
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -374,12 +375,7 @@ def test_ctrl_c_while_grammars_follow(
         prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
         fail_at(monkeypatch, controls, name, k, KeyboardInterrupt(), after=after)
-        found = {}
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                found.update(run_steps(llm, 1))
-                assert not llm.is_finished(), "no interrupt"
-        found.update(run_steps(llm))
+        found = run_until(KeyboardInterrupt, llm) | run_steps(llm)
     assert [found[i] for i in ids] == expected[10:]
 
 

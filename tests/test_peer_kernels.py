@@ -110,11 +110,13 @@ def test_long_rows_are_summed_a_few_at_a_time(processes: RankProcesses, tmp_path
             torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=0)
 
 
-def test_each_row_has_its_own_place(processes: RankProcesses, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float16)])
+def test_each_row_has_its_own_place(
+    processes: RankProcesses, size: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """In both buffers: where rows overlap, it is a matter of luck whether they are read before they
     are overwritten. One rank gives, and nobody takes.
     """
-    size, dtype = 3, torch.float16
     calls = [norm_inputs(i, size, dtype, 1)[-1] for i in (1, 3, 1)]
     job = jobs(tmp_path, dtype, [calls] * size)[-1]
     processes.run([job._replace(aborted=True)])

@@ -183,10 +183,10 @@ def test_masks_of_finite_forms_are_exact(form, texts, name):
         refused.add(text)
         grammar = new(name, **form)
         accept_bytes(name, grammar, text)
-        others = sorted(set(range(len(get_tokenizer(name)) + PADDING)) - tokens)
-        for token in random.Random(0).sample(others, min(40, len(others))):
+        for token in set(range(len(get_tokenizer(name)) + PADDING)) - tokens:
             with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
                 accept(Grammar(grammar._matcher, ends(name)), token)  # a copy
+        assert allowed(name, grammar) == tokens  # as if nothing had been tried
 
     for seed in range(6):
         assert walk(name, form, seed, check) in texts

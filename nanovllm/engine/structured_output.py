@@ -52,18 +52,12 @@ class Grammar:
         """Begin the text anew."""
         self._matcher, self._has_ended = self._compiled.deep_copy(), False
 
-    def may_end(self, token_id: int) -> bool:
-        """Whether the text has ended, or may end by this token."""
-        return self._has_ended or token_id in self._eos_token_ids or self._matcher.is_stopped()
-
-    def accept_end(self, token_id: int) -> None:
-        """Follow the text by a token where it `may_end`. What comes behind is not looked at.
+    def _end(self, token_id: int) -> None:
+        """Follow the text by an end-of-sequence token, or refuse another where only that may come.
 
         Raises:
             RuntimeError: the mask does not allow the token.
         """
-        if self._has_ended:
-            return
         matcher, ends = self._matcher, token_id in self._eos_token_ids
         stopped = matcher.is_stopped()
         follows = ends and (stopped or matcher.try_consume_tokens([token_id]))
@@ -76,15 +70,18 @@ class Grammar:
 
 
 def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None:
-    """Follow each text by a token. Works in parallel and without the interpreter's lock.
+    """Follow each text by a token. What comes behind its end is not looked at. Works in parallel
+    and without the interpreter's lock.
 
     Raises:
         RuntimeError: a mask does not allow its token; no grammar knows then where it is.
     """
     consumed = []
     for grammar, token_id in zip(grammars, token_ids, strict=True):
-        if grammar.may_end(token_id):
-            grammar.accept_end(token_id)
+        if grammar._has_ended:
+            continue
+        if token_id in grammar._eos_token_ids or grammar._matcher.is_stopped():
+            grammar._end(token_id)
         else:
             consumed.append((grammar._matcher, token_id))
     if consumed:

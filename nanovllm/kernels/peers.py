@@ -83,10 +83,10 @@ def all_reduce_row(
     # A few rows at a time: more would not fit the registers.
     AT_ONCE: tl.constexpr = 2 if SIZE == 2 or x.shape[0] > 4096 else 4
     stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
+    place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
     total = tl.zeros(x.shape, tl.float32)
     for first in tl.static_range(0, SIZE, AT_ONCE):
         giver = first + tl.arange(0, AT_ONCE)[:, None]
-        place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
         ptrs = place + giver * stride + cols[None, :]
         wanted = (giver < SIZE) & mask[None, :]
         given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
