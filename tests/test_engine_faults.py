@@ -24,6 +24,7 @@ from checkpoints import (
     reference,
     references,
     run_steps,
+    run_until,
     tokens,
 )
 from nanovllm import LLM, SamplingParams
@@ -110,10 +111,7 @@ def test_interrupted_step_gives_no_wrong_results(point, k, after, llm, checkpoin
     ids = add_all(llm)
     with monkeypatch.context() as patch:
         fail_at(patch, *FAULT_POINTS[point](llm), k, KeyboardInterrupt(), after=after)
-        done = {}
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                done.update(run_steps(llm, 1))
+        done = run_until(KeyboardInterrupt, llm)
     done.update(run_steps(llm))
     expected = dict(zip(ids, references(checkpoint), strict=True))
     assert done == {i: expected[i] for i in done}
