@@ -181,7 +181,7 @@ def run_until(error: type[BaseException], llm: LLM) -> dict[int, list[int]]:
 
 def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[int, list[int]]:
     """Ctrl-C between the k-th launch of a step and its books. Returns what `run_steps` does."""
-    run, scope = llm.model_runner.run, llm._reset_on_error
+    run, scope = llm.model_runner.run, llm.core.reset_on_error
     calls, armed = itertools.count(1), []
 
     def launch(*args: Any) -> Any:
@@ -195,7 +195,7 @@ def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[
 
     with patch.context() as own:
         own.setattr(llm.model_runner, "run", launch)
-        own.setattr(llm, "_reset_on_error", enter)
+        own.setattr(llm.core, "reset_on_error", enter)
         return run_until(KeyboardInterrupt, llm)
 
 

@@ -285,7 +285,7 @@ def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
 ENDS = {
     "at once": "",
     "in a cycle": "llm.me = llm",
-    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm._under_way",
+    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm.core.under_way",
     "sys.exit": "sys.exit(0)",
     "in a daemon thread": """
 def work():
@@ -304,7 +304,7 @@ def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""
     code = f"""
 import atexit, sys, threading
-atexit.register(lambda: print(len(vars(runner).keys() & {{"graphs", "model", "kv_cache"}}), "left"))
+atexit.register(lambda: print(len(vars(runner).keys() & {{"graphs", "model", "pool"}}), "left"))
 from nanovllm import LLM, SamplingParams
 llm = LLM({str(checkpoint)!r}, overlap=True, **{SMALL})
 runner = llm.model_runner

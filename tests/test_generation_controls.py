@@ -123,7 +123,7 @@ def generate(llm: LLM, requests: list[Request]) -> list[RequestOutput]:
     prompts, params = zip(*requests, strict=True)
     outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
     assert_idle(llm)
-    assert not llm._requests
+    assert not llm.core.requests
     return outputs
 
 
@@ -505,14 +505,14 @@ def test_abort_takes_all_completions(when: str, llm: LLM, oracle: Oracle) -> Non
     num_steps = {"waiting": 0, "running": 2, "some ended": min(lengths[:8]) + 2}[when]
     for _ in range(num_steps):
         assert llm.step() == []
-    some_ended = any(seq.is_finished for seq in llm._requests[victim].seqs)
+    some_ended = any(seq.is_finished for seq in llm.core.requests[victim].seqs)
     assert some_ended == (when == "some ended")
     assert llm.abort(victim)
     assert not llm.abort(victim)
     assert llm.is_finished()
     assert llm.step() == []
     assert_idle(llm)
-    assert not llm._requests and not llm._finished
+    assert not llm.core.requests and not llm.core.finished
     [output] = generate(llm, [REQUESTS[3]])
     check(output.outputs[0], oracle.complete(*REQUESTS[3]), REQUESTS[3][1])
 

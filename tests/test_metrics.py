@@ -243,7 +243,7 @@ def test_times_of_steps_add_up_to_the_time(checkpoint, monkeypatch):
         monkeypatch.setattr(time, "perf_counter", clock)
         monkeypatch.setattr(llm.executor, "run", launched)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        metrics, booked_at = llm.metrics(), llm._booked_at
+        metrics, booked_at = llm.metrics(), llm.core._booked_at
     assert metrics["num_steps"] == len(launched_at) > 10
     total = metrics["prefill_seconds"] + metrics["decode_seconds"]
     assert total == booked_at - launched_at[0]

@@ -51,7 +51,7 @@ def test_an_end_noticed_late_changes_nothing(budget, pool, checkpoint, tmp_path)
         with LLM(path, overlap=overlap, **options) as llm:
             outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
             assert_idle(llm)
-            assert not llm._under_way
+            assert not llm.core.under_way
             num_decodes.append(llm.metrics()["num_decode_tokens"])
             results.append([(o["token_ids"], o.outputs[0].finish_reason) for o in outputs])
     assert results[0] == results[1]
@@ -70,7 +70,7 @@ def test_abort_while_its_step_is_under_way(victim, num_steps, checkpoint):
     with LLM(checkpoint, overlap=True, **SMALL) as llm:
         ids = add_all(llm)
         done = run_steps(llm, num_steps)
-        under_way = [item.seq.seq_id for step in llm._under_way for item in step.scheduled]
+        under_way = [item.seq.seq_id for step in llm.core.under_way for item in step.scheduled]
         assert under_way, "nothing is under way"
         late = llm.add_request(PROMPT[::-1], greedy(5))  # may get its blocks and slot
         assert llm.abort(ids[victim]) is (ids[victim] not in done)
@@ -89,7 +89,7 @@ def test_abort_of_everything_under_way(checkpoint):
         ids = add_all(llm)
         done = run_steps(llm, 2)
         assert all(llm.abort(i) for i in ids if i not in done)
-        assert llm.is_finished() and not llm._under_way
+        assert llm.is_finished() and not llm.core.under_way
         assert_usable(llm, checkpoint)
         assert llm.step() == []
 
@@ -100,7 +100,7 @@ def test_superfluous_step_is_forgotten(checkpoint):
     with LLM(checkpoint, overlap=True, **SMALL) as llm:
         [output] = llm.generate([PROMPT], greedy(20, stop_token_ids=[stop]), use_tqdm=False)
         assert output.outputs[0].finish_reason == "stop"
-        assert not llm._under_way
+        assert not llm.core.under_way
         assert_usable(llm, checkpoint)
 
 
@@ -110,7 +110,7 @@ def test_the_end_of_an_engine_with_a_step_under_way(end, checkpoint):
     llm = LLM(checkpoint, overlap=True, **SMALL)
     add_all(llm)
     llm.step()
-    assert llm._under_way
+    assert llm.core.under_way
     model, runner = weakref.ref(llm.model_runner.model), weakref.ref(llm.model_runner)
     if end == "exit":
         llm.exit()
@@ -146,7 +146,7 @@ def test_defect_15_sigint_in_the_model(k, after, llm, checkpoint, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert next(calls) == k + 1
-    assert not llm._under_way
+    assert not llm.core.under_way
     assert_usable(llm, checkpoint)
 
 

@@ -125,7 +125,7 @@ def test_news_come_as_they_are_there(llm):
     later = llm.stream(PROMPT, greedy(5))
     next(later)
     assert llm.metrics()["num_steps"] == before + 1
-    assert len(llm._under_way) == int(lookahead)
+    assert len(llm.core.under_way) == int(lookahead)
 
 
 def test_without_tokenizer_or_text(llm, tiny_llm):
@@ -377,7 +377,7 @@ def test_abort_all(llm, checkpoint):
     stream = llm.stream(PROMPTS, PARAMS)
     next(stream)
     llm.add_request(PROMPT, greedy(1))
-    while not llm._finished:
+    while not llm.core.finished:
         next(stream)
     llm.add_request(PROMPT, greedy(None))
     before = llm.metrics()["num_aborted"]

@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.executor import OVERHEAD
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.layers.embed_head import local_vocab
 
@@ -306,7 +306,7 @@ def test_defect_2_ranks_agree_on_the_smallest_number_of_blocks(
     """Each rank sized its pool by its own memory; one then wrote beyond the end of its own."""
     path = make("uneven")
     by_rank = [12, 9, 10, 11]
-    monkeypatch.setattr(ModelRunner, "_num_blocks", lambda self, peak: by_rank[self.group.rank])
+    monkeypatch.setattr(KVCachePool, "num_blocks", lambda self, *_: by_rank[self.group.rank])
     options = {**SMALL, "max_num_batched_tokens": 24, "num_kvcache_blocks": -1}
     with LLM(path, tensor_parallel_size=4, **options) as llm:
         assert [runner.num_blocks for runner in ranks_of(llm).runners] == [9] * 4

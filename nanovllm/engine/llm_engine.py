@@ -1,17 +1,15 @@
 """`LLMEngine`: requests in, outputs out. Owns tokenizer, scheduler and executor.
 
-The main loop is `step`: schedule, run, postprocess. Everything else here is around it.
+What callers pass is checked here, in turns; the loop itself is `EngineCore.step`.
 """
 
 import logging
 import os
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,13 +18,13 @@ from typing_extensions import Self
 
 from nanovllm.config import Config, check_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
-from nanovllm.engine.metrics import Latencies, Metrics, Progress
-from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.metrics import Progress
+from nanovllm.engine.request import Listener
 from nanovllm.engine.request_maker import CheckedRequest, RequestMaker
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.under_way import StepUnderWay, known_tokens
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -95,12 +93,6 @@ class LLMEngine:
             self.config.kvcache_block_size,
             self.config.seed,
         )
-        self._requests: dict[int, Request] = {}  # by their ids
-        self._metrics, self._latencies = Metrics(), Latencies()
-        overlap = self.config.overlap
-        if overlap is None:
-            overlap = self.model_runner.device.type == "cuda"
-        self._lookahead = int(overlap)  # steps launched ahead of the one that is booked
         self.scheduler = Scheduler(
             BlockManager(
                 self.model_runner.num_blocks,
@@ -113,20 +105,10 @@ class LLMEngine:
             eos_token_ids=self.eos_token_ids,
             mixed_steps=self.config.mixed_steps,
         )
-        self._under_way: deque[StepUnderWay] = deque()
-        self._booked_at = 0.0
-        self._launching = False  # still True when a launch has failed
-        self._finished: list[Request] = []  # ended, and not returned by `step` yet
-        self._left: deque[set[int]] = deque()  # requests of streams that ended or were left
-
-    def _reset(self) -> None:
-        """Drop every request, and with them the books of the KV blocks."""
-        self._metrics.num_aborted += len(self._requests)
-        self._under_way.clear()
-        self._finished.clear()
-        self._requests.clear()
-        self._launching = False
-        self.scheduler.reset()
+        overlap = self.config.overlap
+        if overlap is None:
+            overlap = self.model_runner.device.type == "cuda"
+        self.core = EngineCore(self.executor, self.scheduler, lookahead=int(overlap))
 
     # -- the step API ---------------------------------------------------------------------------
 
@@ -162,9 +144,7 @@ class LLMEngine:
         listener: Listener | None = None,
     ) -> int:
         request = self._maker.make(checked, pooling, listener)
-        self._requests[request.request_id] = request
-        for seq in request.seqs:
-            self.scheduler.add(seq)
+        self.core.add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -178,83 +158,17 @@ class LLMEngine:
         """
         with self._lock:
             self._advance()
-            outputs = [request.output(self._maker.decoder) for request in self._finished]
-            self._finished.clear()
+            outputs = [request.output(self._maker.decoder) for request in self.core.finished]
+            self.core.finished.clear()
             return outputs
 
     def _advance(self) -> None:
         self._check_open()
         try:
-            self._step()
+            self.core.step()
         except BaseException:
             if self.executor.is_broken:
                 self._close_quietly()
-            raise
-
-    def _step(self) -> None:
-        self._drop_left()
-        # After a launch that failed, the device may have newer tokens than the step it repeats
-        # needs: first book the steps under way, so that the host knows the right ones. And after
-        # Ctrl-C while it waited for a step, there is one more under way than there should be.
-        books_only = self._under_way and (self._launching or len(self._under_way) > self._lookahead)
-        with self._reset_on_error():
-            scheduled = [] if books_only else self.scheduler.schedule()
-        if scheduled:
-            self._launching, launched_at = True, time.perf_counter()
-            tokens = self.executor.run(scheduled, known_tokens(self._under_way, self.executor.wait))
-            with self._reset_on_error():
-                self.scheduler.advance(scheduled)
-                self._under_way.append(StepUnderWay(scheduled, tokens, launched_at))
-            self._launching = False
-        self._book(leave=self._lookahead if scheduled else 0)
-
-    def _book(self, leave: int) -> None:
-        """Book the steps under way, the oldest first, all but `leave`."""
-        while len(self._under_way) > leave:
-            step = self._under_way[0]
-            token_ids = self.executor.wait(step.tokens)
-            with self._reset_on_error():
-                self._under_way.popleft()
-                step.take_results()
-                finished = self.scheduler.postprocess(step.scheduled, token_ids)
-                listened = self._listened(step)
-                for request_id in dict.fromkeys(seq.request_id for seq in finished):
-                    if self._requests[request_id].is_finished:
-                        self._end(self._requests.pop(request_id))
-            now = time.perf_counter()
-            seconds = now - max(step.launched_at, self._booked_at)
-            prefills = self._metrics.count_step(step.scheduled, seconds)
-            self._latencies.add_step(seconds, prefills)
-            self._booked_at = now
-            self._forget_superfluous()
-            for request in listened:  # last: a listener may call the engine
-                request.tell()
-
-    def _listened(self, step: StepUnderWay) -> list[Request]:
-        """The requests in a step to whose news somebody listens, each once."""
-        ids = dict.fromkeys(item.seq.request_id for item in step.scheduled)
-        requests = (self._requests.get(request_id) for request_id in ids)
-        return [request for request in requests if request and request.listener is not None]
-
-    def _end(self, request: Request) -> None:
-        if request.listener is None:
-            self._finished.append(request)
-        self._metrics.count_finished(request)
-        self._latencies.add_finished(request.metrics())
-
-    def _forget_superfluous(self) -> None:
-        """What is under way when no request is left computes tokens that nobody waits for."""
-        if self.scheduler.is_finished():
-            self._under_way.clear()
-            self.scheduler.forget_steps()
-
-    @contextmanager
-    def _reset_on_error(self) -> Iterator[None]:
-        """Books that were interrupted half-way are not to be trusted: start new ones."""
-        try:
-            yield
-        except BaseException:  # Ctrl-C too
-            self._reset()
             raise
 
     @property
@@ -266,42 +180,21 @@ class LLMEngine:
         """Whether no request is left."""
         with self._lock:
             self._check_open()
-            return self._is_idle()
-
-    def _is_idle(self) -> bool:
-        self._drop_left()
-        return self.scheduler.is_finished() and not self._finished
+            return self.core.is_idle()
 
     def abort(self, request_id: int) -> bool:
         """Drop a request. False if it is not there (it may have finished)."""
         check_int("request_id", request_id, 0)
         with self._lock:
             self._check_open()
-            return self._abort([request_id]) > 0
-
-    def _abort(self, request_ids: Iterable[int]) -> int:
-        """Drop those of the requests that are left. Returns how many."""
-        found = [self._requests[i] for i in request_ids if i in self._requests]
-        with self._reset_on_error():
-            self.scheduler.abort(seq for request in found for seq in request.seqs)
-            for request in found:
-                del self._requests[request.request_id]
-                self._metrics.num_aborted += 1
-            self._forget_superfluous()
-        return len(found)
+            return self.core.abort([request_id]) > 0
 
     def abort_all(self) -> None:
         """Drop all requests, also those of streams, and results that `step` has not returned."""
         with self._lock:
             self._check_open()
-            self._abort(list(self._requests))
-            self._finished.clear()
-
-    def _drop_left(self) -> None:
-        """Abort what streams have left. They cannot: garbage collection ends them in any call."""
-        while self._left:
-            self._abort(self._left[0])
-            self._left.popleft()
+            self.core.abort(list(self.core.requests))
+            self.core.finished.clear()
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -370,7 +263,7 @@ class LLMEngine:
                 with self._lock:
                     if not news:
                         self._check_open()
-                        if left.isdisjoint(self._requests):
+                        if left.isdisjoint(self.core.requests):
                             raise RuntimeError(
                                 "requests of this stream have been aborted, or dropped by an error "
                                 "in another call"
@@ -382,7 +275,7 @@ class LLMEngine:
                         left.remove(output.request_id)
                     yield output
         finally:
-            self._left.append(left)
+            self.core.abort_later(left)
 
     def _complete(
         self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
@@ -391,15 +284,18 @@ class LLMEngine:
         check_bool("use_tqdm", use_tqdm)
         with self._lock:
             self._check_open()
-            if not self._is_idle():
+            if not self.core.is_idle():
                 raise RuntimeError(
                     "this call needs an engine without other requests, but some of stream() or "
                     "add_request() are left: finish them, or drop them with abort_all()"
                 )
             outputs: dict[int, RequestOutput] = {}
-            with self._reset_on_error(), Progress(len(checked), self._metrics, use_tqdm) as bar:
+            with (
+                self.core.reset_on_error(),
+                Progress(len(checked), self.core.metrics, use_tqdm) as bar,
+            ):
                 ids = [self._add(request, pooling) for request in checked]
-                while not self._is_idle():
+                while not self.core.is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
@@ -413,12 +309,12 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            if not self._is_idle():
+            if not self.core.is_idle():
                 raise RuntimeError(
                     "reset_prefix_cache() needs an engine without requests: finish them, or drop "
                     "them with abort_all()"
                 )
-            self._reset()
+            self.core.reset()
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer (of transformers), None if it has none."""
@@ -440,15 +336,7 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            self._drop_left()
-            return {
-                **self.model_runner.describe(),
-                "overlap": bool(self._lookahead),
-                **self.scheduler.describe(),
-                **self._metrics.as_dict(),
-                "prefix_cache_hit_rate": self._metrics.prefix_cache_hit_rate,
-                **self._latencies.as_dict(),
-            }
+            return {**self.model_runner.describe(), **self.core.describe()}
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -459,7 +347,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and give the memory back. May be called again."""
         with self._lock:
-            self._under_way.clear()
+            self.core.under_way.clear()
             self._close()
 
     def _close_quietly(self) -> None:

@@ -24,11 +24,10 @@ from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
 from nanovllm.engine.controls import Controls
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
+from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build
-from nanovllm.layers.linear import local_kv_heads
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -50,7 +49,7 @@ class ModelRunner:
 
     Attributes:
         num_blocks: KV blocks of the pool.
-        kv_cache: [2, L, N, S, Hkv, D].
+        pool: the memory of those blocks.
         graphs: the CUDA graphs, None in eager mode.
     """
 
@@ -83,6 +82,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         with self._scope():
             self.load()
+            self.pool = KVCachePool(
+                self.model, config, model_config, group, self.device, self.dtype
+            )
             # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
             self.logits: torch.Tensor | None = None
             if not on_cpu:
@@ -96,7 +98,10 @@ class ModelRunner:
                 self.last_tokens,
             )
             peak = 0 if on_cpu else self.warmup()  # bytes
-            self.num_blocks = group.minimum(self._num_blocks(peak))
+            own_now = self._weight_bytes() + group.peer_bytes
+            own_peak = peak + group.peer_bytes
+            num_blocks = self.pool.num_blocks(self.max_model_len, own_now, own_peak)
+            self.num_blocks = group.minimum(num_blocks)
             longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
             self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
             self._table = SlotTable(config.max_num_seqs, self._max_blocks)
@@ -145,39 +150,9 @@ class ModelRunner:
         return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once
 
     @property
-    def _num_kv_heads(self) -> int:
-        return len(local_kv_heads(self.model_config.num_key_value_heads, self.group))
-
-    def _block_bytes(self) -> int:
-        model = self.model_config
-        return memory.kv_block_bytes(
-            model.num_hidden_layers,
-            self.config.kvcache_block_size,
-            self._num_kv_heads,
-            model.head_dim,
-            self.dtype.itemsize,
-        )
-
-    def _num_blocks(self, peak: int) -> int:
-        """Blocks of the pool, `peak` being what `warmup` returned."""
-        config, block_bytes = self.config, self._block_bytes()
-        if config.num_kvcache_blocks != -1:
-            return config.num_kvcache_blocks
-        if config.kv_cache_memory_bytes is not None:
-            return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
-        if self.device.type == "cpu":
-            per_seq = -(-self.max_model_len // config.kvcache_block_size)
-            return memory.num_blocks_for_cpu(
-                block_bytes,
-                memory.available_cpu_memory() // self.group.size,
-                config.max_num_seqs * per_seq,
-            )
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = self.group.peer_bytes
-        return memory.num_blocks_for_cuda(
-            block_bytes, total, free, self._weight_bytes() + others, peak + others,
-            config.gpu_memory_utilization,
-        )  # fmt: skip
+    def kv_cache(self) -> torch.Tensor:
+        """[2, L, N, S, Hkv, D]."""
+        return self.pool.tensor
 
     def warmup(self) -> int:
         """Run the largest steps and a small one, so that every prefill kernel is compiled; those
@@ -191,7 +166,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._bind_kv_cache(1)
+        self.pool.allocate(1)
         num_heads = self.model_config.num_attention_heads // self.group.size
         cache = KVCache(*self.kv_cache[:, 0])  # of any layer
         budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
@@ -204,58 +179,14 @@ class ModelRunner:
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
-        self._unbind_kv_cache()
+        self.pool.free()
         torch.cuda.empty_cache()
         return peak
 
     def allocate_kv_cache(self) -> None:
         """Allocate the pool and give each layer its part."""
-        try:
-            self._bind_kv_cache(self.num_blocks)
-        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
-            size = self.num_blocks * self._block_bytes() / memory.GIB
-            raise ValueError(
-                f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
-                "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
-            ) from error
-        block_size = self.config.kvcache_block_size
-        tokens = self.num_blocks * block_size
-        logger.info(
-            "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
-            self.num_blocks,
-            block_size,
-            self.kv_cache.nbytes / memory.GIB,
-            tokens / self.max_model_len,
-            self.max_model_len,
-        )
-        if tokens < self.max_model_len:
-            logger.warning(
-                "the KV cache holds %d tokens, so sequences end there and not at max_model_len %d",
-                tokens,
-                self.max_model_len,
-            )
-
-    def _bind_kv_cache(self, num_blocks: int) -> None:
-        model, block_size = self.model_config, self.config.kvcache_block_size
-        shape = (
-            *(2, model.num_hidden_layers, num_blocks),
-            *(block_size, self._num_kv_heads, model.head_dim),
-        )
-        if self.device.type == "cpu":
-            # numpy's zeros take physical memory only where they are written; torch's everywhere.
-            pages = np.zeros(num_blocks * self._block_bytes(), np.uint8)
-            self.kv_cache = torch.from_numpy(pages).view(self.dtype).view(shape)
-        else:
-            self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
-        for layer, attention in enumerate(attentions):
-            attention.bind_kv_cache(KVCache(self.kv_cache[0, layer], self.kv_cache[1, layer]))
-
-    def _unbind_kv_cache(self) -> None:
-        self.kv_cache = torch.empty(0)
-        for module in self.model.modules():
-            if isinstance(module, Attention):
-                module.bind_kv_cache(KVCache(self.kv_cache, self.kv_cache))
+        self.pool.allocate(self.num_blocks)
+        self.pool.log(self.max_model_len)
 
     def capture_cudagraph(self) -> None:
         """Capture the decode step for all buckets of batch sizes."""
@@ -393,7 +324,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
-        for name in ("graphs", "model", "kv_cache", "last_tokens", "logits", "extras"):
+        for name in ("graphs", "model", "pool", "last_tokens", "logits", "extras"):
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

@@ -1,0 +1,162 @@
+"""`EngineCore`: the requests of an engine, and the loop that computes them.
+
+A `step` is three verbs: schedule, run, postprocess. Everything else here keeps the books.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.metrics import Latencies, Metrics
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.under_way import StepUnderWay, known_tokens
+
+
+class EngineCore:
+    """Computes requests, step by step. Its callers take turns.
+
+    Args:
+        executor: started.
+        scheduler: of the same size.
+        lookahead: steps to launch ahead of the one that is booked: 1 to let the device compute
+            while the host books, 0 to book each step before the next is chosen.
+
+    Attributes:
+        requests: those that have not ended, by their ids.
+        finished: those that have ended, for the caller to take; not those with a listener.
+        under_way: steps that have been launched and not been booked yet, the oldest first.
+        metrics: what has been done.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, lookahead: int) -> None:
+        self._executor, self._scheduler, self._lookahead = executor, scheduler, lookahead
+        self.requests: dict[int, Request] = {}
+        self.finished: list[Request] = []
+        self.under_way: deque[StepUnderWay] = deque()
+        self.metrics, self._latencies = Metrics(), Latencies()
+        self._launching = False  # still True when a launch has failed
+        self._booked_at = 0.0  # seconds of time.perf_counter
+        self._left: deque[set[int]] = deque()
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.requests[request.request_id] = request
+        for seq in request.seqs:
+            self._scheduler.add(seq)
+
+    def step(self) -> None:
+        """Launch a step, and book the one before it (or the same one, see `lookahead`)."""
+        self._drop_left()
+        # After a launch that failed, the device may have newer tokens than the step it repeats
+        # needs: first book the steps under way, so that the host knows the right ones. And after
+        # Ctrl-C while it waited for a step, there is one more under way than there should be.
+        books_only = self.under_way and (self._launching or len(self.under_way) > self._lookahead)
+        with self.reset_on_error():
+            scheduled = [] if books_only else self._scheduler.schedule()
+        if scheduled:
+            self._launching, launched_at = True, time.perf_counter()
+            known = known_tokens(self.under_way, self._executor.wait)
+            tokens = self._executor.run(scheduled, known)
+            with self.reset_on_error():
+                self._scheduler.advance(scheduled)
+                self.under_way.append(StepUnderWay(scheduled, tokens, launched_at))
+            self._launching = False
+        self._book(leave=self._lookahead if scheduled else 0)
+
+    def _book(self, leave: int) -> None:
+        """Book the steps under way, the oldest first, all but `leave`."""
+        while len(self.under_way) > leave:
+            step = self.under_way[0]
+            token_ids = self._executor.wait(step.tokens)
+            with self.reset_on_error():
+                self.under_way.popleft()
+                step.take_results()
+                finished = self._scheduler.postprocess(step.scheduled, token_ids)
+                listened = self._listened(step)
+                for request_id in dict.fromkeys(seq.request_id for seq in finished):
+                    if self.requests[request_id].is_finished:
+                        self._end(self.requests.pop(request_id))
+            now = time.perf_counter()
+            seconds = now - max(step.launched_at, self._booked_at)
+            prefills = self.metrics.count_step(step.scheduled, seconds)
+            self._latencies.add_step(seconds, prefills)
+            self._booked_at = now
+            self._forget_superfluous()
+            for request in listened:  # last: a listener may call the engine
+                request.tell()
+
+    def _listened(self, step: StepUnderWay) -> list[Request]:
+        """The requests in a step to whose news somebody listens, each once."""
+        ids = dict.fromkeys(item.seq.request_id for item in step.scheduled)
+        requests = (self.requests.get(request_id) for request_id in ids)
+        return [request for request in requests if request and request.listener is not None]
+
+    def _end(self, request: Request) -> None:
+        if request.listener is None:
+            self.finished.append(request)
+        self.metrics.count_finished(request)
+        self._latencies.add_finished(request.metrics())
+
+    def _forget_superfluous(self) -> None:
+        """What is under way when no request is left computes tokens that nobody waits for."""
+        if self._scheduler.is_finished():
+            self.under_way.clear()
+            self._scheduler.forget_steps()
+
+    def is_idle(self) -> bool:
+        """Whether no request is left, nor one that has ended and is to be taken."""
+        self._drop_left()
+        return self._scheduler.is_finished() and not self.finished
+
+    def abort(self, request_ids: Iterable[int]) -> int:
+        """Drop those of the requests that have not ended. Returns how many."""
+        found = [self.requests[i] for i in request_ids if i in self.requests]
+        with self.reset_on_error():
+            self._scheduler.abort(seq for request in found for seq in request.seqs)
+            for request in found:
+                del self.requests[request.request_id]
+                self.metrics.num_aborted += 1
+            self._forget_superfluous()
+        return len(found)
+
+    def abort_later(self, request_ids: set[int]) -> None:
+        """The same before the next step, for callers at any moment: garbage collection, say."""
+        self._left.append(request_ids)
+
+    def _drop_left(self) -> None:
+        while self._left:
+            self.abort(self._left[0])
+            self._left.popleft()
+
+    @contextmanager
+    def reset_on_error(self) -> Iterator[None]:
+        """Books that were interrupted half-way are not to be trusted: start new ones."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """Drop every request, and with them the books of the KV blocks."""
+        self.metrics.num_aborted += len(self.requests)
+        self.under_way.clear()
+        self.finished.clear()
+        self.requests.clear()
+        self._launching = False
+        self._scheduler.reset()
+
+    def describe(self) -> dict[str, Any]:
+        """What has been done, for `LLMEngine.metrics`."""
+        self._drop_left()
+        return {
+            "overlap": bool(self._lookahead),
+            **self._scheduler.describe(),
+            **self.metrics.as_dict(),
+            "prefix_cache_hit_rate": self.metrics.prefix_cache_hit_rate,
+            **self._latencies.as_dict(),
+        }

@@ -1,0 +1,127 @@
+"""`KVCachePool`: the memory of the KV blocks on one rank, and how many of them fit."""
+
+import logging
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.attention.base import KVCache
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine import memory
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import local_kv_heads
+from nanovllm.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class KVCachePool:
+    """The blocks of keys and values. Each attention layer of the model is bound to its part.
+
+    Args:
+        model: on its device.
+        config: the engine's options.
+        model_config: the checkpoint's facts.
+        group: the ranks that the model is split over.
+        device, dtype: of the keys and values.
+
+    Attributes:
+        group: as given.
+        tensor: [2, L, N, S, Hkv, D], empty while there are no blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        model_config: ModelConfig,
+        group: Group,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, Attention)]
+        self._config, self.group = config, group
+        self._device, self._dtype = device, dtype
+        num_kv_heads = len(local_kv_heads(model_config.num_key_value_heads, group))
+        self._block_shape = config.kvcache_block_size, num_kv_heads, model_config.head_dim
+        self._block_bytes = memory.kv_block_bytes(
+            len(self._layers), *self._block_shape, dtype.itemsize
+        )
+        self.free()
+
+    def num_blocks(self, max_model_len: int, own_now: int, own_peak: int) -> int:
+        """How many blocks the options ask for, or the device has room for.
+
+        Args:
+            max_model_len: tokens of the longest sequence.
+            own_now, own_peak: see `memory.num_blocks_for_cuda`.
+
+        Raises:
+            ValueError: if not one block fits.
+        """
+        config, block_bytes = self._config, self._block_bytes
+        if config.num_kvcache_blocks != -1:
+            return config.num_kvcache_blocks
+        if config.kv_cache_memory_bytes is not None:
+            return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
+        if self._device.type == "cpu":
+            per_seq = -(-max_model_len // config.kvcache_block_size)
+            available = memory.available_cpu_memory() // self.group.size
+            return memory.num_blocks_for_cpu(block_bytes, available, config.max_num_seqs * per_seq)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return memory.num_blocks_for_cuda(
+            block_bytes, total, free, own_now, own_peak, config.gpu_memory_utilization
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace the blocks by this many, which hold zeros.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        num_bytes = num_blocks * self._block_bytes
+        try:
+            if self._device.type == "cpu":
+                # numpy's zeros take physical memory only where they are written; torch's do
+                # everywhere.
+                pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+            else:
+                pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
+            raise ValueError(
+                f"a KV cache of {num_blocks} blocks ({num_bytes / memory.GIB:.2f} GiB) does not "
+                "fit the memory of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
+            ) from error
+        shape = 2, len(self._layers), num_blocks, *self._block_shape
+        self.tensor = pages.view(self._dtype).view(shape)
+        self._bind([KVCache(*parts) for parts in self.tensor.unbind(1)])
+
+    def free(self) -> None:
+        """Have no blocks."""
+        self.tensor = torch.empty(0)
+        self._bind([KVCache(self.tensor, self.tensor)] * len(self._layers))
+
+    def _bind(self, caches: list[KVCache]) -> None:
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.bind_kv_cache(cache)
+
+    def log(self, max_model_len: int) -> None:
+        """Say how large the pool is."""
+        block_size, num_blocks = self._config.kvcache_block_size, self.tensor.shape[2]
+        tokens = num_blocks * block_size
+        logger.info(
+            "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
+            num_blocks,
+            block_size,
+            self.tensor.nbytes / memory.GIB,
+            tokens / max_model_len,
+            max_model_len,
+        )
+        if tokens < max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so sequences end there and not at max_model_len %d",
+                tokens,
+                max_model_len,
+            )
