@@ -68,7 +68,7 @@ def run_bench(num_blocks: int, max_tokens: int | None = None, seed: int = 0) -> 
     return result
 
 
-@pytest.mark.parametrize("num_blocks", [600, 300])
+@pytest.mark.parametrize("num_blocks", [pytest.param(600, marks=pytest.mark.slow), 300])
 def test_small_pool_does_not_thrash(num_blocks):
     """Known defect 22: 1.37 and 1.40 times the prompts' tokens were computed."""
     result = run_bench(num_blocks)
@@ -78,7 +78,7 @@ def test_small_pool_does_not_thrash(num_blocks):
 
 
 @pytest.mark.parametrize("max_tokens", [1024, pytest.param(3072, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_blocks", [600, 300])
+@pytest.mark.parametrize("num_blocks", [pytest.param(600, marks=pytest.mark.slow), 300])
 def test_unknown_lengths_cost_little(num_blocks, max_tokens):
     """Sequences that stop early at EOS, with a large max_tokens, against lengths that are told."""
     told, guessed = run_bench(num_blocks), run_bench(num_blocks, max_tokens)

@@ -205,7 +205,7 @@ def test_tokens_do_not_depend_on_preemption(
     check_all(outputs, wanted)
 
 
-@BOTH
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("threads", "low_guesses")
 def test_tokens_do_not_depend_on_the_number_of_ranks(
     path: Path, wanted: list[Completion], overlap: bool

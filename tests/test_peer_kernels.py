@@ -110,7 +110,10 @@ def test_long_rows_are_summed_a_few_at_a_time(processes: RankProcesses, tmp_path
             torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float16)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [pytest.param(2, torch.float32, marks=pytest.mark.slow), (3, torch.float16)],
+)
 def test_each_row_has_its_own_place(
     processes: RankProcesses, size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b 
     ],
     ids=["choice", "regex", "words", "grammar", "json"],
 )
+@pytest.mark.parametrize("name", ["byte_level", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_masks_of_finite_forms_are_exact(form, texts, name):
     """A token is in the mask if and only if some text goes on with it, and refused otherwise."""
     if texts is None:

@@ -164,7 +164,9 @@ def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
     [
         (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4, "overlap": True}),
         (4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
-        (2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
+        pytest.param(
+            *(2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}), marks=pytest.mark.slow
+        ),
     ],
     ids=["256-two", "256-four", "32-two"],
 )

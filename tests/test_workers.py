@@ -810,7 +810,22 @@ SCRIPTS = {  # code, exit code, the last line of standard error
 }
 
 
-def test_scripts_start_and_end_cleanly(start_script, checkpoint):
+RARE_SCRIPTS = {
+    "in a thread",
+    "with a daemon thread in a step",
+    "with SIGPIPE as in a shell's filter",
+    "ended by a handler in the middle of a step",
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SCRIPTS.keys() - RARE_SCRIPTS, id="usual"),
+        pytest.param(RARE_SCRIPTS, id="rare", marks=pytest.mark.slow),
+    ],
+)
+def test_scripts_start_and_end_cleanly(names, start_script, checkpoint):
     """Whatever a script looks like and however it ends: as many workers as it needs and no more,
     right tokens, its own exit code, and no worker that keeps its pipes open. All at once, too.
     """
@@ -823,6 +838,7 @@ atexit.register(count)"""
     scripts = {
         name: start_script(code, at_exit=count, by_stdin=name == "on standard input")
         for name, (code, _, _) in SCRIPTS.items()
+        if name in names
     }
     for name, script in scripts.items():
         out, err = script.communicate(timeout=DEADLINE)
@@ -837,6 +853,17 @@ atexit.register(count)"""
         if last_line is not None:
             assert err.strip().rpartition("\n")[2].startswith(last_line), (name, err)
             assert last_line or not err, (name, err)
+
+
+@pytest.mark.parametrize("wanted", [None, "INFO"])
+def test_libraries_of_workers_are_quiet(wanted, checkpoint, monkeypatch):
+    """NCCL's monitor wrote a stack trace when another rank had ended some microseconds earlier."""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", wanted)
+    with LLM(checkpoint, **TP2) as llm:
+        environment = Path(f"/proc/{pids(llm)[0]}/environ").read_text().split("\0")
+    assert f"TORCH_CPP_LOG_LEVEL={wanted or 'FATAL'}" in environment
 
 
 # -- several engines, slow workers -----------------------------------------------------------------

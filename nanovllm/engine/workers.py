@@ -228,7 +228,8 @@ def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
         pass_fds=(fd, channel_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env={**os.environ, "TQDM_DISABLE": "1"},
+        # NCCL's monitor complains of ranks that end a moment earlier; what matters is raised.
+        env={"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ, "TQDM_DISABLE": "1"},
         start_new_session=True,  # Ctrl-C is for rank 0
     )
 
