@@ -147,7 +147,8 @@ def test_process(what: str, V: int) -> None:
     ("V", "kind"),
     [
         *((100, kind) for kind in ("random", "ties", "peaked", "extremes", "equal")),
-        *((4500, kind) for kind in ("random", "16 bits")),
+        (4500, "16 bits"),
+        pytest.param(4500, "random", marks=pytest.mark.slow),
         pytest.param(151936, "random", marks=pytest.mark.gpu),
     ],
 )
@@ -188,7 +189,9 @@ def test_thresholds_by_hand() -> None:
     assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "extremes", "equal"])
+@pytest.mark.parametrize(
+    "kind", ["random", "ties", "extremes", pytest.param("equal", marks=pytest.mark.slow)]
+)
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What top_p looks at is narrowed down first, if it is more than `PART` values."""
     monkeypatch.setattr(thresholds_kernels, "PART", 32 if kind == "random" else 256)

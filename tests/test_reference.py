@@ -120,7 +120,9 @@ def test_logits_are_those_of_the_reference(
         pytest.param({"kvcache_block_size": 16}, id="block-16"),
         pytest.param({"kvcache_block_size": 256}, id="block-256"),
         pytest.param({"max_num_seqs": 1}, id="one-sequence"),
-        pytest.param({"max_num_seqs": 1, "overlap": True}, id="one-sequence-overlap"),
+        pytest.param(
+            {"max_num_seqs": 1, "overlap": True}, id="one-sequence-overlap", marks=pytest.mark.slow
+        ),
         pytest.param({"overlap": True}, id="overlap"),
         pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
         pytest.param(

@@ -369,7 +369,7 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
     assert caught.value.rank == 2
 
 
-@pytest.mark.parametrize("moment", ["set", "wait"])
+@pytest.mark.parametrize("moment", ["set", pytest.param("wait", marks=pytest.mark.slow)])
 def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypatch):
     """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited
     for it without end, and nothing could interrupt that.
