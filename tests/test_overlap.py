@@ -1,6 +1,7 @@
 """Steps under way: what ends, is aborted or is interrupted while the device computes for it."""
 
 import gc
+import inspect
 import itertools
 import signal
 import sys
@@ -183,10 +184,12 @@ def test_defect_15_ctrl_c_between_launch_and_books(k, llm, checkpoint, monkeypat
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the k-th line that runs in the engine's own files."""
+    """Raises KeyboardInterrupt at the k-th line that runs in the engine's own files, or at the k-th
+    call of a function there.
+    """
 
-    def __init__(self, k: float) -> None:
-        self.k, self.count = k, 0
+    def __init__(self, k: float, event: str = "line") -> None:
+        self.k, self.event, self.count = k, event, 0
 
     def __enter__(self):
         sys.settrace(self.trace)
@@ -198,7 +201,9 @@ class Interrupt:
     def trace(self, frame, event, arg):
         if not frame.f_code.co_filename.startswith(ENGINE):
             return None
-        if event == "line":
+        if event == self.event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return None  # may be its end, which is no call of it
+        if event == self.event:
             self.count += 1
             if self.count == self.k:
                 raise KeyboardInterrupt
@@ -239,6 +244,33 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
         finish(done)  # steps may go on with what is left
         assert done == {prompt: wanted[prompt] for prompt in done}
         assert_usable(llm, checkpoint)
+
+
+def test_defect_15_ctrl_c_at_any_call_of_a_stream(llm, checkpoint):
+    """A stream that has ended in any way leaves no request. By calls, since lines would be too
+    strict: Python raises it when a function begins, or goes round a loop.
+    """
+    prompts = [PROMPTS[0], [VOCAB - 1] * 20]
+
+    def work(leave):
+        stream = llm.stream(prompts, greedy(3))
+        for output in stream:
+            if leave and output.outputs[0].index == 0:
+                stream.close()
+
+    for leave in (False, True):
+        for _ in range(2):  # the second finds prefixes in the cache
+            with Interrupt(float("inf"), "call") as whole:
+                work(leave)
+        num_interrupts = 0
+        for k in range(1, whole.count, max(1, whole.count // NUM_INTERRUPTS)):
+            try:
+                with Interrupt(k, "call"):
+                    work(leave)
+            except KeyboardInterrupt:  # the last may be beyond the end: blocks in the cache differ
+                num_interrupts += 1
+            assert_usable(llm, checkpoint)
+        assert num_interrupts > 50
 
 
 def test_step_times_include_the_work(llm, monkeypatch):

@@ -213,7 +213,7 @@ sys.meta_path.insert(0, Finder())
 SERVE = "nanovllm.engine.worker:_serve"
 CONNECT = "nanovllm.distributed.group:Group.connect"
 LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
-SIZE = "nanovllm.engine.kv_cache:KVCachePool.num_blocks"
+SIZE = "nanovllm.engine.kv_cache:KVCachePool.how_many_fit"
 RUN = "nanovllm.engine.model_runner:ModelRunner.run"
 
 FAULTS = {  # what happens: exit code and what the error says

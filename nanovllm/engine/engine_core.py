@@ -1,35 +1,42 @@
 """`EngineCore`: the requests of an engine, and the loop that computes them.
 
-A `step` is three verbs: schedule, run, postprocess. Everything else here keeps the books.
+A `step` is three verbs: schedule, run, postprocess. Everything else here keeps the books. Imports
+no torch.
 """
+
+from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.executor import Executor
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.under_way import StepUnderWay, known_tokens
+
+if TYPE_CHECKING:
+    from nanovllm.engine.executor import Executor
 
 
 class EngineCore:
-    """Computes requests, step by step. Its callers take turns.
+    """Computes requests, step by step. Not thread-safe: `LLMEngine` holds a lock.
 
     Args:
         executor: started.
-        scheduler: of the same size.
+        scheduler: of as many blocks as the executor has.
         lookahead: steps to launch ahead of the one that is booked: 1 to let the device compute
             while the host books, 0 to book each step before the next is chosen.
 
     Attributes:
         requests: those that have not ended, by their ids.
-        finished: those that have ended, for the caller to take; not those with a listener.
+        finished: those that have ended, until `forget_finished`; not those with a listener.
         under_way: steps that have been launched and not been booked yet, the oldest first.
         metrics: what has been done.
+        abort_later: drops requests, a set of ids, before anything else is done with the engine. For
+            streams, which may end in the middle of any call: garbage collection ends them.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, lookahead: int) -> None:
@@ -41,31 +48,39 @@ class EngineCore:
         self._launching = False  # still True when a launch has failed
         self._booked_at = 0.0  # seconds of time.perf_counter
         self._left: deque[set[int]] = deque()
+        self.abort_later = self._left.append  # no function of Python's: Ctrl-C would come before it
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.requests[request.request_id] = request
-        for seq in request.seqs:
-            self._scheduler.add(seq)
+        with self.reset_on_error():
+            self.requests[request.request_id] = request
+            for seq in request.seqs:
+                self._scheduler.add(seq)
 
     def step(self) -> None:
         """Launch a step, and book the one before it (or the same one, see `lookahead`)."""
         self._drop_left()
+        scheduled = self._schedule()
+        if scheduled:
+            self._run(scheduled)
+        self._book(leave=self._lookahead if scheduled else 0)
+
+    def _schedule(self) -> list[ScheduledSequence]:
         # After a launch that failed, the device may have newer tokens than the step it repeats
         # needs: first book the steps under way, so that the host knows the right ones. And after
         # Ctrl-C while it waited for a step, there is one more under way than there should be.
         books_only = self.under_way and (self._launching or len(self.under_way) > self._lookahead)
         with self.reset_on_error():
-            scheduled = [] if books_only else self._scheduler.schedule()
-        if scheduled:
-            self._launching, launched_at = True, time.perf_counter()
-            known = known_tokens(self.under_way, self._executor.wait)
-            tokens = self._executor.run(scheduled, known)
-            with self.reset_on_error():
-                self._scheduler.advance(scheduled)
-                self.under_way.append(StepUnderWay(scheduled, tokens, launched_at))
-            self._launching = False
-        self._book(leave=self._lookahead if scheduled else 0)
+            return [] if books_only else self._scheduler.schedule()
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> None:
+        self._launching, launched_at = True, time.perf_counter()
+        known = known_tokens(self.under_way, self._executor.wait)
+        tokens = self._executor.run(scheduled, known)
+        with self.reset_on_error():
+            self._scheduler.advance(scheduled)
+            self.under_way.append(StepUnderWay(scheduled, tokens, launched_at))
+        self._launching = False
 
     def _book(self, leave: int) -> None:
         """Book the steps under way, the oldest first, all but `leave`."""
@@ -107,6 +122,10 @@ class EngineCore:
             self.under_way.clear()
             self._scheduler.forget_steps()
 
+    def forget_finished(self) -> None:
+        """The caller has taken them."""
+        self.finished.clear()
+
     def is_idle(self) -> bool:
         """Whether no request is left, nor one that has ended and is to be taken."""
         self._drop_left()
@@ -123,11 +142,13 @@ class EngineCore:
             self._forget_superfluous()
         return len(found)
 
-    def abort_later(self, request_ids: set[int]) -> None:
-        """The same before the next step, for callers at any moment: garbage collection, say."""
-        self._left.append(request_ids)
+    def abort_all(self) -> None:
+        """Drop all requests, also those that are to be taken."""
+        self.abort(list(self.requests))
+        self.finished.clear()
 
     def _drop_left(self) -> None:
+        """What `abort_later` was told."""
         while self._left:
             self.abort(self._left[0])
             self._left.popleft()

@@ -29,7 +29,8 @@ class KVCachePool:
 
     Attributes:
         group: as given.
-        tensor: [2, L, N, S, Hkv, D], empty while there are no blocks.
+        block_bytes: of a block, on this rank.
+        tensor: [2, L, N, S, Hkv, D] of `dtype`, empty while there are no blocks.
     """
 
     def __init__(
@@ -46,22 +47,22 @@ class KVCachePool:
         self._device, self._dtype = device, dtype
         num_kv_heads = len(local_kv_heads(model_config.num_key_value_heads, group))
         self._block_shape = config.kvcache_block_size, num_kv_heads, model_config.head_dim
-        self._block_bytes = memory.kv_block_bytes(
+        self.block_bytes = memory.kv_block_bytes(
             len(self._layers), *self._block_shape, dtype.itemsize
         )
-        self.free()
+        self.tensor = torch.empty(0)
 
-    def num_blocks(self, max_model_len: int, own_now: int, own_peak: int) -> int:
+    def how_many_fit(self, max_model_len: int, own_now: int, own_peak: int) -> int:
         """How many blocks the options ask for, or the device has room for.
 
         Args:
             max_model_len: tokens of the longest sequence.
-            own_now, own_peak: see `memory.num_blocks_for_cuda`.
+            own_now, own_peak: on a GPU, see `memory.num_blocks_for_cuda`.
 
         Raises:
             ValueError: if not one block fits.
         """
-        config, block_bytes = self._config, self._block_bytes
+        config, block_bytes = self._config, self.block_bytes
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         if config.kv_cache_memory_bytes is not None:
@@ -76,24 +77,18 @@ class KVCachePool:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the blocks by this many, which hold zeros.
+        """Have this many blocks of zeros instead of those before.
 
         Raises:
-            ValueError: if they do not fit.
+            MemoryError, ValueError, torch.OutOfMemoryError: of numpy and torch, if they do not fit.
         """
-        num_bytes = num_blocks * self._block_bytes
-        try:
-            if self._device.type == "cpu":
-                # numpy's zeros take physical memory only where they are written; torch's do
-                # everywhere.
-                pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
-            else:
-                pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
-            raise ValueError(
-                f"a KV cache of {num_blocks} blocks ({num_bytes / memory.GIB:.2f} GiB) does not "
-                "fit the memory of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
-            ) from error
+        self.free()
+        num_bytes = num_blocks * self.block_bytes
+        if self._device.type == "cpu":
+            # numpy's zeros take physical memory only where they are written; torch's everywhere.
+            pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        else:
+            pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         shape = 2, len(self._layers), num_blocks, *self._block_shape
         self.tensor = pages.view(self._dtype).view(shape)
         self._bind([KVCache(*parts) for parts in self.tensor.unbind(1)])

@@ -1,6 +1,6 @@
-"""`LLMEngine`: requests in, outputs out. Owns tokenizer, scheduler and executor.
+"""`LLMEngine`: requests in, outputs out. Builds tokenizer, executor and scheduler.
 
-What callers pass is checked here, in turns; the loop itself is `EngineCore.step`.
+Callers take turns here; `RequestMaker` checks what they pass, and `EngineCore.step` is the loop.
 """
 
 import logging
@@ -159,7 +159,7 @@ class LLMEngine:
         with self._lock:
             self._advance()
             outputs = [request.output(self._maker.decoder) for request in self.core.finished]
-            self.core.finished.clear()
+            self.core.forget_finished()
             return outputs
 
     def _advance(self) -> None:
@@ -193,8 +193,7 @@ class LLMEngine:
         """Drop all requests, also those of streams, and results that `step` has not returned."""
         with self._lock:
             self._check_open()
-            self.core.abort(list(self.core.requests))
-            self.core.finished.clear()
+            self.core.abort_all()
 
     # -- the whole job --------------------------------------------------------------------------
 
@@ -257,8 +256,10 @@ class LLMEngine:
         left: set[int] = set()
         try:
             with self._lock:
-                for request in checked:
-                    left.add(self._add(request, listener=news.append))
+                requests = [self._maker.make(item, listener=news.append) for item in checked]
+                left.update(request.request_id for request in requests)  # before any is queued
+                for request in requests:
+                    self.core.add(request)
             while left:
                 with self._lock:
                     if not news:
@@ -347,7 +348,7 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and give the memory back. May be called again."""
         with self._lock:
-            self.core.under_way.clear()
+            self.core.reset()
             self._close()
 
     def _close_quietly(self) -> None:

@@ -100,7 +100,7 @@ class ModelRunner:
             peak = 0 if on_cpu else self.warmup()  # bytes
             own_now = self._weight_bytes() + group.peer_bytes
             own_peak = peak + group.peer_bytes
-            num_blocks = self.pool.num_blocks(self.max_model_len, own_now, own_peak)
+            num_blocks = self.pool.how_many_fit(self.max_model_len, own_now, own_peak)
             self.num_blocks = group.minimum(num_blocks)
             longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
             self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
@@ -151,7 +151,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[2, L, N, S, Hkv, D]."""
+        """[2, L, N, S, Hkv, D] of `dtype`."""
         return self.pool.tensor
 
     def warmup(self) -> int:
@@ -185,7 +185,14 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """Allocate the pool and give each layer its part."""
-        self.pool.allocate(self.num_blocks)
+        try:
+            self.pool.allocate(self.num_blocks)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
+            size = self.num_blocks * self.pool.block_bytes / memory.GIB
+            raise ValueError(
+                f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
+                "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
+            ) from error
         self.pool.log(self.max_model_len)
 
     def capture_cudagraph(self) -> None:

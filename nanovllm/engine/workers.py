@@ -228,7 +228,7 @@ def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
         pass_fds=(fd, channel_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # NCCL's monitor complains of ranks that end a moment earlier; what matters is raised.
+        # NCCL's monitor complains of ranks that end a moment earlier.
         env={"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ, "TQDM_DISABLE": "1"},
         start_new_session=True,  # Ctrl-C is for rank 0
     )

@@ -1,0 +1,162 @@
+"""The engine's loop on a fake device: failed launches, interrupts, and what is left and taken."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from host import FakeModel, make_scheduler, make_seq, reference
+
+from nanovllm.engine.engine_core import EngineCore
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduler import ScheduledSequence
+
+
+class Tokens(NamedTuple):
+    """What a step has sampled, with nothing beside it."""
+
+    token_ids: list[int]
+
+    def logprobs(self) -> list[Any]:
+        return []
+
+    prompt_logprobs = pooled = logprobs
+
+
+class FakeExecutor:
+    """Runs `FakeModel`. Calls of `run` whose numbers are in `fails` raise before they launch."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model, self.num_calls, self.fails = model, 0, set[int]()
+        self.interrupts = set[int]()  # calls of `wait`
+        self.num_waits = 0
+
+    def run(self, scheduled: list[ScheduledSequence], known: Any) -> Tokens:
+        self.num_calls += 1
+        if self.num_calls in self.fails:
+            raise RuntimeError("injected")
+        return Tokens(self.model.run(scheduled))
+
+    def wait(self, tokens: Tokens) -> list[int]:
+        self.num_waits += 1
+        if self.num_waits in self.interrupts:
+            raise KeyboardInterrupt
+        return tokens.token_ids
+
+
+class Engine:
+    """A core, and its parts."""
+
+    def __init__(self, lookahead: int) -> None:
+        self.scheduler = make_scheduler(num_blocks=8, max_num_seqs=3)
+        self.executor = FakeExecutor(FakeModel(self.scheduler))
+        self.core = EngineCore(self.executor, self.scheduler, lookahead)  # type: ignore[arg-type]
+        self.num_requests = 0
+
+    def add(self, *lengths: int, listener: Any = None) -> Request:
+        """A request with prompts of these lengths."""
+        seqs = [make_seq(n, max_tokens=6) for n in lengths]
+        for seq in seqs:
+            seq.request_id = self.num_requests
+        tokens = seqs[0].prompt_token_ids
+        params = seqs[0].sampling_params
+        request = Request(self.num_requests, None, tokens, params, seqs, listener)
+        self.num_requests += 1
+        self.core.add(request)
+        return request
+
+    def finish(self, *requests: Request) -> None:
+        """Run to the end: the right tokens, all of them to be taken, and nothing left."""
+        while self.core.requests:
+            self.core.step()
+            self.scheduler.check_invariants()
+        assert sorted(r.request_id for r in self.core.finished) == [r.request_id for r in requests]
+        for request in requests:
+            for seq in request.seqs:
+                wanted = reference(seq, self.scheduler.max_model_len)
+                assert (seq.completion_token_ids, seq.finish_reason) == wanted
+        assert not self.core.is_idle(), "there are some to be taken"
+        self.core.forget_finished()
+        assert self.core.is_idle() and not self.core.under_way
+        assert self.scheduler.block_manager.num_used_blocks == 0
+
+
+@pytest.fixture(params=[0, 1], ids=["synchronous", "overlap"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return Engine(request.param)
+
+
+@pytest.mark.parametrize("call", [1, 2, 4, 7])
+def test_a_failed_launch_is_repeated_when_all_is_booked(engine: Engine, call: int) -> None:
+    """What the step to be repeated needs is known to the host only when the others are booked."""
+    engine.executor.fails = {call}
+    requests = [engine.add(n) for n in (5, 9, 2, 7)]
+    with pytest.raises(RuntimeError, match="injected"):
+        while True:
+            engine.core.step()
+    assert engine.executor.num_calls == call
+    if engine.core.under_way:
+        engine.core.step()
+        assert not engine.core.under_way
+        assert engine.executor.num_calls == call, "launched before all was booked"
+    engine.finish(*requests)
+    assert engine.core.metrics.num_steps == engine.executor.num_calls - 1
+
+
+@pytest.mark.parametrize("wait", [1, 3])
+def test_after_ctrl_c_in_a_wait_the_step_is_booked_first(engine: Engine, wait: int) -> None:
+    engine.executor.interrupts = {wait}
+    requests = [engine.add(n) for n in (5, 9, 2)]
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.core.step()
+    num_calls, lookahead = engine.executor.num_calls, len(engine.core.under_way) - 1
+    engine.core.step()
+    assert engine.executor.num_calls == num_calls, "launched one more"
+    assert len(engine.core.under_way) in (0, lookahead)
+    engine.finish(*requests)
+    assert engine.core.metrics.num_steps == engine.executor.num_calls
+
+
+def test_half_a_request_is_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two of its sequences: it could neither finish nor be aborted."""
+    add, calls = engine.scheduler.add, []
+
+    def interrupted(seq: Any) -> None:
+        calls.append(seq)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        add(seq)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add(5, 3)
+    assert engine.core.is_idle() and not engine.core.requests
+    engine.finish(engine.add(5, 3))
+
+
+def test_what_is_left_goes_before_anything_else(engine: Engine) -> None:
+    stays, goes = engine.add(5, 3), engine.add(2)
+    engine.core.step()
+    engine.core.abort_later({goes.request_id, 99})
+    assert engine.core.describe()["num_aborted"] == 1
+    engine.finish(stays)
+    goes = engine.add(3)
+    engine.core.abort_later({goes.request_id})
+    assert engine.core.is_idle()
+
+
+def test_listeners_are_told_and_others_are_kept(engine: Engine) -> None:
+    """A listener's request is not among those to be taken; an abort of all drops these, too."""
+    news: list[Any] = []
+    heard, kept = engine.add(5, listener=news.append), engine.add(3)
+    while heard.request_id in engine.core.requests:
+        engine.core.step()
+    assert [token for output in news for token in output.outputs[0].token_ids] == (
+        heard.seqs[0].completion_token_ids
+    )
+    assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
+    assert engine.core.finished == [kept]
+    engine.add(4)
+    engine.core.abort_all()
+    assert engine.core.is_idle() and not engine.core.requests
+    assert engine.core.metrics.num_aborted == 1
