@@ -247,30 +247,24 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
 
 
 def test_defect_15_ctrl_c_at_any_call_of_a_stream(llm, checkpoint):
-    """A stream that has ended in any way leaves no request. By calls, since lines would be too
-    strict: Python raises it when a function begins, or goes round a loop.
+    """A stream that begins and is left, interrupted anywhere, leaves no request. By calls, since
+    lines would be too strict: Python raises it when a function begins, or goes round a loop.
     """
-    prompts = [PROMPTS[0], [VOCAB - 1] * 20]
 
-    def work(leave):
-        stream = llm.stream(prompts, greedy(3))
-        for output in stream:
-            if leave and output.outputs[0].index == 0:
-                stream.close()
+    def work():
+        stream = llm.stream([PROMPTS[0], [VOCAB - 1] * 20], greedy(3))
+        next(stream)
+        stream.close()
 
-    for leave in (False, True):
-        for _ in range(2):  # the second finds prefixes in the cache
-            with Interrupt(float("inf"), "call") as whole:
-                work(leave)
-        num_interrupts = 0
-        for k in range(1, whole.count, max(1, whole.count // NUM_INTERRUPTS)):
-            try:
-                with Interrupt(k, "call"):
-                    work(leave)
-            except KeyboardInterrupt:  # the last may be beyond the end: blocks in the cache differ
-                num_interrupts += 1
+    for k in itertools.count(1):
+        try:
+            with Interrupt(k, "call"):
+                work()
+            break  # there are no more calls
+        except KeyboardInterrupt:
             assert_usable(llm, checkpoint)
-        assert num_interrupts > 50
+    assert k > 100
+    assert_usable(llm, checkpoint)
 
 
 def test_step_times_include_the_work(llm, monkeypatch):

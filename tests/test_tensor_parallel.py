@@ -163,9 +163,7 @@ def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
     ("size", "options"),
     [
         (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4, "overlap": True}),
-        pytest.param(
-            *(4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}), marks=pytest.mark.slow
-        ),
+        (4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
         (2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
     ],
     ids=["256-two", "256-four", "32-two"],

@@ -145,7 +145,7 @@ class EngineCore:
     def abort_all(self) -> None:
         """Drop all requests, also those that are to be taken."""
         self.abort(list(self.requests))
-        self.finished.clear()
+        self.forget_finished()
 
     def _drop_left(self) -> None:
         """What `abort_later` was told."""
