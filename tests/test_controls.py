@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host import EOS, VOCAB_SIZE, FakeModel, make_scheduler, reference
+from numpy.typing import NDArray
 
 from nanovllm import SamplingParams
 from nanovllm.engine.controls import (
@@ -318,6 +319,20 @@ def test_requests_of_the_same_parameters_share_a_mask() -> None:
     found = plan(table, whole(first, other, make(3, slot=3, top_k=2), second))
     assert found is not None
     assert found.mask_rows.tolist() == [0, 1, -1, 0] and found.masks.tolist() == [[4], [8]]
+
+
+def test_masks_are_written_where_the_device_reads_them() -> None:
+    """They are the largest of what goes to it, too large to be copied on the host."""
+    made: list[NDArray[np.int32]] = []
+
+    def new_array(shape: tuple[int, int]) -> NDArray[np.int32]:
+        made.append(np.full(shape, 7, np.int32))
+        return made[-1]
+
+    table = ControlTable(2, VOCAB_SIZE, new_array)
+    found = plan(table, whole(make(3, slot=0, allowed_token_ids=[2])))
+    assert found is not None and len(made) == 1
+    assert found.masks is made[0] and found.masks.tolist() == [[4]]
 
 
 def test_a_tiny_top_p_is_not_0_in_float32() -> None:

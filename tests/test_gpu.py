@@ -26,6 +26,7 @@ from checkpoints import make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
+from nanovllm.utils.device import _side_stream, host_array, upload_beside
 
 pytestmark = pytest.mark.gpu
 SEED = 11
@@ -345,3 +346,38 @@ def test_another_device_than_the_current_one(tiny: str) -> None:
         assert torch.cuda.current_device() == 0
     assert [output["text"] for output in outputs] == ["472", "olleh"]
     assert torch.cuda.current_device() == 0
+
+
+def upload_numbers(values: range) -> torch.Tensor:
+    """The largest element of arrays that are copied and dropped at once, each of one number."""
+    device, maxima = torch.device("cuda", 0), []
+    for value in values:
+        array = host_array(device, (256, 4748))
+        array.fill(value)
+        copied = upload_beside(device, array)
+        del array
+        maxima.append(copied.amax())
+        del copied
+    return torch.stack(maxima)
+
+
+def test_a_large_upload_waits_for_nothing() -> None:
+    """And its memory is not used again before the kernel that reads it has run."""
+    upload_numbers(range(20))  # allocates, loads kernels
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    computing = torch.cuda.Event()
+    computing.record()
+    maxima = upload_numbers(range(4))
+    _side_stream(maxima.device).synchronize()
+    assert not computing.query(), "the copies have waited"
+    assert maxima.tolist() == [0, 1, 2, 3]
+
+
+def test_what_reads_a_large_upload_waits_for_it() -> None:
+    """And the host does not write over it before it is copied."""
+    upload_numbers(range(20))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_side_stream(torch.device("cuda", 0))):
+        torch.cuda._sleep(10**8)
+    assert upload_numbers(range(20, 24)).tolist() == [20, 21, 22, 23]

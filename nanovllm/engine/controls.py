@@ -33,6 +33,7 @@ NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 # The completion of a sequence from a place on, also a token that is not booked yet.
 KnownTokens = Callable[[Sequence, int], list[int]]
+NewArray = Callable[[tuple[int, int]], Int32]
 
 
 class RequestControls(NamedTuple):
@@ -179,16 +180,21 @@ class Controls(NamedTuple):
         return edits or self.has_filters or self.has_penalties
 
 
+def _new(shape: tuple[int, int]) -> Int32:
+    return np.empty(shape, np.int32)
+
+
 class ControlTable:
     """The controls of the running sequences, by slot.
 
     Args:
         max_num_seqs: number of slots.
         vocab_size: V.
+        new_array: makes an int32 array for masks, whose content is arbitrary.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, max_num_seqs: int, vocab_size: int, new_array: NewArray = _new) -> None:
+        self._vocab_size, self._new_array = vocab_size, new_array
         self._until = np.zeros(max_num_seqs, np.int64)  # controls act on shorter sequences
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float32)
@@ -249,7 +255,7 @@ class ControlTable:
         mask_rows = np.full(len(seqs), -1, np.int32)
         masked = np.flatnonzero(self._has_mask[slots])
         masks, mask_rows[masked] = _masks(
-            [seqs[row] for row in masked.tolist()], self._vocab_size, known
+            [seqs[row] for row in masked.tolist()], self._vocab_size, known, self._new_array
         )
         penalties = self._penalties[:, slots]
         stale = (penalties.T != NO_PENALTIES).any(1) & (self._num_counted[slots] != lengths)
@@ -289,7 +295,9 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
     return tokens[order], biases[order]
 
 
-def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[Int32, Int32]:
+def _masks(
+    seqs: list[Sequence], vocab_size: int, known: KnownTokens, new_array: NewArray
+) -> tuple[Int32, Int32]:
     """The masks that these sequences need, and which of them each takes."""
     rows = np.zeros(len(seqs), np.int32)
     # By their identity: requests of the same parameters share one.
@@ -298,7 +306,7 @@ def _masks(seqs: list[Sequence], vocab_size: int, known: KnownTokens) -> tuple[I
     for row, seq in enumerate(seqs):
         if seq.controls is not None and (mask := seq.controls.allowed) is not None:
             rows[row], _ = given.setdefault(id(mask), (len(given), mask))
-    masks = np.empty((len(given) + len(guided), -(-vocab_size // 32)), np.int32)
+    masks = new_array((len(given) + len(guided), -(-vocab_size // 32)))
     for i, mask in given.values():
         masks[i] = mask
     rows[[row for row, _, _ in guided]] = range(len(given), len(masks))

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, Workers
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.device import resolve_device
+from nanovllm.utils.device import host_array, resolve_device
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,7 +48,9 @@ class Executor:
         self.model_runner: ModelRunner | None = None
         self._group = Group(0, config.tensor_parallel_size)
         self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
-        self._controls = ControlTable(config.max_num_seqs, model_config.vocab_size)
+        self._controls = ControlTable(
+            config.max_num_seqs, model_config.vocab_size, partial(host_array, self._device)
+        )
         self._workers: Workers | None = None
         self._store: Store | None = None
         self._port = 0  # of the store

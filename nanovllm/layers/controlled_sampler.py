@@ -9,7 +9,7 @@ import torch
 from nanovllm.engine.controls import MAX_COUNT, NO_FILTERS, Controls
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
-from nanovllm.utils.device import upload
+from nanovllm.utils.device import upload, upload_beside
 
 
 class Logprobs(NamedTuple):
@@ -78,18 +78,18 @@ class ControlledSampler:
         from nanovllm.kernels.sampling import sample
         from nanovllm.kernels.thresholds import thresholds
 
-        top_k, top_p, min_p, penalties, masks, mask_rows, starts, edit_tokens, biases = upload(
+        top_k, top_p, min_p, penalties, mask_rows, starts, edit_tokens, biases = upload(
             logits.device,
             controls.top_k,
             controls.top_p,
             controls.min_p,
             controls.penalties,
-            controls.masks,
             controls.mask_rows,
             controls.edit_starts,
             controls.edit_tokens,
             controls.edit_biases,
         )
+        masks = upload_beside(logits.device, controls.masks)
         span, temperatures = vocab_span(self.vocab_size), metadata.temperatures
         weighs = span == kernels.SPAN and not controls.has_filters
         x, tops, weights = kernels.process(

@@ -1,7 +1,10 @@
 """Which device `Config.device` means, and arrays on their way there."""
 
+import functools
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
@@ -47,3 +50,27 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
         .view(array.shape)
         for array, offset in zip(arrays, offsets, strict=False)
     ]
+
+
+def host_array(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32]:
+    """An int32 array whose content is arbitrary, in memory that the device can read directly."""
+    return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()
+
+
+def upload_beside(device: torch.device, array: NDArray[np.int32]) -> torch.Tensor:
+    """A large `host_array` to the device at once, while that is still computing what it was given
+    before; what it is given from now on finds the array there.
+    """
+    if device.type == "cpu" or not array.size:
+        return torch.from_numpy(array).to(device)
+    computing, copying = torch.cuda.current_stream(device), _side_stream(device)
+    with torch.cuda.stream(copying):
+        copied = torch.from_numpy(array).to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    copied.record_stream(computing)
+    return copied
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
