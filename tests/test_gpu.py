@@ -366,10 +366,15 @@ def test_a_large_upload_waits_for_nothing() -> None:
     upload_numbers(range(20))  # allocates, loads kernels
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)
-    computing = torch.cuda.Event()
+    computing, device = torch.cuda.Event(), torch.device("cuda", 0)
     computing.record()
+    array = host_array(device, (256, 4748))
+    array.fill(-5)
+    assert torch.from_numpy(array).is_pinned()
+    copied = upload_beside(device, array)
+    with torch.cuda.stream(_side_stream(device)):
+        assert copied.amax().item() == -5
     maxima = upload_numbers(range(4))
-    _side_stream(maxima.device).synchronize()
     assert not computing.query(), "the copies have waited"
     assert maxima.tolist() == [0, 1, 2, 3]
 
