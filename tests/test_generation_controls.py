@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from ranks import ranks_of, threads_fixture  # noqa: F401
 from sampling_oracle import Completion, Oracle
 from test_engine_faults import fail_at
@@ -30,10 +32,11 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine import controls
+from nanovllm.engine import controls, executor
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.controlled_sampler import ControlledSampler
 from nanovllm.outputs import CompletionOutput
+from nanovllm.utils.device import host_array
 
 VOCAB = 131  # the last of two ranks has fewer tokens, the last of four has none
 EOS = [7, 60]
@@ -235,6 +238,23 @@ def test_workers_are_told_the_tokens(path: Path, wanted: list[Completion]) -> No
     with LLM(path, tensor_parallel_size=2, overlap=True, **{**SMALL, **SMALL_POOL}) as llm:
         check_all(generate(llm, REQUESTS), wanted)
         assert llm.metrics()["num_preemptions"] > 0
+
+
+def test_masks_are_made_for_the_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that a GPU reads directly; otherwise they would be copied on the host, too."""
+    made = []
+
+    def spy(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        made.append((device, shape))
+        return host_array(device, shape)
+
+    monkeypatch.setattr(executor, "host_array", spy)
+    with LLM(path, **SMALL) as llm:
+        params = params_of(max_tokens=3, allowed_token_ids=[5, 6], ignore_eos=True)
+        [output] = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert {5, 6}.issuperset(output.outputs[0].token_ids)
+    assert [shape for _, shape in made if shape[0]] == [(1, -(-VOCAB // 32))] * 3
+    assert {device for device, _ in made} == {torch.device("cpu")}
 
 
 def test_order_and_company_do_not_matter(

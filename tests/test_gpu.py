@@ -1,10 +1,12 @@
 """On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
 
+import dataclasses
 import gc
 import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -340,11 +342,14 @@ def test_another_device_than_the_current_one(tiny: str) -> None:
     with LLM(tiny, device="cuda:1", **SMALL) as llm:
         assert torch.cuda.current_device() == 0
         assert llm.model_runner.kv_cache.device == torch.device("cuda:1")
-        outputs = llm.generate(["127+345=", "reverse: hello ="], GREEDY, use_tqdm=False)
+        digits = dataclasses.replace(GREEDY, allowed_token_ids=llm.tokenizer.encode("0123456789"))
+        prompts = ["127+345=", "reverse: hello =", "reverse: hello ="]
+        outputs = llm.generate(prompts, [GREEDY, GREEDY, digits], use_tqdm=False)
         metrics = llm.metrics()
         assert (metrics["device"], metrics["num_graph_replays"] > 0) == ("cuda:1", True)
         assert torch.cuda.current_device() == 0
-    assert [output["text"] for output in outputs] == ["472", "olleh"]
+    assert [output["text"] for output in outputs[:2]] == ["472", "olleh"]
+    assert re.fullmatch(r"\d+", outputs[2]["text"]), "the mask did not act"
     assert torch.cuda.current_device() == 0
 
 

@@ -33,6 +33,7 @@ NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 # The completion of a sequence from a place on, also a token that is not booked yet.
 KnownTokens = Callable[[Sequence, int], list[int]]
+# Of a shape, its content arbitrary.
 NewArray = Callable[[tuple[int, int]], Int32]
 
 
@@ -190,7 +191,7 @@ class ControlTable:
     Args:
         max_num_seqs: number of slots.
         vocab_size: V.
-        new_array: makes an int32 array for masks, whose content is arbitrary.
+        new_array: makes the array for a step's masks, where the device can read them.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, new_array: NewArray = _new) -> None:

@@ -58,8 +58,9 @@ def host_array(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32
 
 
 def upload_beside(device: torch.device, array: NDArray[np.int32]) -> torch.Tensor:
-    """A large `host_array` to the device at once, while that is still computing what it was given
-    before; what it is given from now on finds the array there.
+    """A whole `host_array` to the device at once, while that is still computing what it was given
+    before; the current stream finds it there from now on. Pays where the array is large. It must
+    not be written to any more; PyTorch keeps its memory until it is copied.
     """
     if device.type == "cpu" or not array.size:
         return torch.from_numpy(array).to(device)
