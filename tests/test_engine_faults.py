@@ -299,7 +299,16 @@ started.wait()
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        "at once",
+        "with a step under way",
+        "in a daemon thread",
+        pytest.param("in a cycle", marks=pytest.mark.slow),
+        pytest.param("sys.exit", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""
     code = f"""

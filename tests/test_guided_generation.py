@@ -141,7 +141,13 @@ def expected_fixture() -> list[list[int]]:
 # -- forms ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        pytest.param(False, id="synchronous", marks=pytest.mark.slow),
+        pytest.param(True, id="overlap"),
+    ],
+)
 def test_every_text_validates(overlap: bool) -> None:
     """Two hundred objects of seven schemas, beside half as many texts without a form."""
     prompts = [f"{PROMPTS[i % len(PROMPTS)]}{i}" for i in range(300)]

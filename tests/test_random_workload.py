@@ -115,7 +115,13 @@ class Workload:
         pytest.param(True, id="no-admission", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize(
+    "caching",
+    [
+        pytest.param(True, id="cache"),
+        pytest.param(False, id="no-cache", marks=pytest.mark.slow),
+    ],
+)
 def test_random_workload(caching, guess_low, lookahead, mixed):
     """5,600 steps in all, in eight engines; bounds and invariants are checked in every step."""
     total: Counter[str] = Counter()

@@ -135,7 +135,10 @@ def test_the_oracle_is_philox() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("V", "span", "n"), [(100, 16, 80), (100, 128, 60), (12, 16, 60)])
+@pytest.mark.parametrize(
+    ("V", "span", "n"),
+    [(100, 16, 80), (100, 128, 60), pytest.param(12, 16, 60, marks=pytest.mark.slow)],
+)
 def test_kernel_draws_what_the_oracle_draws(V, span, n):
     """Several spans or one, columns past the vocabulary, and a span without any weight."""
     rng = np.random.default_rng(SEED)
