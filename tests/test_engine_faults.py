@@ -297,17 +297,11 @@ threading.Thread(target=work, daemon=True).start()
 started.wait()
 """,
 }
+RARE_ENDS = {"in a cycle", "sys.exit"}
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        "at once",
-        "with a step under way",
-        "in a daemon thread",
-        pytest.param("in a cycle", marks=pytest.mark.slow),
-        pytest.param("sys.exit", marks=pytest.mark.slow),
-    ],
+    "end", [pytest.param(e, marks=[pytest.mark.slow] * (e in RARE_ENDS)) for e in ENDS]
 )
 def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""

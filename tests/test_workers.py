@@ -855,7 +855,7 @@ atexit.register(count)"""
             assert last_line or not err, (name, err)
 
 
-@pytest.mark.parametrize("wanted", [None, "INFO"])
+@pytest.mark.parametrize("wanted", [None, pytest.param("INFO", marks=pytest.mark.slow)])
 def test_libraries_of_workers_are_quiet(wanted, checkpoint, monkeypatch):
     """NCCL's monitor wrote a stack trace when another rank had ended some microseconds earlier."""
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
