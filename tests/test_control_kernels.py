@@ -208,7 +208,7 @@ def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 5, 20])
-@pytest.mark.parametrize("V", [40, 4097, LARGE])
+@pytest.mark.parametrize("V", [pytest.param(40, marks=pytest.mark.slow), 4097, LARGE])
 @pytest.mark.parametrize("kind", ["random", "ties", "peaked", "few", "16 bits"])
 def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
     rng, n = np.random.default_rng(SEED), 6

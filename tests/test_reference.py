@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_reference(
         pytest.param({}, id="default"),
         pytest.param({"kvcache_block_size": 16}, id="block-16"),
         pytest.param({"kvcache_block_size": 256}, id="block-256"),
-        pytest.param({"max_num_seqs": 1}, id="one-sequence"),
+        pytest.param({"max_num_seqs": 1}, id="one-sequence", marks=pytest.mark.slow),
         pytest.param(
             {"max_num_seqs": 1, "overlap": True}, id="one-sequence-overlap", marks=pytest.mark.slow
         ),
@@ -166,7 +166,13 @@ def test_order_does_not_matter(
 
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+@pytest.mark.parametrize(
+    "caching",
+    [
+        pytest.param(True, id="prefix-cache"),
+        pytest.param(False, id="no-prefix-cache", marks=pytest.mark.slow),
+    ],
+)
 def test_preemption_does_not_change_tokens(
     tiny: str,
     prompts: list[list[int]],

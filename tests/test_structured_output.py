@@ -152,7 +152,7 @@ PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b 
         ({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
         ({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
         ({"grammar": 'start: "y" x?\nx: "e" ("s" | "llow")'}, ["y", "yes", "yellow"]),
-        (
+        pytest.param(
             {
                 "json": {
                     "prefixItems": [{"type": "boolean"}, {"enum": ["no", 1, None]}],
@@ -163,6 +163,7 @@ PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b 
                 }
             },
             PAIRS,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["choice", "regex", "words", "grammar", "json"],

@@ -110,7 +110,7 @@ def wanted(path: Path, prompts: Any, params: Any) -> list[list[int]]:
     ("name", "size", "options"),
     [
         ("uneven", 2, {}),
-        ("odd", 2, {"mixed_steps": False, "overlap": True}),
+        pytest.param(*("odd", 2, {"mixed_steps": False, "overlap": True}), marks=pytest.mark.slow),
         ("odd", 4, {"overlap": True}),
         pytest.param("uneven", 4, {"mixed_steps": False}, marks=pytest.mark.slow),
     ],
