@@ -12,7 +12,7 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.hopper import can_describe
+from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
@@ -103,6 +103,7 @@ PRODUCTS = {  # T, N, K; through which of the paths
     "tiles-70": (70, 128, 512),
     "tiles-wide": (70, 4096, 512),
     "tiles-200": (200, 128, 512),
+    "tiles-200-spare": (200, 128, 512),
     "library": (3, 50, 96),
 }
 
@@ -110,14 +111,16 @@ PRODUCTS = {  # T, N, K; through which of the paths
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_linear(name: str, partial: bool) -> None:
-    """Against float64; rows of x may be a slice of something wider."""
+    """Against float64; rows of x may be a slice of something wider, or have others after them."""
     T, N, K = PRODUCTS[name]
     x = randn(T, K + 8, dtype=HALF)[:, :K]
     weight = randn(N, K, dtype=HALF, seed=1) * K**-0.5
+    if name.endswith("-spare"):
+        x = spare_rows(T, K, like=x).copy_(x)
     out = linear(x, weight, partial)
     tiles = choose_tiles(T, N, K, partial)
     if name.startswith("tiles"):
-        assert (tiles is not None) == (partial or T <= 128)
+        assert (tiles is not None) == (partial or N >= 4096)
     if partial and T > 1 and tiles is not None and can_describe(x):
         assert out.shape == (tiles.splits, T, N) and out.dtype == torch.float32
         assert tiles.splits > 1
@@ -127,13 +130,31 @@ def test_linear(name: str, partial: bool) -> None:
 
 
 def test_tiles_are_taken_up_to_where_the_library_is_faster() -> None:
-    small, large = (1024, 2048), (4096, 12288)
+    small, large, wide = (1024, 2048), (4096, 12288), (4096, 2048)
     assert choose_tiles(256, *small, partial=True) and not choose_tiles(257, *small, partial=True)
-    assert choose_tiles(128, *small, partial=False) and not choose_tiles(129, *small, partial=False)
-    assert choose_tiles(128, *large, partial=True) and not choose_tiles(129, *large, partial=True)
+    for shape in (large, wide):
+        assert choose_tiles(128, *shape, partial=True)
+        assert not choose_tiles(129, *shape, partial=True)
+    assert choose_tiles(128, *wide, partial=False) and not choose_tiles(129, *wide, partial=False)
+    assert not choose_tiles(2, *small, partial=False)
     assert not choose_tiles(2, *large, partial=False)
     assert not choose_tiles(2, 1000, 2048, partial=True)
     assert not choose_tiles(2, 1024, 2000, partial=True)
+
+
+def test_a_description_goes_on_into_spare_rows_and_not_beyond_the_storage() -> None:
+    x = spare_rows(130, 16, like=randn(1, dtype=HALF))
+    assert x.shape == (130, 16) and x.dtype == HALF
+    if not can_describe(x):
+        pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
+    assert describe(x, 64, 16).shape == [192, 16]
+    assert describe(x, 128, 16).shape == [256, 16]
+    assert describe(x[66:], 64, 16).shape == [64, 16], "whole tiles already"
+    assert describe(x[100:, 8:], 128, 8).shape == [128, 8]
+    assert describe(randn(130, 16, dtype=HALF), 64, 16).shape == [130, 16]
+    wider = randn(130, 40, dtype=HALF)
+    assert describe(wider[:, :16], 64, 16).shape == [130, 16]
+    assert describe(wider[:100, 24:], 64, 16).shape == [128, 16]
 
 
 def test_a_matrix_of_unaligned_rows_is_not_described() -> None:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, I, BLOCK: tl.constexpr, PDL: tl.constex
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x: [T, 2 I] = [gate | up] -> silu(gate) * up: [T, I]."""
     T, I = x.shape[0], x.shape[1] // 2
-    out = torch.empty(T, I, dtype=x.dtype, device=x.device)
+    out = spare_rows(T, I, like=x)
     BLOCK = min(1024, triton.next_power_of_2(I))
     grid = (T, triton.cdiv(I, BLOCK))
     _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4, **pdl_options(x))

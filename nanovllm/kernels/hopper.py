@@ -26,6 +26,8 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
 
+ROWS = 128  # of the largest tile
+
 dependent_launch = True  # False: one kernel after the other, for profiles and tests
 
 
@@ -67,6 +69,20 @@ def can_describe(x: torch.Tensor) -> bool:
     return TensorDescriptor is not None and x.stride(1) == 1 and aligned
 
 
+def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised [num_rows, *shape] whose storage goes on to a multiple of ROWS, so that
+    `describe` cuts it into whole tiles: tiles that lie half outside take longer (measured).
+    """
+    total = triton.cdiv(num_rows, ROWS) * ROWS
+    return torch.empty(total, *shape, dtype=like.dtype, device=like.device)[:num_rows]
+
+
 def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of the matrix x for tiles of rows x columns; what lies outside x reads as 0."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+    """A descriptor of the matrix x for tiles of rows x columns. Rows past the last are those that
+    follow in its storage, whatever they hold; what lies outside of it reads as 0.
+    """
+    wanted = triton.cdiv(len(x), rows) * rows
+    size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    there = (size - x.shape[1]) // x.stride(0) + 1
+    shape = [min(wanted, there), x.shape[1]]
+    return TensorDescriptor(x, shape, list(x.stride()), [rows, columns])

@@ -107,12 +107,14 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         N: rows of the weight.
         partial: whether partial results are welcome.
     """
-    small = N * K <= SMALL
-    most = (256 if small else 128) if partial else (128 if small else 0)
+    small, wide = N * K <= SMALL, N >= 4096
+    if partial:
+        most = 256 if small and not wide else 128
+    else:
+        most = 128 if small and wide else 0
     if most < T or N % BLOCK_N or K % 512:
         return None
     # About 128 programs: by narrow tiles and many splits where the outputs are few.
-    wide = N >= 4096
     block_t = max(16, min(128 if wide else 64, triton.next_power_of_2(T)))
     splits = 1 if not partial else 2 if wide or T > 128 else 4
     block_k = 256 if partial and block_t <= 32 and K % 1024 == 0 else 128

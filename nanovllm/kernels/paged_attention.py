@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import (
+    can_describe,
+    describe,
+    launch_dependents,
+    pdl_options,
+    spare_rows,
+    wait,
+)
 
 LOG2E = 1.4426950408889634
 MIN_ROWS = 16  # of an operand of tl.dot
@@ -307,7 +314,7 @@ def paged_decode(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     if num_splits is None:
         num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S)
-    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    out = spare_rows(B, Hq, D, like=q)
     part_acc = part_lse = out
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
