@@ -2,13 +2,14 @@
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import connected_groups, on_all_ranks
 
-from nanovllm.distributed.bulk import part_of
+from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
@@ -145,3 +146,18 @@ def test_parts_of_large_steps_cover_all_rows_once(size: int) -> None:
         assert max(part.stop - part.start for part in parts) <= longest
         empty += parts[-1].start == parts[-1].stop
     assert empty > 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 40, 96])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_picked_by_all_ranks_add_up(size: int, num_rows: int) -> None:
+    """Each row comes from the rank that has it, whether others have none or some."""
+    whole = torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(SEED))
+    rows = torch.tensor([0, num_rows // 2, num_rows - 1], dtype=torch.int32)
+    picked = []
+    for rank in range(size):
+        exchange: Any = SimpleNamespace(rank=rank, size=size)
+        gathered = Gathered(torch.empty_like(whole), 1, exchange)
+        picked.append(gathered.pick(whole[part_of(rank, size, num_rows)], rows))
+    assert torch.equal(torch.stack(picked).sum(0), whole[rows])
+    assert all(part.shape == (3, 3) for part in picked)

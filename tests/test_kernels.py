@@ -16,7 +16,7 @@ from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
-from nanovllm.kernels.rope import qk_norm_rope_store_
+from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
@@ -102,6 +102,7 @@ PRODUCTS = {  # T, N, K; through which of the paths
     "tiles-17": (17, 128, 1024),
     "tiles-70": (70, 128, 512),
     "tiles-wide": (70, 4096, 512),
+    "tiles-whole": (130, 4096, 512),
     "tiles-200": (200, 128, 512),
     "tiles-200-spare": (200, 128, 512),
     "library": (3, 50, 96),
@@ -120,26 +121,35 @@ def test_linear(name: str, partial: bool) -> None:
     out = linear(x, weight, partial)
     tiles = choose_tiles(T, N, K, partial)
     if name.startswith("tiles"):
-        assert (tiles is not None) == (partial or N >= 4096)
-    if partial and T > 1 and tiles is not None and can_describe(x):
-        assert out.shape == (tiles.splits, T, N) and out.dtype == torch.float32
-        assert tiles.splits > 1
+        assert (tiles is not None) == (partial or N == 4096)
+    if T > 1 and tiles is not None and tiles.splits > 1 and can_describe(x):
+        assert partial and out.shape == (tiles.splits, T, N) and out.dtype == torch.float32
         out = out.sum(0)
     assert out.shape == (T, N)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=2e-2, rtol=1e-2)
 
 
-def test_tiles_are_taken_up_to_where_the_library_is_faster() -> None:
-    small, large, wide = (1024, 2048), (4096, 12288), (4096, 2048)
-    assert choose_tiles(256, *small, partial=True) and not choose_tiles(257, *small, partial=True)
-    for shape in (large, wide):
-        assert choose_tiles(128, *shape, partial=True)
-        assert not choose_tiles(129, *shape, partial=True)
-    assert choose_tiles(128, *wide, partial=False) and not choose_tiles(129, *wide, partial=False)
-    assert not choose_tiles(2, *small, partial=False)
-    assert not choose_tiles(2, *large, partial=False)
-    assert not choose_tiles(2, 1000, 2048, partial=True)
-    assert not choose_tiles(2, 1024, 2000, partial=True)
+@pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
+@pytest.mark.parametrize("N", [128, 1024, 1536, 3072, 4096, 6144, 12288])
+def test_tiles_make_about_as_many_programs_as_run_at_once(N: int, partial: bool) -> None:
+    taken = []
+    for K in (1024, 2048, 4096, 12288):
+        for T in (2, 17, 64, 65, 128, 129, 256, 257):
+            if (tiles := choose_tiles(T, N, K, partial)) is None:
+                continue
+            taken.append(K)
+            programs = N // 64 * -(-T // tiles.block_t) * tiles.splits
+            assert programs <= 128
+            assert programs > 32 or tiles.splits == 4
+            assert tiles.splits == 1 or partial
+            assert K % (tiles.splits * tiles.block_k) == 0
+            assert T <= 128 or (T <= 256 and N * K <= 2**23), "the library is faster"
+            if tiles.splits == 1:  # otherwise the library is faster
+                assert programs >= 64 and N * K <= 2**23
+    # Whole results come from whole sums: few outputs leave the GPU idle.
+    assert bool(taken) == {128: partial, 1536: partial, 12288: False}.get(N, True)
+    assert not choose_tiles(2, 1000, 2048, partial)
+    assert not choose_tiles(2, N, 2000, partial)
 
 
 def test_a_description_goes_on_into_spare_rows_and_not_beyond_the_storage() -> None:
@@ -232,16 +242,23 @@ def test_fill_in(T: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     ("T", "hq", "hkv", "d"),
     [(T, *heads) for T in (1, 9) for heads in ((4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128))]
     # Many tokens take more heads in a program.
     + [pytest.param(257, 6, 2, 64, marks=pytest.mark.slow)],
 )
-def test_qk_norm_rope_store(T: int, hq: int, hkv: int, d: int, dtype: torch.dtype) -> None:
+def test_qk_norm_rope_store(
+    T: int, hq: int, hkv: int, d: int, parts: int, dtype: torch.dtype
+) -> None:
     """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""
     max_position, N, S = 50, 40, 16
-    qkv = randn(T, hq + 2 * hkv + 1, d, dtype=dtype)[:, :-1]  # rows may lie apart
+    if parts == 1:
+        given = qkv = randn(T, hq + 2 * hkv + 1, d, dtype=dtype)[:, :-1]  # rows may lie apart
+    else:
+        given = randn(parts, T, hq + 2 * hkv, d)
+        qkv = (given[0] + given[1] + given[2]).to(dtype)
     q, k, v = (x.clone() for x in qkv.split([hq, hkv, hkv], dim=1))
     positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
@@ -254,7 +271,9 @@ def test_qk_norm_rope_store(T: int, hq: int, hkv: int, d: int, dtype: torch.dtyp
     wanted = [rope(positions, norm(x)) for norm, x in zip(norms, (q, k), strict=True)]
     weights = norms[0].weight, norms[1].weight
     caches = torch.full((2, N, S, hkv, d), torch.nan, dtype=dtype, device=DEVICE)
-    qk_norm_rope_store_(qkv, *weights, 1e-6, rope.cos_sin, positions, *caches, slots)
+    arguments = *weights, 1e-6, rope.cos_sin, positions, *caches, slots
+    qkv = qk_norm_rope_store(given, *arguments)
+    assert (qkv is given) == (parts == 1) and qkv.dtype == dtype
     close(qkv[:, :hq], wanted[0])
     close(qkv[:, hq : hq + hkv], wanted[1])
     assert torch.equal(qkv[:, hq + hkv :], v)

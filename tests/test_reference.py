@@ -164,6 +164,24 @@ def test_order_does_not_matter(
     assert tokens(outputs) == [expected[i] for i in order]
 
 
+def test_the_last_layer_computes_no_rows_that_nobody_wants(tiny: str) -> None:
+    """Those of prompts whose next token is known, but where their hidden states are asked for."""
+    prompts = [[1] * 9, [2] * 5]
+    steps: list[list[int]] = []
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_kvcache_blocks": 4}
+    with LLM(tiny, dtype="float32", device="cpu", **limits) as llm:
+        layers = llm.model_runner.model.model.layers
+        layers[0].mlp.register_forward_pre_hook(lambda _, args: steps.append([len(args[0])]))
+        layers[-1].mlp.register_forward_pre_hook(lambda _, args: steps[-1].append(len(args[0])))
+        llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        # 8 of the first prompt; its last and the second whole; decodes.
+        assert steps == [[8, 8], [6, 2], [2, 2], [2, 2]]
+        for ask in (llm.embed, llm.score):
+            steps.clear()
+            ask([[3] * 6, [4] * 2], use_tqdm=False)
+            assert steps == [[8, 8]]
+
+
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize(

@@ -55,6 +55,18 @@ class Gathered(NamedTuple):
         """The parts of the rows, this rank's first."""
         return self.exchange.arrivals(len(self.rows), self.epoch)
 
+    def pick(self, own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of this rank's part of something [T, M], `own`, what belongs to `rows`: [n] of the T; for
+        the rows of other ranks 0. -> [n, M]
+        """
+        part = part_of(self.exchange.rank, self.exchange.size, len(self.rows))
+        if not len(own):
+            return own.new_zeros(len(rows), own.shape[1])
+        place = rows - part.start
+        ours = (place >= 0) & (place < len(own))
+        picked = own.index_select(0, place.where(ours, 0))
+        return picked.masked_fill_(~ours.unsqueeze(1), 0)
+
     def whole(self) -> torch.Tensor:
         """All rows [T, M]; the next step overwrites them."""
         for _ in self.parts():

@@ -242,7 +242,8 @@ class ModelRunner:
             if batch.is_decode and self.graphs is not None:
                 computed = self.graphs.replay(batch)
             else:
-                computed = self.run_model(self.prepare(batch))
+                every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
+                computed = self.run_model(self.prepare(batch), every_row)
             logprobs = None
             if plan.controlled.any():
                 metadata, _ = self.prepare_sample(batch, plan.controlled)
@@ -252,16 +253,21 @@ class ModelRunner:
             pooled = self.extras.pool(plan, computed.hidden)
             return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled)
 
-    def run_model(self, inputs: StepInputs) -> Computed:
-        """The whole step on the device, from token ids to sampled tokens."""
+    def run_model(self, inputs: StepInputs, every_row: bool = False) -> Computed:
+        """The whole step on the device, from token ids to sampled tokens.
+
+        Args:
+            every_row: the hidden states of rows that sample nothing are wanted, too.
+        """
         self.group.check()
-        input_ids = inputs.input_ids
+        input_ids, rows = inputs.input_ids, inputs.sample_rows
         if inputs.context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
+        only = None if rows is None or every_row or not len(rows) else rows
         with use_context(inputs.context):
-            hidden = states = self.model(input_ids, inputs.positions)
-        if inputs.sample_rows is not None:
-            states = hidden.index_select(0, inputs.sample_rows)
+            hidden = states = self.model(input_ids, inputs.positions, only)
+        if rows is not None and only is None:
+            states = hidden.index_select(0, rows)
         n = len(states)
         if not n:  # chunks of prompts only
             return Computed(input_ids.new_empty(0), states, hidden)

@@ -21,6 +21,7 @@ from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, p
 HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
+PROGRAMS = 128  # that run at once
 
 
 class Tiles(NamedTuple):
@@ -107,16 +108,18 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         N: rows of the weight.
         partial: whether partial results are welcome.
     """
-    small, wide = N * K <= SMALL, N >= 4096
-    if partial:
-        most = 256 if small and not wide else 128
-    else:
-        most = 128 if small and wide else 0
+    small = N * K <= SMALL
+    most = 256 if small else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
-    # About 128 programs: by narrow tiles and many splits where the outputs are few.
-    block_t = max(16, min(128 if wide else 64, triton.next_power_of_2(T)))
-    splits = 1 if not partial else 2 if wide or T > 128 else 4
+    block_t = max(16, min(64 if N <= 1024 else 128, triton.next_power_of_2(T)))
+    # About a program for each multiprocessor; the rest would run after the first.
+    programs = N // BLOCK_N * triton.cdiv(T, block_t)
+    splits = 1
+    while partial and splits < 4 and 2 * splits * programs <= PROGRAMS:
+        splits *= 2
+    if splits == 1 and not (small and PROGRAMS // 2 <= programs <= PROGRAMS):
+        return None
     block_k = 256 if partial and block_t <= 32 and K % 1024 == 0 else 128
     return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
 
@@ -159,4 +162,4 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`silu(x @ gate.T) * (x @ up.T)`. x: [T, K]; weight: [2 N, K] = gate, then up -> [T, N]."""
     if len(x) == 1 and x.dtype in HALF:
         return _one_row(x, weight, gated=True)
-    return silu_and_mul(F.linear(x, weight))
+    return silu_and_mul(linear(x, weight))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.distributed.peer_memory import PeerMemory
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.peers import all_reduce_row, peer_options
 
 
@@ -61,7 +61,7 @@ def _launch(
         x = x.contiguous()
     if out is None:
         shape = x.shape if parts == 1 and peers is None else (T, M)
-        out = torch.empty(shape, dtype=weight.dtype, device=x.device)
+        out = spare_rows(*shape, like=weight)
     sums = residual is not None or peers is not None or parts > 1
     total = torch.empty_like(out) if sums else x
     BLOCK = triton.next_power_of_2(M)

@@ -9,12 +9,12 @@ import triton.language as tl
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_part"])
 def _qk_norm_rope_store_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_t,
+    qkv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
+    k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_part, stride_t, stride_out,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS of the Hq + 2 Hkv heads of a token, in two halves of D/2.
     launch_dependents(PDL)
@@ -34,15 +34,24 @@ def _qk_norm_rope_store_kernel(
     ptr = qkv_ptr + t * stride_t + head * D + i
     raw1 = tl.load(ptr)
     raw2 = tl.load(ptr + HALF)
-    dtype = raw1.dtype
+    for _ in tl.static_range(1, PARTS):
+        ptr += stride_part
+        raw1 += tl.load(ptr)
+        raw2 += tl.load(ptr + HALF)
+    dtype = out_ptr.dtype.element_ty
+    raw1, raw2 = raw1.to(dtype), raw2.to(dtype)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
     scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
     x1 = ((x1 * scale).to(dtype) * w1).to(tl.float32)
     x2 = ((x2 * scale).to(dtype) * w2).to(tl.float32)
     y1 = (x1 * cos - x2 * sin).to(dtype)
     y2 = (x2 * cos + x1 * sin).to(dtype)
-    tl.store(ptr, y1, mask=head < HQ + HKV)
-    tl.store(ptr + HALF, y2, mask=head < HQ + HKV)
+    out = out_ptr + t * stride_out + head * D + i
+    is_v = head >= HQ + HKV
+    if PARTS > 1:
+        y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
+    tl.store(out, y1, mask=(head < HQ + HKV) | (PARTS > 1))
+    tl.store(out + HALF, y2, mask=(head < HQ + HKV) | (PARTS > 1))
 
     if slot >= 0:  # -1: padding
         k_ptr = k_cache_ptr + (slot * HKV + head - HQ) * D + i
@@ -50,12 +59,11 @@ def _qk_norm_rope_store_kernel(
         tl.store(k_ptr, y1, mask=is_k)
         tl.store(k_ptr + HALF, y2, mask=is_k)
         v_ptr = v_cache_ptr + (slot * HKV + head - HQ - HKV) * D + i
-        is_v = head >= HQ + HKV
         tl.store(v_ptr, raw1, mask=is_v)
         tl.store(v_ptr + HALF, raw2, mask=is_v)
 
 
-def qk_norm_rope_store_(
+def qk_norm_rope_store(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
@@ -65,26 +73,34 @@ def qk_norm_rope_store_(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-) -> None:
-    """RMS-normalise the query and key heads and rotate them to their positions, in place; write
-    keys and values to their slots, but for rows with slot -1.
+) -> torch.Tensor:
+    """RMS-normalise the query and key heads and rotate them to their positions; write keys and
+    values to their slots, but for rows with slot -1.
 
     Args:
-        qkv: [T, Hq + 2 Hkv, D], the heads of a token adjacent.
+        qkv: [T, H, D] with H = Hq + 2 Hkv, the heads of a token adjacent, which is overwritten; or
+            S partial results [S, T, H, D], which are summed first.
         q_weight, k_weight: [D].
         cos_sin: [max_position, D] float32, see `RotaryEmbedding`.
         positions: [T] int32.
         k_cache, v_cache: [N, S, Hkv, D].
         slot_mapping: [T] int32.
+
+    Returns:
+        [T, H, D] of the caches' dtype.
     """
-    T, H, D = qkv.shape
+    T, H, D = qkv.shape[-3:]
+    parts = len(qkv) if qkv.dim() == 4 else 1
     HKV = k_cache.shape[2]
-    assert qkv.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
+    assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches must be contiguous"
     # Few tokens: more programs. In both cases a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
+    out = qkv if parts == 1 else torch.empty(T, H, D, dtype=k_cache.dtype, device=qkv.device)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
-        qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
-        qkv.stride(0), HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS,
+        qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
+        qkv.stride(0) if parts > 1 else 0, qkv.stride(-3), out.stride(0),
+        HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS, PARTS=parts,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip
+    return out

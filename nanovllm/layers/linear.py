@@ -4,7 +4,7 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 take our kernels where these are faster.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,13 @@ class Rows(NamedTuple):
 
 
 class ReplicatedLinear(Layer):
-    """`x @ weight.T + bias`, the same on every device. weight: [out, in]."""
+    """`x @ weight.T + bias`, the same on every device. weight: [out, in].
+
+    Attributes:
+        partial: whether who takes its results sums partial ones.
+    """
+
+    partial: ClassVar[bool] = False
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__()
@@ -68,7 +74,7 @@ class ReplicatedLinear(Layer):
         if self.fused:
             from nanovllm.kernels import linear as kernels
 
-            return kernels.linear(x, self.weight)
+            return kernels.linear(x, self.weight, self.partial)
         return linear(x, self.weight, self.bias)
 
     def _into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -130,13 +136,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D].
+    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D]; `fused`
+    also [S, T, (Hq + 2 Hkv) * D], for `qk_norm_rope_store` to sum.
 
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
     """
+
+    partial: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -49,24 +49,27 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb = rotary_emb
         self.attn = Attention(backend, head_dim)
 
-    def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
-        """positions: [T]; hidden: normalised rows. Returns results that may be partial."""
+    def forward(self, positions: torch.Tensor, hidden: Hidden, rows: torch.Tensor | None) -> Hidden:
+        """positions: [T]; hidden: normalised rows. Returns results that may be partial, of all
+        rows, or of `rows`: [n].
+        """
         qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
-        q, k, v = qkv.split(self.head_counts, dim=1)
         if self.fused:
-            from nanovllm.kernels.rope import qk_norm_rope_store_
+            from nanovllm.kernels.rope import qk_norm_rope_store
 
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
             slots = get_context().slot_mapping
-            qk_norm_rope_store_(
+            qkv = qk_norm_rope_store(
                 qkv, *norms, self.rotary_emb.cos_sin, positions, *self.attn.cache, slots
             )
-            out = self.attn.attend(q, k, v)
+            out = self.attn.attend(*qkv.split(self.head_counts, dim=1))
         else:
+            q, k, v = qkv.split(self.head_counts, dim=1)
             q = self.rotary_emb(positions, self.q_norm(q))
             k = self.rotary_emb(positions, self.k_norm(k))
             out = self.attn(q, k, v)
-        return self.o_proj(out.flatten(1))
+        out = out.flatten(1)
+        return self.o_proj(out if rows is None else out.index_select(0, rows))
 
 
 class Qwen3MLP(nn.Module):
@@ -105,16 +108,25 @@ class Qwen3DecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config, build)
         self.input_layernorm = RMSNorm(*norm_args)
         self.post_attention_layernorm = RMSNorm(*norm_args)
+        self.group = build.group
 
     def forward(
-        self, positions: torch.Tensor, hidden: Hidden, residual: torch.Tensor | None
+        self,
+        positions: torch.Tensor,
+        hidden: Hidden,
+        residual: torch.Tensor | None,
+        rows: torch.Tensor | None = None,
     ) -> tuple[Hidden, torch.Tensor]:
         """hidden: what is not yet added to residual, and may be partial results (see
-        `RowParallelLinear`). Returns the same pair. The residual is [T, M], or in large steps on
-        several GPUs this rank's rows of it.
+        `RowParallelLinear`). Returns the same pair, of all rows or of `rows`: [n]. The residual is
+        [T, M], or in large steps on several GPUs this rank's rows of it.
         """
         hidden, residual = self.input_layernorm.add_forward(hidden, residual)
-        hidden = self.self_attn(positions, hidden)
+        if rows is not None and isinstance(hidden, Gathered):
+            residual = self.group.all_reduce(hidden.pick(residual, rows))
+        elif rows is not None:
+            residual = residual.index_select(0, rows)
+        hidden = self.self_attn(positions, hidden, rows)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -134,12 +146,17 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: [T] int32. Returns [T, M]."""
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids, positions: [T] int32. Returns [T, M], or [n, M] of `rows`: [n] int32; of the
+        others the last layer computes keys and values only.
+        """
         hidden: Hidden = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            hidden, residual = layer(positions, hidden, residual, rows if i == last else None)
         hidden, _ = self.norm.add_forward(hidden, residual)
         return hidden.whole() if isinstance(hidden, Gathered) else hidden
 
@@ -160,9 +177,13 @@ class Qwen3ForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: [T] int32. Returns hidden states [T, M]."""
-        return self.model(input_ids, positions)
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids, positions: [T] int32. Returns hidden states [T, M], or [n, M] of `rows`: [n]
+        int32.
+        """
+        return self.model(input_ids, positions, rows)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
