@@ -155,6 +155,8 @@ def test_tiles_make_about_as_many_programs_as_run_at_once(N: int, partial: bool)
 def test_a_description_goes_on_into_spare_rows_and_not_beyond_the_storage() -> None:
     x = spare_rows(130, 16, like=randn(1, dtype=HALF))
     assert x.shape == (130, 16) and x.dtype == HALF
+    sizes = {n: spare_rows(n, 2, 3, like=x).untyped_storage().nbytes() // 12 for n in (1, 16, 33)}
+    assert sizes == {1: 1, 16: 16, 33: 64}
     if not can_describe(x):
         pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
     assert describe(x, 64, 16).shape == [192, 16]

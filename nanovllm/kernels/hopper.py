@@ -70,10 +70,11 @@ def can_describe(x: torch.Tensor) -> bool:
 
 
 def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised [num_rows, *shape] whose storage goes on to a multiple of ROWS, so that
-    `describe` cuts it into whole tiles: tiles that lie half outside take longer (measured).
+    """An uninitialised [num_rows, *shape] whose storage goes on to the end of a tile, so that
+    `describe` cuts it into whole ones: tiles that lie half outside take longer (measured).
     """
-    total = triton.cdiv(num_rows, ROWS) * ROWS
+    tile = min(ROWS, triton.next_power_of_2(max(1, num_rows)))
+    total = triton.cdiv(num_rows, tile) * tile
     return torch.empty(total, *shape, dtype=like.dtype, device=like.device)[:num_rows]
 
 
