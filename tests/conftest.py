@@ -35,8 +35,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests without the marker mean the CPU by `device="auto"`, wherever they run; modules that have
-    a DEVICE choose it themselves.
+    """Tests without the marker mean the CPU by `device="auto"`, wherever they run; modules with a
+    DEVICE choose it themselves.
     """
     if not request.node.get_closest_marker("gpu") and not hasattr(request.module, "DEVICE"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
