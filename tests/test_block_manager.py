@@ -209,7 +209,8 @@ def test_without_prefix_caching_nothing_is_hashed_or_found():
     run_and_free(manager, A + B + TAIL)
     assert num_hits(manager, A + B + TAIL) == 0
     assert not manager.hash_to_block_id and not manager.cached_block_ids
-    assert not manager.is_being_computed(make_seq(A + B))
+    other = make_seq(A + B)
+    assert not manager.is_being_computed(other, manager.find_prefix(other))
 
 
 def test_each_block_is_hashed_once_however_long_the_head_waits():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 
 WINDOW = 64
@@ -64,9 +64,10 @@ class AdmissionControl:
     def _final_growth(self, seq: Sequence) -> int:
         return self._final_blocks(seq) - len(seq.block_table)
 
-    def fits(self, seq: Sequence) -> bool:
-        """Whether `seq` fits now, and with everything that runs later on."""
-        hits = self._blocks.find_prefix(seq)
+    def fits(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Whether `seq`, with the `hits` of `find_prefix`, fits now and with everything that runs
+        later on.
+        """
         if not self._blocks.can_allocate(seq, hits):
             return False
         # Blocks of the prefix that others hold anyway cost nothing.

@@ -113,12 +113,13 @@ class BlockManager:
     def _holds(block: Block, parent_chain_id: int, token_ids: list[int]) -> bool:
         return block.parent_chain_id == parent_chain_id and block.token_ids == token_ids
 
-    def is_being_computed(self, seq: Sequence) -> bool:
-        """Whether a running sequence is computing the next block that `seq` could share.
+    def is_being_computed(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Whether a running sequence is computing the next block that `seq` could share, after
+        the `hits` of `find_prefix`.
 
         Waiting for it costs a step or a few; starting now computes the same block twice.
         """
-        num_hits = len(self.find_prefix(seq))
+        num_hits = len(hits)
         return (
             num_hits < self._max_shared_blocks(seq)
             and seq.block_hashes[num_hits] in self._computing
@@ -182,14 +183,16 @@ class BlockManager:
         num_revived = sum(block.ref_count == 0 for block in hits)
         return seq.num_blocks - len(hits) <= self.num_free_blocks - num_revived
 
-    def allocate(self, seq: Sequence) -> None:
+    def allocate(self, seq: Sequence, hits: list[Block] | None = None) -> None:
         """Give `seq` blocks for all its tokens, and mark the prefix found in the cache computed.
+
+        `hits` as for `can_allocate`.
 
         Raises:
             RuntimeError: when the pool is too small; nothing has changed then.
         """
         assert not seq.block_table, f"{seq!r} already holds blocks"
-        hits = self.find_prefix(seq)
+        hits = self.find_prefix(seq) if hits is None else hits
         if not self.can_allocate(seq, hits):
             raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
         for block in hits:

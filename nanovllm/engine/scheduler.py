@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 
 logger = logging.getLogger(__name__)
@@ -192,22 +192,23 @@ class Scheduler:
         postponed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if self.block_manager.is_being_computed(seq):
+            hits = self.block_manager.find_prefix(seq)
+            if self.block_manager.is_being_computed(seq, hits):
                 postponed.append(self.waiting.popleft())
                 continue
-            if not admission.fits(seq):
+            if not admission.fits(seq, hits):
                 self._refused = seq
                 break
             self.waiting.popleft()
-            self._start(seq)
+            self._start(seq, hits)
             admission.admitted(seq)
             admitted.append(ScheduledSequence.of(seq, budget))
             budget -= admitted[-1].num_tokens
         self.waiting.extendleft(reversed(postponed))
         return admitted
 
-    def _start(self, seq: Sequence) -> None:
-        self.block_manager.allocate(seq)
+    def _start(self, seq: Sequence, hits: list[Block]) -> None:
+        self.block_manager.allocate(seq, hits)
         if not seq.num_preemptions:  # one that resumes finds its own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
