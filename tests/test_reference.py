@@ -174,7 +174,7 @@ def test_the_last_layer_computes_no_rows_that_nobody_wants(tiny: str) -> None:
         layers[0].mlp.register_forward_pre_hook(lambda _, args: steps.append([len(args[0])]))
         layers[-1].mlp.register_forward_pre_hook(lambda _, args: steps[-1].append(len(args[0])))
         llm.generate(prompts, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        # 8 of the first prompt; its last and the second whole; decodes.
+        # 8 of the first prompt, all since none is wanted; its last and the second whole; decodes.
         assert steps == [[8, 8], [6, 2], [2, 2], [2, 2]]
         for ask in (llm.embed, llm.score):
             steps.clear()

@@ -56,8 +56,8 @@ class Gathered(NamedTuple):
         return self.exchange.arrivals(len(self.rows), self.epoch)
 
     def pick(self, own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of this rank's part of something [T, M], `own`, what belongs to `rows`: [n] of the T; for
-        the rows of other ranks 0. -> [n, M]
+        """The `rows`: [n] of something [T, M] of which this rank has its part, `own`. Rows of other
+        ranks are 0, so that the ranks' sum has all. -> [n, M]
         """
         part = part_of(self.exchange.rank, self.exchange.size, len(self.rows))
         if not len(own):

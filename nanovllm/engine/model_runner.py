@@ -155,8 +155,8 @@ class ModelRunner:
         return self.pool.tensor
 
     def warmup(self) -> int:
-        """Run the largest steps and a small one, so that every prefill kernel is compiled; those
-        of decode are compiled meanwhile.
+        """Run the largest steps and a small one, so that the kernels of large steps are compiled;
+        those of decode are compiled meanwhile, or with the graphs.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows
@@ -263,6 +263,7 @@ class ModelRunner:
         input_ids, rows = inputs.input_ids, inputs.sample_rows
         if inputs.context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
+        # Where no row samples, all are computed: kernels want some.
         only = None if rows is None or every_row or not len(rows) else rows
         with use_context(inputs.context):
             hidden = states = self.model(input_ids, inputs.positions, only)

@@ -58,7 +58,7 @@ class Computed(NamedTuple):
     Attributes:
         tokens: [n] int32, sampled.
         logits: [n, len(vocab)], which the next step overwrites.
-        hidden: [T, M], behind the final norm; [n, M] where no more was asked for.
+        hidden: [T, M], behind the final norm; [n, M] where no more was asked for, and n > 0.
     """
 
     tokens: torch.Tensor

@@ -26,7 +26,7 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
 
-ROWS = 128  # of the largest tile
+TILE_ROWS = 128  # of activations, in the largest tile
 
 dependent_launch = True  # False: one kernel after the other, for profiles and tests
 
@@ -70,10 +70,11 @@ def can_describe(x: torch.Tensor) -> bool:
 
 
 def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised [num_rows, *shape] whose storage goes on to the end of a tile, so that
-    `describe` cuts it into whole ones: tiles that lie half outside take longer (measured).
+    """An uninitialised [num_rows, *shape] whose storage goes on to the next power of two, from
+    TILE_ROWS on to a multiple of that, so that `describe` cuts it into whole tiles: tiles of which
+    much lies outside take longer (measured).
     """
-    tile = min(ROWS, triton.next_power_of_2(max(1, num_rows)))
+    tile = min(TILE_ROWS, triton.next_power_of_2(max(1, num_rows)))
     total = triton.cdiv(num_rows, tile) * tile
     return torch.empty(total, *shape, dtype=like.dtype, device=like.device)[:num_rows]
 

@@ -1,9 +1,8 @@
 """Matrix products for few rows, where reading the weights is all that takes time.
 
 A library's product of a few rows leaves much of the GPU idle. Two kernels do better
-(docs/experiments.md): one for a single row, without tensor cores, and one that also splits the sum
-(split-K) into partial results, which the residual addition after it sums anyway. Everything else
-goes to `F.linear`.
+(docs/experiments.md): one for a single row, without tensor cores, and one that may split the sum
+(split-K) into partial results, which the kernel after it adds. Everything else goes to `F.linear`.
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -16,7 +15,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import (
+    TILE_ROWS,
+    can_describe,
+    describe,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
@@ -109,11 +115,11 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         partial: whether partial results are welcome.
     """
     small = N * K <= SMALL
-    most = 256 if small else 128
+    most = 256 if small and partial else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
-    block_t = max(16, min(64 if N <= 1024 else 128, triton.next_power_of_2(T)))
-    # About a program for each multiprocessor; the rest would run after the first.
+    block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, triton.next_power_of_2(T)))
+    # About a program for each multiprocessor: more would wait for the first to end.
     programs = N // BLOCK_N * triton.cdiv(T, block_t)
     splits = 1
     while partial and splits < 4 and 2 * splits * programs <= PROGRAMS:

@@ -1,5 +1,5 @@
-"""What attention needs done to a projection first, in one kernel: query and key normalisation,
-rotary embedding, and storing keys and values in the paged cache.
+"""What attention needs done to a projection first, in one kernel: the sum of partial results, query
+and key normalisation, rotary embedding, and storing keys and values in the paged cache.
 """
 
 import torch
@@ -48,10 +48,11 @@ def _qk_norm_rope_store_kernel(
     y2 = (x2 * cos + x1 * sin).to(dtype)
     out = out_ptr + t * stride_out + head * D + i
     is_v = head >= HQ + HKV
-    if PARTS > 1:
+    if PARTS > 1:  # backends may read values here, too
         y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
-    tl.store(out, y1, mask=(head < HQ + HKV) | (PARTS > 1))
-    tl.store(out + HALF, y2, mask=(head < HQ + HKV) | (PARTS > 1))
+    changed = ~is_v | (PARTS > 1)
+    tl.store(out, y1, mask=changed)
+    tl.store(out + HALF, y2, mask=changed)
 
     if slot >= 0:  # -1: padding
         k_ptr = k_cache_ptr + (slot * HKV + head - HQ) * D + i
@@ -79,7 +80,7 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [T, H, D] with H = Hq + 2 Hkv, the heads of a token adjacent, which is overwritten; or
-            S partial results [S, T, H, D], which are summed first.
+            S > 1 partial results [S, T, H, D], which are summed first.
         q_weight, k_weight: [D].
         cos_sin: [max_position, D] float32, see `RotaryEmbedding`.
         positions: [T] int32.
@@ -91,6 +92,7 @@ def qk_norm_rope_store(
     """
     T, H, D = qkv.shape[-3:]
     parts = len(qkv) if qkv.dim() == 4 else 1
+    assert qkv.dim() == 3 or parts > 1, "one result is not partial"
     HKV = k_cache.shape[2]
     assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches must be contiguous"

@@ -56,7 +56,8 @@ class ReplicatedLinear(Layer):
     """`x @ weight.T + bias`, the same on every device. weight: [out, in].
 
     Attributes:
-        partial: whether who takes its results sums partial ones.
+        partial: whether `forward`, if `fused`, may return partial results [S, T, out]. Those of
+            `RowParallelLinear` depend on its group instead.
     """
 
     partial: ClassVar[bool] = False

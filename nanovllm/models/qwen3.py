@@ -53,7 +53,8 @@ class Qwen3Attention(nn.Module):
         """positions: [T]; hidden: normalised rows. Returns results that may be partial, of all
         rows, or of `rows`: [n].
         """
-        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        qkv = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        # [T, Hq + 2 Hkv, D], or partial results of it
         if self.fused:
             from nanovllm.kernels.rope import qk_norm_rope_store
 
@@ -121,12 +122,14 @@ class Qwen3DecoderLayer(nn.Module):
         `RowParallelLinear`). Returns the same pair, of all rows or of `rows`: [n]. The residual is
         [T, M], or in large steps on several GPUs this rank's rows of it.
         """
-        hidden, residual = self.input_layernorm.add_forward(hidden, residual)
-        if rows is not None and isinstance(hidden, Gathered):
-            residual = self.group.all_reduce(hidden.pick(residual, rows))
+        normed, residual = self.input_layernorm.add_forward(hidden, residual)
+        hidden = self.self_attn(positions, normed, rows)
+        if rows is not None and isinstance(normed, Gathered):
+            # Behind attention: when this sum is there, all ranks have the gathered rows, so none
+            # waits for them while another's norm waits for it, perhaps on the whole GPU.
+            residual = self.group.all_reduce(normed.pick(residual, rows))
         elif rows is not None:
             residual = residual.index_select(0, rows)
-        hidden = self.self_attn(positions, hidden, rows)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -150,7 +153,7 @@ class Qwen3Model(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """input_ids, positions: [T] int32. Returns [T, M], or [n, M] of `rows`: [n] int32; of the
-        others the last layer computes keys and values only.
+        others the last layer computes nothing behind attention.
         """
         hidden: Hidden = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
