@@ -55,17 +55,11 @@ class Gathered(NamedTuple):
         """The parts of the rows, this rank's first."""
         return self.exchange.arrivals(len(self.rows), self.epoch)
 
-    def pick(self, own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The `rows`: [n] of something [T, M] of which this rank has its part, `own`. Rows of other
-        ranks are 0, so that the ranks' sum has all. -> [n, M]
-        """
+    @property
+    def held(self) -> range:
+        """The rows of this rank's part."""
         part = part_of(self.exchange.rank, self.exchange.size, len(self.rows))
-        if not len(own):
-            return own.new_zeros(len(rows), own.shape[1])
-        place = rows - part.start
-        ours = (place >= 0) & (place < len(own))
-        picked = own.index_select(0, place.where(ours, 0))
-        return picked.masked_fill_(~ours.unsqueeze(1), 0)
+        return range(part.start, part.stop)
 
     def whole(self) -> torch.Tensor:
         """All rows [T, M]; the next step overwrites them."""

@@ -101,7 +101,7 @@ def qk_norm_rope_store(
     out = qkv if parts == 1 else torch.empty(T, H, D, dtype=k_cache.dtype, device=qkv.device)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
         qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
-        qkv.stride(0) if parts > 1 else 0, qkv.stride(-3), out.stride(0),
+        qkv.stride(0), qkv.stride(-3), out.stride(0),
         HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS, PARTS=parts,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip

@@ -33,6 +33,25 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
     return group.all_reduce(x)
 
 
+def pick(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
+    """Rows of something of which this rank holds some; other ranks' are 0, so that the ranks' sum
+    has all.
+
+    Args:
+        own: [len(held) or more, M]
+        index: [n] int32, which rows of the whole.
+        held: those that are in `own`.
+
+    Returns:
+        [n, M]
+    """
+    if not held:
+        return own.new_zeros(len(index), own.shape[1])
+    place = index - held.start
+    ours = (place >= 0) & (place < len(held))
+    return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
+
+
 class Rows(NamedTuple):
     """Rows (or columns) of a projection in the checkpoint.
 

@@ -16,6 +16,7 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    pick,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -127,7 +128,7 @@ class Qwen3DecoderLayer(nn.Module):
         if rows is not None and isinstance(normed, Gathered):
             # Behind attention: when this sum is there, all ranks have the gathered rows, so none
             # waits for them while another's norm waits for it, perhaps on the whole GPU.
-            residual = self.group.all_reduce(normed.pick(residual, rows))
+            residual = self.group.all_reduce(pick(residual, rows, normed.held))
         elif rows is not None:
             residual = residual.index_select(0, rows)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
@@ -157,9 +158,10 @@ class Qwen3Model(nn.Module):
         """
         hidden: Hidden = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            hidden, residual = layer(positions, hidden, residual, rows if i == last else None)
+        *layers, last = self.layers
+        for layer in layers:
+            hidden, residual = layer(positions, hidden, residual)
+        hidden, residual = last(positions, hidden, residual, rows)
         hidden, _ = self.norm.add_forward(hidden, residual)
         return hidden.whole() if isinstance(hidden, Gathered) else hidden
 
