@@ -268,15 +268,18 @@ print(json.dumps([compiled[:before], compiled[before:]]))
 """
 
 
-def test_kernels_are_compiled_before_the_first_request(tiny: str, tmp_path: Path) -> None:
+def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     """Those of decode in threads."""
-    command = [sys.executable, "-c", COMPILING, tiny]
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
+    model = make_checkpoint(tmp_path / "model", **shape)
+    command = [sys.executable, "-c", COMPILING, str(model)]
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     before, after = json.loads(done.stdout.splitlines()[-1])
     by_threads = {name for name, in_main in before if not in_main}
     in_main = {name for name, in_main in before if in_main}
     assert not after
+    assert {"_row_kernel", "_tiles_kernel"} <= by_threads
     assert "_decode_kernel" in by_threads - in_main
     assert "_rms_norm_kernel" in in_main
 

@@ -1,6 +1,8 @@
 """Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
 
 import random
+import threading
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
@@ -14,14 +16,16 @@ from nanovllm.distributed.group import Group
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
+from nanovllm.kernels.linear import variants as product_variants
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
+from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.ahead import compiling
 from nanovllm.utils.context import Context
 
 HAS_CUDA = torch.cuda.is_available()
@@ -458,9 +462,9 @@ def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_splits", [1, 4, 16])
+@pytest.mark.parametrize("num_splits", [1, 4, 32])
 def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
-    """Random shapes; one context for which 16 splits are many, and padding rows of length 0."""
+    """Random shapes; one context for which 32 splits are many, and padding rows of length 0."""
     rng = random.Random(seed)
     lens = [rng.randint(1, 60), rng.randint(100, 300), rng.randint(530, 700), rng.randint(1, 300)]
     rng.shuffle(lens)
@@ -502,6 +506,8 @@ def test_number_of_splits() -> None:
     assert choose_num_splits(64, 8, 64, 4096) == 4
     assert choose_num_splits(12, 8, 128, 4096) == 16
     assert choose_num_splits(1, 8, 128, 4096) == 16
+    assert choose_num_splits(1, 8, 128, 16384) == 16
+    assert choose_num_splits(1, 8, 128, 32768) == 32
     assert choose_num_splits(1, 8, 128, 100) == 1
 
 
@@ -512,27 +518,42 @@ def test_an_unusable_backend_reports_every_refusal() -> None:
     assert select_backend("auto", needs)[0].name == "torch"
 
 
-def test_kernels_of_every_batch_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, calls = TritonBackend(), []
-    monkeypatch.setattr(backend, "_prefill", lambda *args: calls.append((paged_prefill, args)))
-    monkeypatch.setattr(backend, "_decode", lambda *args: calls.append((paged_decode, args)))
-    with backend.compiling(16, KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF)), 4096):
-        pass
-    assert sorted(args[-1] for call, args in calls if call is paged_decode) == [1, 2, 4, 8, 16]
-    assert {
-        choose_num_splits(n, 8, 128, length) for n in range(1, 300) for length in (90, 4096)
-    } <= {1, 2, 4, 8, 16}
-    assert {call for call, _ in calls} == {paged_prefill, paged_decode}
-    for call, args in calls:
-        call(*args)
-
-
-def test_an_error_while_compiling_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_kernels_of_every_batch_are_compiled_ahead() -> None:
     backend = TritonBackend()
-    monkeypatch.setattr(backend, "_prefill", lambda *args: None)
-    monkeypatch.setattr(backend, "_decode", lambda *args: 1 / 0)
-    with (
-        pytest.raises(ZeroDivisionError),
-        backend.compiling(2, KVCache(*randn(2, 1, 16, 1, 16)), 64),
-    ):
-        pass
+    cache = KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
+    for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
+        calls = backend.variants(16, cache, longest)
+        assert {call.func for call in calls} == {backend._prefill, backend._decode}
+        assert {call.args[-1] for call in calls if call.func is backend._decode} == splits
+        assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
+        assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
+    for call in calls:
+        call()
+
+
+def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
+    """One kernel serves weights of several shapes; those of one row are of one shape."""
+    shapes = ((128, 512), (1024, 1024), (4096, 1024), (6144, 4096), (2048, 4096))
+    for partial in (False, True):
+        ahead: dict[Hashable, Callable[[], object]] = {}
+        for N, K in shapes:
+            ahead |= product_variants(torch.empty(N, K, dtype=HALF, device=DEVICE), partial, False)
+        wanted = {(torch.Size(shape), False) for shape in shapes}
+        for T in range(1, 300):
+            for N, K in shapes:
+                if tiles := choose_tiles(T, N, K, partial):
+                    wanted.add(tiles._replace(splits=min(2, tiles.splits)))
+        assert set(ahead) == wanted
+        assert len(wanted) <= len(shapes) + 8
+    calls = product_variants(randn(128, 512, dtype=HALF), True, True)
+    assert len(calls) > 1
+    for call in calls.values():
+        call()
+    assert not product_variants(randn(128, 512), True, False), "float32 goes to the library"
+
+
+def test_an_error_while_compiling_is_raised() -> None:
+    made = threading.Event()
+    calls = [made.set, lambda: 1 / 0]
+    with pytest.raises(ZeroDivisionError), compiling(calls, torch.device(DEVICE)):
+        assert made.wait(60)

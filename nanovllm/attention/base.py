@@ -1,8 +1,7 @@
 """The interface of an attention backend, and the choice of one at construction."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -67,16 +66,17 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
-    @contextmanager
-    def compiling(self, num_heads: int, cache: KVCache, max_context: int) -> Iterator[None]:
-        """Within it, threads compile what decode will need; at its end it is there.
+    def variants(
+        self, num_heads: int, cache: KVCache, max_context: int
+    ) -> list[Callable[[], object]]:
+        """A call for each kernel that decode may need, to be compiled ahead.
 
         Args:
             num_heads: Hq.
             cache: of at least one block, which is neither read nor written.
             max_context: tokens of the widest block table.
         """
-        yield
+        return []
 
 
 def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:

@@ -2,9 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -23,15 +21,6 @@ def triton_refusal(device: torch.device) -> str | None:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 runs it slowly)"
     return None
-
-
-def _enter(stream: torch.cuda.Stream) -> None:
-    """Work on a stream in this thread, which begins with the first device and its default stream,
-    and without a CUDA context: descriptors, which need one, cannot be made in it.
-    """
-    torch.cuda.set_device(stream.device)
-    torch.cuda.set_stream(stream)
-    torch.zeros(1, device=stream.device)  # takes the context
 
 
 class TritonStore(AttentionBackend):
@@ -90,20 +79,17 @@ class TritonBackend(TritonStore):
         tables, lens = context.block_tables[:n], context.context_lens[:n]
         return self._decode(q, cache.k, cache.v, tables, lens, scale)
 
-    @contextmanager
-    def compiling(self, num_heads: int, cache: KVCache, max_context: int) -> Iterator[None]:
+    def variants(
+        self, num_heads: int, cache: KVCache, max_context: int
+    ) -> list[Callable[[], object]]:
         """Decode by each number of splits, and the prefill of a single token."""
         _, _, num_kv_heads, head_dim = cache.k.shape
         most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, max_context)
         q = cache.k.new_zeros(1, num_heads, head_dim)
         table, zeros = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
-        prepare = None
-        if q.is_cuda:
-            prepare = partial(_enter, torch.cuda.current_stream(q.device))
-        with ThreadPoolExecutor(initializer=prepare) as pool:
-            calls = [pool.submit(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)]
-            for n in (2**i for i in range(most_splits.bit_length())):
-                calls.append(pool.submit(self._decode, q, *cache, table, zeros[0, :1], 1.0, n))
-            yield
-            for call in calls:
-                call.result()
+        calls: list[Callable[[], object]] = [
+            partial(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)
+        ]
+        for n in (2**i for i in range(most_splits.bit_length())):
+            calls.append(partial(self._decode, q, *cache, table, zeros[0, :1], 1.0, n))
+        return calls

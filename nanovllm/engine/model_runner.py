@@ -28,15 +28,19 @@ from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.base import Build
+from nanovllm.layers.linear import variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
+from nanovllm.utils.ahead import compiling
 from nanovllm.utils.context import Context, use_context
 from nanovllm.utils.device import resolve_device, upload
 from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
+
+SMALL_STEP = 256  # tokens: up to here kernels depend on their number, by powers of two
 
 
 class ModelRunner:
@@ -155,8 +159,8 @@ class ModelRunner:
         return self.pool.tensor
 
     def warmup(self) -> int:
-        """Run the largest steps and a small one, so that the kernels of large steps are compiled;
-        those of decode are compiled meanwhile, or with the graphs.
+        """Run the largest steps and small ones, so that all kernels are compiled but those that
+        only decode takes; most of these, and of small steps', by threads.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows
@@ -171,11 +175,18 @@ class ModelRunner:
         cache = KVCache(*self.kv_cache[:, 0])  # of any layer
         budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
         max_context = -(-self.max_model_len // block_size) * block_size
-        with self.backend.compiling(num_heads, cache, max_context):
-            for num_seqs, num_tokens in ((config.max_num_seqs, budget), (1, budget), (1, 1)):
-                batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
-                self.run_model(self.prepare(batch))
-        del batch, cache
+        calls = self.backend.variants(num_heads, cache, max_context) + variants(self.model)
+
+        def run(num_seqs: int, num_tokens: int) -> None:
+            batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
+            self.run_model(self.prepare(batch))
+
+        with compiling(calls, self.device):
+            for num_seqs in (config.max_num_seqs, 1):
+                run(num_seqs, budget)
+        for i in range(min(budget, SMALL_STEP).bit_length()):
+            run(1, 1 << i)
+        del cache, calls
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()

@@ -7,6 +7,8 @@ A library's product of a few rows leaves much of the GPU idle. Two kernels do be
 Letters: T rows, N outputs, K inputs.
 """
 
+import functools
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 PROGRAMS = 128  # that run at once
+MOST_ROWS = 256  # of a product by tiles
 
 
 class Tiles(NamedTuple):
@@ -75,7 +78,7 @@ def _row_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_kernel(
-    x_desc, weight_desc, out_ptr, T, N: tl.constexpr, SPAN: tl.constexpr,
+    x_desc, weight_desc, out_ptr, T, N, SPAN,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
@@ -115,7 +118,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         partial: whether partial results are welcome.
     """
     small = N * K <= SMALL
-    most = 256 if small and partial else 128
+    most = MOST_ROWS if small and partial else MOST_ROWS // 2
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, triton.next_power_of_2(T)))
@@ -136,8 +139,8 @@ def _by_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tens
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
-        describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k), out, T,
-        N=N, SPAN=K // S, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k,
+        describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k), out,
+        T, N, K // S, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k,
         num_warps=4, num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
     return out
@@ -169,3 +172,24 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(x) == 1 and x.dtype in HALF:
         return _one_row(x, weight, gated=True)
     return silu_and_mul(linear(x, weight))
+
+
+def variants(
+    weight: torch.Tensor, partial: bool, gated: bool
+) -> dict[Hashable, Callable[[], object]]:
+    """A call for each kernel of `linear`, or of `gated_linear`, that products with `weight` take,
+    by what tells kernels apart: those of other weights may be the same.
+    """
+    N, K = weight.shape
+    if weight.dtype not in HALF:
+        return {}
+    x = weight.new_zeros(MOST_ROWS, K)
+    calls: dict[Hashable, Callable[[], object]] = {}
+    calls[weight.shape, gated] = functools.partial(_one_row, x[:1], weight, gated)
+    T = 16
+    while T <= MOST_ROWS:
+        if tiles := choose_tiles(T, N, K, partial):
+            key = tiles._replace(splits=min(2, tiles.splits))  # any number above 1 is the same
+            calls[key] = functools.partial(linear, x[:T], weight, partial)
+        T *= 2
+    return calls

@@ -283,7 +283,7 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_con
     """
     programs = 1024 * max(1, 128 // head_dim)
     wanted = triton.cdiv(programs, batch_size * num_kv_heads)
-    most = max(1, min(16, max_context // 64))
+    most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 

@@ -4,7 +4,8 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 take our kernels where these are faster.
 """
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +76,10 @@ class ReplicatedLinear(Layer):
     """`x @ weight.T + bias`, the same on every device. weight: [out, in].
 
     Attributes:
-        partial: whether `forward`, if `fused`, may return partial results [S, T, out]. Those of
-            `RowParallelLinear` depend on its group instead.
+        partial: whether `forward`, if `fused`, may return partial results [S, T, out].
     """
 
-    partial: ClassVar[bool] = False
+    partial = False
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_heads, num_kv_heads: heads of this rank.
     """
 
-    partial: ClassVar[bool] = True
+    partial = True
 
     def __init__(
         self,
@@ -203,6 +203,8 @@ class RowParallelLinear(ReplicatedLinear):
         inputs = Rows.of(input_size, build.group)
         super().__init__(len(inputs.held), output_size, bias, build)
         self.inputs = inputs
+        # The norm behind it sums; NCCL wants whole results.
+        self.partial = build.group.size == 1 or build.group.peers is not None
 
     def shards(self, param: nn.Parameter) -> list[Shard]:
         if param is self.bias:
@@ -220,8 +222,19 @@ class RowParallelLinear(ReplicatedLinear):
         if self.fused:
             from nanovllm.kernels import linear as kernels
 
-            partial = group.size == 1 or group.can_exchange(x)
-            out = kernels.linear(x, self.weight, partial)
+            out = kernels.linear(x, self.weight, self.partial)
         else:
             out = linear(x, self.weight, bias)
         return out if out.dim() == 3 else sum_over_ranks(out, group)
+
+
+def variants(model: nn.Module) -> list[Callable[[], object]]:
+    """A call for each of our kernels that the products of a model take, to be compiled ahead."""
+    calls: dict[Hashable, Callable[[], object]] = {}
+    for layer in model.modules():
+        if isinstance(layer, ReplicatedLinear) and layer.fused:
+            from nanovllm.kernels.linear import variants
+
+            gated = isinstance(layer, MergedColumnParallelLinear)
+            calls |= variants(layer.weight, layer.partial, gated)
+    return list(calls.values())
