@@ -12,6 +12,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
 from nanovllm.utils.context import Context
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
+MANY = 128  # tokens of a prefill that is not a small one, however many heads there are
 
 
 def triton_refusal(device: torch.device) -> str | None:
@@ -82,14 +83,14 @@ class TritonBackend(TritonStore):
     def variants(
         self, num_heads: int, cache: KVCache, max_context: int
     ) -> list[Callable[[], object]]:
-        """Decode by each number of splits, and the prefill of a single token."""
+        """Prefill of a single token and of many, and decode by each number of splits."""
         _, _, num_kv_heads, head_dim = cache.k.shape
         most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, max_context)
         q = cache.k.new_zeros(1, num_heads, head_dim)
-        table, zeros = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
-        calls: list[Callable[[], object]] = [
-            partial(self._prefill, q, *cache, table, zeros[0], zeros[0], 1, 1.0)
-        ]
-        for n in (2**i for i in range(most_splits.bit_length())):
-            calls.append(partial(self._decode, q, *cache, table, zeros[0, :1], 1.0, n))
+        table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
+        calls: list[Callable[[], object]] = []
+        for n in (1, MANY):
+            calls.append(partial(self._prefill, q, *cache, table, lens, lens, n, 1.0))
+        for n in (1 << i for i in range(most_splits.bit_length())):
+            calls.append(partial(self._decode, q, *cache, table, lens[:1], 1.0, n))
         return calls
