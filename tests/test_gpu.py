@@ -269,7 +269,7 @@ print(json.dumps([compiled[:before], compiled[before:]]))
 
 
 def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
-    """Those of decode in threads."""
+    """Those of decode attention and of products in threads."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
     model = make_checkpoint(tmp_path / "model", **shape)
     command = [sys.executable, "-c", COMPILING, str(model)]

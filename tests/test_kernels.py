@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,18 +14,24 @@ from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
+from nanovllm.kernels import linear as linear_kernels
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
-from nanovllm.kernels.linear import variants as product_variants
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import QKVParallelLinear
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    product_variants,
+)
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils import ahead
 from nanovllm.utils.ahead import compiling
 from nanovllm.utils.context import Context
 
@@ -536,21 +543,54 @@ def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
     """One kernel serves weights of several shapes; those of one row are of one shape."""
     shapes = ((128, 512), (1024, 1024), (4096, 1024), (6144, 4096), (2048, 4096))
     for partial in (False, True):
-        ahead: dict[Hashable, Callable[[], object]] = {}
+        made: dict[Hashable, Callable[[], object]] = {}
         for N, K in shapes:
-            ahead |= product_variants(torch.empty(N, K, dtype=HALF, device=DEVICE), partial, False)
-        wanted = {(torch.Size(shape), False) for shape in shapes}
-        for T in range(1, 300):
-            for N, K in shapes:
-                if tiles := choose_tiles(T, N, K, partial):
-                    wanted.add(tiles._replace(splits=min(2, tiles.splits)))
-        assert set(ahead) == wanted
+            weight = torch.empty(N, K, dtype=HALF, device=DEVICE)
+            made |= linear_kernels.variants(weight, partial, False)
+        wanted: set[Hashable] = {(torch.Size(shape), False) for shape in shapes}
+        if can_describe(weight):
+            for T in range(1, 300):
+                for N, K in shapes:
+                    if tiles := choose_tiles(T, N, K, partial):
+                        wanted.add(tiles._replace(splits=min(2, tiles.splits)))
+            assert len(wanted) > len(shapes) + 3
+        assert set(made) == wanted
         assert len(wanted) <= len(shapes) + 8
-    calls = product_variants(randn(128, 512, dtype=HALF), True, True)
-    assert len(calls) > 1
+    calls = linear_kernels.variants(randn(128, 512, dtype=HALF), True, True)
     for call in calls.values():
         call()
-    assert not product_variants(randn(128, 512), True, False), "float32 goes to the library"
+    assert not linear_kernels.variants(randn(128, 512), True, False), "float32 is the library's"
+
+
+def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_kernels, "can_describe", lambda x: False)
+    weight = randn(128, 512, dtype=HALF)
+    assert list(linear_kernels.variants(weight, True, False)) == [(weight.shape, False)]
+
+
+def test_products_of_a_model_are_compiled_ahead_once() -> None:
+    build = Build(HALF, True, Group())
+    with torch.device(DEVICE):
+        one, same, narrow = (RowParallelLinear(512, n, False, build) for n in (128, 128, 64))
+        gated = MergedColumnParallelLinear(512, [64, 64], False, build)
+        biased = RowParallelLinear(512, 128, True, build)
+        plain = RowParallelLinear(512, 128, False, build._replace(fused=False))
+    assert not product_variants(torch.nn.ModuleList([biased, plain]))
+    calls = product_variants(torch.nn.ModuleList([one]))
+    tiles = len(calls) - 1
+    assert tiles > 1 or not can_describe(one.weight)
+    for others, added in (([same], 0), ([narrow], 1), ([gated], 1), ([same, gated, narrow], 2)):
+        assert len(product_variants(torch.nn.ModuleList([one, *others]))) == 1 + tiles + added
+
+
+def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
+    alone, by_nccl, by_kernels = Group(), Group(0, 2), Group(0, 2)
+    by_kernels.peers = object()  # type: ignore[assignment]
+    for group, partial in ((alone, True), (by_nccl, False), (by_kernels, True)):
+        layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group))
+        assert layer.partial == partial
 
 
 def test_an_error_while_compiling_is_raised() -> None:
@@ -558,3 +598,25 @@ def test_an_error_while_compiling_is_raised() -> None:
     calls = [made.set, lambda: 1 / 0]
     with pytest.raises(ZeroDivisionError), compiling(calls, torch.device(DEVICE)):
         assert made.wait(60)
+
+
+def test_an_error_beside_compiling_drops_what_has_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on, made = threading.Event(), threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            go_on.set()
+            super().shutdown(wait=wait)
+
+    def call() -> None:
+        begun.set()
+        made.append(go_on.wait(60))
+
+    monkeypatch.setattr(ahead, "ThreadPoolExecutor", Pool)
+    with pytest.raises(ZeroDivisionError), compiling([call] * 1000, torch.device(DEVICE)):
+        assert begun.wait(60)
+        raise ZeroDivisionError
+    assert made and all(made) and len(made) < 1000

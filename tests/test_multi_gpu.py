@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
     "eager": {"enforce_eager": True},
     "synchronous": {"overlap": False},
     "plain-kernels": {"fused_kernels": False},
-    "large-steps": {"max_num_seqs": 16},  # of more rows than kernels exchange
+    "large-steps": {"max_num_seqs": 4},  # of more rows than kernels exchange
 }
 
 

@@ -69,7 +69,7 @@ class AttentionBackend(ABC):
     def variants(
         self, num_heads: int, cache: KVCache, max_context: int
     ) -> list[Callable[[], object]]:
-        """A call for each kernel that decode may need, to be compiled ahead.
+        """A call for each kernel that attention may need, to be compiled ahead.
 
         Args:
             num_heads: Hq.

@@ -12,7 +12,7 @@ from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
 from nanovllm.utils.context import Context
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-MANY = 128  # tokens of a prefill that is not a small one, however many heads there are
+MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head
 
 
 def triton_refusal(device: torch.device) -> str | None:
@@ -91,6 +91,6 @@ class TritonBackend(TritonStore):
         calls: list[Callable[[], object]] = []
         for n in (1, MANY):
             calls.append(partial(self._prefill, q, *cache, table, lens, lens, n, 1.0))
-        for n in (1 << i for i in range(most_splits.bit_length())):
-            calls.append(partial(self._decode, q, *cache, table, lens[:1], 1.0, n))
+        for i in range(most_splits.bit_length()):
+            calls.append(partial(self._decode, q, *cache, table, lens[:1], 1.0, 1 << i))
         return calls

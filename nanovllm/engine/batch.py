@@ -90,7 +90,8 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
 
 
 def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
-    """The largest prefill: `num_tokens` in `num_seqs` sequences that all sample.
+    """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
+    sample.
 
     Nothing is stored (slots are -1), and every block table points at block 0 only.
     """

@@ -28,7 +28,7 @@ from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.base import Build
-from nanovllm.layers.linear import variants
+from nanovllm.layers.linear import product_variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -159,8 +159,9 @@ class ModelRunner:
         return self.pool.tensor
 
     def warmup(self) -> int:
-        """Run the largest steps and small ones, so that all kernels are compiled but those that
-        only decode takes; most of these, and of small steps', by threads.
+        """Run the largest steps, and small ones of each power of two tokens. Threads compile the
+        kernels of attention and products meanwhile; what else only decode takes is compiled with
+        the graphs.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows
@@ -175,18 +176,19 @@ class ModelRunner:
         cache = KVCache(*self.kv_cache[:, 0])  # of any layer
         budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
         max_context = -(-self.max_model_len // block_size) * block_size
-        calls = self.backend.variants(num_heads, cache, max_context) + variants(self.model)
+        calls = self.backend.variants(num_heads, cache, max_context) + product_variants(self.model)
 
         def run(num_seqs: int, num_tokens: int) -> None:
             batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
             self.run_model(self.prepare(batch))
 
         with compiling(calls, self.device):
-            for num_seqs in (config.max_num_seqs, 1):
-                run(num_seqs, budget)
-        for i in range(min(budget, SMALL_STEP).bit_length()):
-            run(1, 1 << i)
+            run(config.max_num_seqs, budget)
+            run(1, budget)
         del cache, calls
+        for i in range(min(budget, SMALL_STEP).bit_length()):
+            num_seqs = -(-(1 << i) // self.max_model_len)
+            run(min(num_seqs, config.max_num_seqs), 1 << i)
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()

@@ -118,7 +118,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         partial: whether partial results are welcome.
     """
     small = N * K <= SMALL
-    most = MOST_ROWS if small and partial else MOST_ROWS // 2
+    most = MOST_ROWS if small and partial else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, triton.next_power_of_2(T)))
@@ -183,13 +183,19 @@ def variants(
     N, K = weight.shape
     if weight.dtype not in HALF:
         return {}
-    x = weight.new_zeros(MOST_ROWS, K)
+
+    def multiply(T: int) -> None:
+        x = weight.new_zeros(T, K)
+        if T == 1:
+            _one_row(x, weight, gated)
+        else:
+            linear(x, weight, partial)
+
     calls: dict[Hashable, Callable[[], object]] = {}
-    calls[weight.shape, gated] = functools.partial(_one_row, x[:1], weight, gated)
-    T = 16
-    while T <= MOST_ROWS:
-        if tiles := choose_tiles(T, N, K, partial):
+    calls[weight.shape, gated] = functools.partial(multiply, 1)
+    for T in (16, 32, 64, 128, MOST_ROWS):
+        tiles = choose_tiles(T, N, K, partial) if can_describe(weight) else None
+        if tiles is not None:
             key = tiles._replace(splits=min(2, tiles.splits))  # any number above 1 is the same
-            calls[key] = functools.partial(linear, x[:T], weight, partial)
-        T *= 2
+            calls[key] = functools.partial(multiply, T)
     return calls

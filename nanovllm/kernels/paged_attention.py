@@ -279,7 +279,7 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_con
     """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
 
     1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
-    more; measured by benchmarks/decode_attention.py.
+    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
     """
     programs = 1024 * max(1, 128 // head_dim)
     wanted = triton.cdiv(programs, batch_size * num_kv_heads)
@@ -328,6 +328,7 @@ def paged_decode(
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](
-            out, part_acc, part_lse, D=D, SPLITS=num_splits, num_warps=1, **pdl_options(q)
-        )
+            out, part_acc, part_lse, D=D, SPLITS=num_splits,
+            num_warps=max(1, num_splits * D // 4096), **pdl_options(q),
+        )  # fmt: skip
     return out

@@ -228,13 +228,13 @@ class RowParallelLinear(ReplicatedLinear):
         return out if out.dim() == 3 else sum_over_ranks(out, group)
 
 
-def variants(model: nn.Module) -> list[Callable[[], object]]:
+def product_variants(model: nn.Module) -> list[Callable[[], object]]:
     """A call for each of our kernels that the products of a model take, to be compiled ahead."""
     calls: dict[Hashable, Callable[[], object]] = {}
     for layer in model.modules():
         if isinstance(layer, ReplicatedLinear) and layer.fused:
-            from nanovllm.kernels.linear import variants
+            from nanovllm.kernels import linear as kernels
 
             gated = isinstance(layer, MergedColumnParallelLinear)
-            calls |= variants(layer.weight, layer.partial, gated)
+            calls |= kernels.variants(layer.weight, layer.partial, gated)
     return list(calls.values())

@@ -19,7 +19,7 @@ def _enter(stream: torch.cuda.Stream) -> None:
 
 @contextmanager
 def compiling(calls: Iterable[Callable[[], object]], device: torch.device) -> Iterator[None]:
-    """Within it, threads make the calls; at its end all that they compile is there.
+    """Within it, threads make the calls; it ends when all are made.
 
     Raises:
         Exception: that of a call, at the end.
@@ -29,6 +29,10 @@ def compiling(calls: Iterable[Callable[[], object]], device: torch.device) -> It
         prepare = partial(_enter, torch.cuda.current_stream(device))
     with ThreadPoolExecutor(initializer=prepare) as pool:
         made = [pool.submit(call) for call in calls]
-        yield
+        try:
+            yield
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         for call in made:
             call.result()
