@@ -40,7 +40,7 @@ from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
 
-SMALL_STEP = 256  # tokens: up to here kernels depend on their number, by powers of two
+SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
 
 
 class ModelRunner:
@@ -187,8 +187,8 @@ class ModelRunner:
             run(1, budget)
         del cache, calls
         for i in range(min(budget, SMALL_STEP).bit_length()):
-            num_seqs = -(-(1 << i) // self.max_model_len)
-            run(min(num_seqs, config.max_num_seqs), 1 << i)
+            num_tokens = 1 << i
+            run(min(config.max_num_seqs, -(-num_tokens // self.max_model_len)), num_tokens)
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()

@@ -186,16 +186,15 @@ def variants(
 
     def multiply(T: int) -> None:
         x = weight.new_zeros(T, K)
-        if T == 1:
-            _one_row(x, weight, gated)
+        if gated:
+            gated_linear(x, weight)
         else:
             linear(x, weight, partial)
 
     calls: dict[Hashable, Callable[[], object]] = {}
     calls[weight.shape, gated] = functools.partial(multiply, 1)
-    for T in (16, 32, 64, 128, MOST_ROWS):
-        tiles = choose_tiles(T, N, K, partial) if can_describe(weight) else None
-        if tiles is not None:
+    for T in (16, 32, 64, 128, MOST_ROWS) if can_describe(weight) else ():
+        if tiles := choose_tiles(T, N, K, partial):
             key = tiles._replace(splits=min(2, tiles.splits))  # any number above 1 is the same
             calls[key] = functools.partial(multiply, T)
     return calls
