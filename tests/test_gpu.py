@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ from transformers import Qwen3ForCausalLM
 
 from checkpoints import make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import _side_stream, host_array, upload_beside
 
 pytestmark = pytest.mark.gpu
@@ -282,6 +288,19 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     assert {"_row_kernel", "_tiles_kernel"} <= by_threads
     assert "_decode_kernel" in by_threads - in_main
     assert "_rms_norm_kernel" in in_main
+
+
+def test_attention_is_compiled_while_the_ranks_meet(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [compiled.set])
+    config = Config(tiny, num_kvcache_blocks=4, enforce_eager=True)
+    met: list[bool] = []
+    model_config = ModelConfig.from_pretrained(tiny)
+    runner = ModelRunner(config, model_config, Group(), lambda: met.append(compiled.wait(60)))
+    assert met == [True]
+    runner.exit()
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])

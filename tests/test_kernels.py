@@ -31,7 +31,7 @@ from nanovllm.layers.linear import (
     product_variants,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils import ahead
+from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context
 
 HAS_CUDA = torch.cuda.is_available()
@@ -592,11 +592,24 @@ def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
         assert layer.partial == partial
 
 
+def test_calls_are_made_while_others_are_submitted() -> None:
+    first, second = threading.Event(), threading.Event()
+    with CompileAhead(torch.device(DEVICE)) as ahead:
+        ahead.submit([first.set])
+        assert first.wait(60)
+        ahead.submit([lambda: second.wait(60), second.set])
+        ahead.wait()
+        assert second.is_set()
+        ahead.wait()
+
+
 def test_an_error_while_compiling_is_raised() -> None:
     made = threading.Event()
-    calls = [made.set, lambda: 1 / 0]
-    with pytest.raises(ZeroDivisionError), ahead.compiling(calls, torch.device(DEVICE)):
+    with CompileAhead(torch.device(DEVICE)) as ahead:
+        ahead.submit([made.set, lambda: 1 / 0])
         assert made.wait(60)
+        with pytest.raises(ZeroDivisionError):
+            ahead.wait()
 
 
 def test_an_error_beside_compiling_drops_what_has_not_begun(
@@ -614,8 +627,9 @@ def test_an_error_beside_compiling_drops_what_has_not_begun(
         begun.set()
         made.append(go_on.wait(60))
 
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", Pool)
-    with pytest.raises(ZeroDivisionError), ahead.compiling([call] * 1000, torch.device(DEVICE)):
+    monkeypatch.setattr("nanovllm.utils.ahead.ThreadPoolExecutor", Pool)
+    with pytest.raises(ZeroDivisionError), CompileAhead(torch.device(DEVICE)) as ahead:
+        ahead.submit([call] * 1000)
         assert begun.wait(60)
         raise ZeroDivisionError
     assert made and all(made) and len(made) < 1000

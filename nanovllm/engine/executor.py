@@ -91,15 +91,18 @@ class Executor:
             WorkerError: if a worker dies meanwhile.
         """
         with self._all_or_none():
-            if self._workers is not None:
-                self._connect(self._workers)
-            self.model_runner = ModelRunner(self._config, self._model_config, self._group)
+            self.model_runner = ModelRunner(
+                self._config, self._model_config, self._group, self._connect
+            )
             if self._workers is not None:
                 self._workers.check()
         return self.model_runner
 
-    def _connect(self, workers: Workers) -> None:
-        """Meet the workers, unless one of them dies: nothing could interrupt that wait."""
+    def _connect(self) -> None:
+        """Meet the workers, if there are any and none dies: nothing could interrupt that wait."""
+        workers = self._workers
+        if workers is None:
+            return
         assert self._store is not None
         arrivals = [arrival(rank) for rank in range(1, self._group.size)]
         while not self._store.check(arrivals):

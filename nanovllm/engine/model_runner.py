@@ -28,12 +28,12 @@ from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.base import Build
-from nanovllm.layers.linear import product_variants
+from nanovllm.layers.linear import local_kv_heads, product_variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
-from nanovllm.utils.ahead import compiling
+from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context, use_context
 from nanovllm.utils.device import resolve_device, upload
 from nanovllm.utils.loader import load_dummy, load_model
@@ -50,6 +50,7 @@ class ModelRunner:
         config: the engine's options.
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over; this is one of them.
+        connect: meets the other ranks, if the group has not. Kernels compile meanwhile.
 
     Attributes:
         num_blocks: KV blocks of the pool.
@@ -57,7 +58,13 @@ class ModelRunner:
         graphs: the CUDA graphs, None in eager mode.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, group: Group) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        group: Group,
+        connect: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
         self.model_config = model_config
         self.group = group
@@ -84,7 +91,12 @@ class ModelRunner:
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
         self.graphs: DecodeGraphs | None = None
-        with self._scope():
+        with self._scope(), CompileAhead(self.device) as ahead:
+            if not on_cpu:
+                ahead.submit(self._attention_variants())
+            connect()
+            self.build_model()
+            ahead.submit(product_variants(self.model))
             self.load()
             self.pool = KVCachePool(
                 self.model, config, model_config, group, self.device, self.dtype
@@ -101,7 +113,7 @@ class ModelRunner:
                 group,
                 self.last_tokens,
             )
-            peak = 0 if on_cpu else self.warmup()  # bytes
+            peak = 0 if on_cpu else self.warmup(ahead)  # bytes
             own_now = self._weight_bytes() + group.peer_bytes
             own_peak = peak + group.peer_bytes
             num_blocks = self.pool.how_many_fit(self.max_model_len, own_now, own_peak)
@@ -117,9 +129,17 @@ class ModelRunner:
 
     # -- construction ---------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Build the model on its device and fill its weights."""
-        start = time.perf_counter()
+    def _attention_variants(self) -> list[Callable[[], object]]:
+        config, block_size = self.model_config, self.config.kvcache_block_size
+        num_kv_heads = len(local_kv_heads(config.num_key_value_heads, self.group))
+        shape = 1, block_size, num_kv_heads, config.head_dim
+        cache = KVCache(*torch.empty(2, *shape, dtype=self.dtype, device=self.device))
+        num_heads = config.num_attention_heads // self.group.size
+        max_context = -(-self.max_model_len // block_size) * block_size
+        return self.backend.variants(num_heads, cache, max_context)
+
+    def build_model(self) -> None:
+        """Build the model on its device. Its weights start uninitialised."""
         fused = (
             self.config.fused_kernels
             and self.device.type == "cuda"
@@ -135,6 +155,10 @@ class ModelRunner:
             model_class = MODELS[self.model_config.architecture]
             self.model = model_class(self.model_config, self.backend, build)
         self.model.eval()
+
+    def load(self) -> None:
+        """Fill the weights."""
+        start = time.perf_counter()
         if self.config.load_format == "dummy":
             load_dummy(self.model, self.config.seed)
         else:
@@ -158,10 +182,10 @@ class ModelRunner:
         """[2, L, N, S, Hkv, D] of `dtype`."""
         return self.pool.tensor
 
-    def warmup(self) -> int:
-        """Run the largest steps, and small ones of each power of two tokens. Threads compile the
-        kernels of attention and products meanwhile; what else only decode takes is compiled with
-        the graphs.
+    def warmup(self, ahead: CompileAhead) -> int:
+        """Run the largest steps, and when threads have compiled the kernels of attention and
+        products, small ones of each power of two tokens. What else only decode takes is compiled
+        with the graphs.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows
@@ -172,20 +196,16 @@ class ModelRunner:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.pool.allocate(1)
-        num_heads = self.model_config.num_attention_heads // self.group.size
-        cache = KVCache(*self.kv_cache[:, 0])  # of any layer
-        budget, block_size = config.max_num_batched_tokens, config.kvcache_block_size
-        max_context = -(-self.max_model_len // block_size) * block_size
-        calls = self.backend.variants(num_heads, cache, max_context) + product_variants(self.model)
 
         def run(num_seqs: int, num_tokens: int) -> None:
+            block_size = config.kvcache_block_size
             batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
             self.run_model(self.prepare(batch))
 
-        with compiling(calls, self.device):
-            run(config.max_num_seqs, budget)
-            run(1, budget)
-        del cache, calls
+        budget = config.max_num_batched_tokens
+        run(config.max_num_seqs, budget)
+        run(1, budget)
+        ahead.wait()
         for i in range(min(budget, SMALL_STEP).bit_length()):
             num_tokens = 1 << i
             run(min(config.max_num_seqs, -(-num_tokens // self.max_model_len)), num_tokens)

@@ -1,8 +1,7 @@
 """Compiling kernels ahead of their use, in threads: Triton compiles one when it is first called."""
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -17,22 +16,36 @@ def _enter(stream: torch.cuda.Stream) -> None:
     torch.zeros(1, device=stream.device)  # takes the context
 
 
-@contextmanager
-def compiling(calls: Iterable[Callable[[], object]], device: torch.device) -> Iterator[None]:
-    """Within it, threads make the calls; it ends when all are made.
+class CompileAhead:
+    """Threads that make calls. The end of a `with` block drops those that have not begun, and waits
+    for the others.
 
-    Raises:
-        Exception: that of a call, at the end.
+    Args:
+        device: that of the calls, on its current stream.
     """
-    prepare = None
-    if device.type == "cuda":
-        prepare = partial(_enter, torch.cuda.current_stream(device))
-    with ThreadPoolExecutor(initializer=prepare) as pool:
-        made = [pool.submit(call) for call in calls]
-        try:
-            yield
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        for call in made:
-            call.result()
+
+    def __init__(self, device: torch.device) -> None:
+        prepare = None
+        if device.type == "cuda":
+            prepare = partial(_enter, torch.cuda.current_stream(device))
+        self._pool = ThreadPoolExecutor(initializer=prepare)
+        self._made: list[Future[object]] = []
+
+    def submit(self, calls: Iterable[Callable[[], object]]) -> None:
+        """Have threads make these calls."""
+        self._made += [self._pool.submit(call) for call in calls]
+
+    def wait(self) -> None:
+        """Until all calls are made.
+
+        Raises:
+            Exception: that of a call.
+        """
+        while self._made:
+            self._made.pop().result()
+
+    def __enter__(self) -> "CompileAhead":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
