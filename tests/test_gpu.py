@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
+from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
@@ -290,17 +292,87 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     assert "_rms_norm_kernel" in in_main
 
 
+class Call:
+    """A call to be made by a thread, which says so and holds memory until it is told to go on."""
+
+    def __init__(self, held: int = 0) -> None:
+        self.held, self.begun, self.go_on = held, threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        _memory = torch.empty(self.held, dtype=torch.uint8, device="cuda")
+        self.begun.set()
+        assert self.go_on.wait(60)
+
+    def go_on_when(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        """Go on when `owner.name` is called, which happens when the thread has begun."""
+        original = getattr(owner, name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            assert self.begun.wait(60)
+            self.go_on.set()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, replacement)
+
+
+def small_runner(model: str, **options: Any) -> ModelRunner:
+    config = Config(model, num_kvcache_blocks=4, enforce_eager=True)
+    return ModelRunner(config, ModelConfig.from_pretrained(model), Group(), **options)
+
+
 def test_attention_is_compiled_while_the_ranks_meet(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = threading.Event()
-    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [compiled.set])
-    config = Config(tiny, num_kvcache_blocks=4, enforce_eager=True)
-    met: list[bool] = []
-    model_config = ModelConfig.from_pretrained(tiny)
-    runner = ModelRunner(config, model_config, Group(), lambda: met.append(compiled.wait(60)))
-    assert met == [True]
-    runner.exit()
+    call = Call()
+    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [call])
+
+    def connect(quiet: Callable[[], None]) -> None:
+        assert call.begun.wait(60)
+        call.go_on.set()
+        quiet()
+
+    small_runner(tiny, connect=connect).exit()
+    assert call.go_on.is_set()
+
+
+def test_products_are_compiled_while_the_weights_load(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Call()
+    monkeypatch.setattr("nanovllm.engine.model_runner.product_variants", lambda _: [call])
+    call.go_on_when(monkeypatch, ModelRunner, "load")
+    small_runner(tiny).exit()
+    assert call.go_on.is_set()
+
+
+def test_an_error_while_the_ranks_meet_leaves_no_thread(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, before = Call(), set(threading.enumerate())
+    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [call])
+
+    def connect(quiet: Callable[[], None]) -> None:
+        assert call.begun.wait(60)
+        call.go_on.set()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small_runner(tiny, connect=connect)
+    assert set(threading.enumerate()) <= before
+
+
+def test_memory_of_what_compiles_is_not_taken_off_the_steps(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
+    with LLM(tiny, **options) as llm:
+        undisturbed = llm.metrics()["num_kvcache_blocks"]
+    call = Call(held=1 << 30)
+    monkeypatch.setattr("nanovllm.engine.model_runner.product_variants", lambda _: [call])
+    call.go_on_when(monkeypatch, KVCachePool, "allocate")  # when the warm-up has begun
+    with LLM(tiny, **options) as llm:
+        assert llm.metrics()["num_kvcache_blocks"] <= undisturbed
+    assert call.go_on.is_set()
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])

@@ -592,14 +592,14 @@ def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
         assert layer.partial == partial
 
 
-def test_calls_are_made_while_others_are_submitted() -> None:
-    first, second = threading.Event(), threading.Event()
+def test_calls_are_made_beside_each_other_and_beside_us() -> None:
+    first, second, waited = threading.Event(), threading.Event(), []
     with CompileAhead(torch.device(DEVICE)) as ahead:
         ahead.submit([first.set])
         assert first.wait(60)
-        ahead.submit([lambda: second.wait(60), second.set])
+        ahead.submit([lambda: waited.append(second.wait(60)), second.set])
         ahead.wait()
-        assert second.is_set()
+        assert waited == [True]
         ahead.wait()
 
 

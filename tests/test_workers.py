@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import Workers
+from nanovllm.utils.ahead import CompileAhead
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
 
@@ -434,6 +436,38 @@ def test_death_between_two_calls(then, checkpoint, nothing_left):
     nothing_left()
     with LLM(checkpoint, **TP2) as llm:
         assert_usable(llm, checkpoint)
+
+
+def test_no_thread_compiles_while_the_ranks_meet(checkpoint, monkeypatch):
+    """Meeting changes the environment, which Triton reads: seldom, that was a KeyError."""
+    calls = []
+    for owner, name in ((CompileAhead, "wait"), (group.Group, "connect")):
+        original = getattr(owner, name)
+
+        def recording(*args, name=name, original=original):
+            calls.append(name)
+            original(*args)
+
+        monkeypatch.setattr(owner, name, recording)
+    LLM(checkpoint, **TP2).exit()
+    assert calls == ["wait", "connect"]
+
+
+def test_error_keeps_no_half_built_engine(checkpoint, monkeypatch):
+    """Frames of the traceback held what rank 0 had on its device."""
+    runners, init = [], ModelRunner.__init__
+
+    def recording(self, *args):
+        runners.append(weakref.ref(self))
+        init(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "__init__", recording)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError) as caught:
+        LLM(checkpoint, **TP2)
+    gc.collect()
+    assert [runner() for runner in runners] == [None]
+    del caught  # not earlier
 
 
 def test_worker_that_cannot_start(checkpoint, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -23,7 +23,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, max_plan_bytes
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import PATIENCE, Workers
+from nanovllm.engine.workers import PATIENCE, WorkerError, Workers
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 
@@ -98,8 +98,13 @@ class Executor:
                 self._workers.check()
         return self.model_runner
 
-    def _connect(self) -> None:
-        """Meet the workers, if there are any and none dies: nothing could interrupt that wait."""
+    def _connect(self, quiet: Callable[[], None]) -> None:
+        """Meet the workers, if there are any. Raises if one dies: nothing else could end that wait.
+
+        Args:
+            quiet: called when they are there. Returns when no thread compiles: meeting changes the
+                environment of the process, and Triton reads it.
+        """
         workers = self._workers
         if workers is None:
             return
@@ -108,6 +113,7 @@ class Executor:
         while not self._store.check(arrivals):
             workers.check()
             time.sleep(POLL_SECONDS)
+        quiet()
         self._store.set(arrival(0), "")
         self._meeting = threading.Thread(target=self._meet, daemon=True)
         self._meeting.start()
@@ -173,9 +179,10 @@ class Executor:
                 raise
             self.is_broken = True
             reason = self._workers.reason_of(error)
+            if isinstance(reason, WorkerError):
+                _clear_frames(error)  # whoever keeps it keeps no tensors and sockets by it
             if reason is error:
                 raise
-            _clear_frames(error)  # whoever keeps `reason` keeps no tensors and sockets by it
             raise reason from error
 
     def close(self) -> None:

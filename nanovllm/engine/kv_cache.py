@@ -17,6 +17,12 @@ from nanovllm.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 
+def block_shape(config: Config, model_config: ModelConfig, group: Group) -> tuple[int, int, int]:
+    """(S, Hkv, D) of this rank."""
+    num_kv_heads = len(local_kv_heads(model_config.num_key_value_heads, group))
+    return config.kvcache_block_size, num_kv_heads, model_config.head_dim
+
+
 class KVCachePool:
     """The blocks of keys and values. Each attention layer of the model is bound to its part.
 
@@ -45,8 +51,7 @@ class KVCachePool:
         self._layers = [module for module in model.modules() if isinstance(module, Attention)]
         self._config, self.group = config, group
         self._device, self._dtype = device, dtype
-        num_kv_heads = len(local_kv_heads(model_config.num_key_value_heads, group))
-        self._block_shape = config.kvcache_block_size, num_kv_heads, model_config.head_dim
+        self._block_shape = block_shape(config, model_config, group)
         self.block_bytes = memory.kv_block_bytes(
             len(self._layers), *self._block_shape, dtype.itemsize
         )

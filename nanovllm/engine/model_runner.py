@@ -24,11 +24,11 @@ from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
 from nanovllm.engine.controls import Controls
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
-from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.kv_cache import KVCachePool, block_shape
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
 from nanovllm.layers.base import Build
-from nanovllm.layers.linear import local_kv_heads, product_variants
+from nanovllm.layers.linear import product_variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -50,7 +50,8 @@ class ModelRunner:
         config: the engine's options.
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over; this is one of them.
-        connect: meets the other ranks, if the group has not. Kernels compile meanwhile.
+        connect: meets the other ranks, if the group has not. When they are there, it calls its
+            argument, which waits for the kernels that have begun to compile.
 
     Attributes:
         num_blocks: KV blocks of the pool.
@@ -63,7 +64,7 @@ class ModelRunner:
         config: Config,
         model_config: ModelConfig,
         group: Group,
-        connect: Callable[[], None] = lambda: None,
+        connect: Callable[[Callable[[], None]], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -94,7 +95,7 @@ class ModelRunner:
         with self._scope(), CompileAhead(self.device) as ahead:
             if not on_cpu:
                 ahead.submit(self._attention_variants())
-            connect()
+            connect(ahead.wait)
             self.build_model()
             ahead.submit(product_variants(self.model))
             self.load()
@@ -130,16 +131,16 @@ class ModelRunner:
     # -- construction ---------------------------------------------------------------------------
 
     def _attention_variants(self) -> list[Callable[[], object]]:
-        config, block_size = self.model_config, self.config.kvcache_block_size
-        num_kv_heads = len(local_kv_heads(config.num_key_value_heads, self.group))
-        shape = 1, block_size, num_kv_heads, config.head_dim
-        cache = KVCache(*torch.empty(2, *shape, dtype=self.dtype, device=self.device))
-        num_heads = config.num_attention_heads // self.group.size
-        max_context = -(-self.max_model_len // block_size) * block_size
+        shape = block_shape(self.config, self.model_config, self.group)
+        cache = KVCache(*torch.empty(2, 1, *shape, dtype=self.dtype, device=self.device))
+        num_heads = self.model_config.num_attention_heads // self.group.size
+        max_context = -(-self.max_model_len // shape[0]) * shape[0]
         return self.backend.variants(num_heads, cache, max_context)
 
     def build_model(self) -> None:
-        """Build the model on its device. Its weights start uninitialised."""
+        """Build the model on its device, and what lets kernels sum over the ranks. The weights
+        start uninitialised.
+        """
         fused = (
             self.config.fused_kernels
             and self.device.type == "cuda"
@@ -191,30 +192,29 @@ class ModelRunner:
             The most bytes that this engine had allocated: weights, and activations or what rows
             with controls may need.
         """
-        config = self.config
+        config, block_size = self.config, self.config.kvcache_block_size
+        budget = config.max_num_batched_tokens
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.pool.allocate(1)
 
         def run(num_seqs: int, num_tokens: int) -> None:
-            block_size = config.kvcache_block_size
             batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
             self.run_model(self.prepare(batch))
 
-        budget = config.max_num_batched_tokens
         run(config.max_num_seqs, budget)
         run(1, budget)
-        ahead.wait()
+        ahead.wait()  # or the same kernels would be compiled here, too
         for i in range(min(budget, SMALL_STEP).bit_length()):
             num_tokens = 1 << i
             run(min(config.max_num_seqs, -(-num_tokens // self.max_model_len)), num_tokens)
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before + self._weight_bytes()
+        peak = torch.cuda.max_memory_allocated(self.device)
         self.pool.free()
         torch.cuda.empty_cache()
-        return peak
+        # What is left are no activations: weights, tables, other engines, libraries' workspaces.
+        return peak - torch.cuda.memory_allocated(self.device) + self._weight_bytes()
 
     def allocate_kv_cache(self) -> None:
         """Allocate the pool and give each layer its part."""

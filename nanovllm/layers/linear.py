@@ -229,7 +229,9 @@ class RowParallelLinear(ReplicatedLinear):
 
 
 def product_variants(model: nn.Module) -> list[Callable[[], object]]:
-    """A call for each of our kernels that the products of a model take, to be compiled ahead."""
+    """A call for each of our kernels that the products of a model take, to be compiled ahead. The
+    weights may hold anything.
+    """
     calls: dict[Hashable, Callable[[], object]] = {}
     for layer in model.modules():
         if isinstance(layer, ReplicatedLinear) and layer.fused:

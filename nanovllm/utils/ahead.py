@@ -18,7 +18,7 @@ def _enter(stream: torch.cuda.Stream) -> None:
 
 class CompileAhead:
     """Threads that make calls. The end of a `with` block drops those that have not begun, and waits
-    for the others.
+    for the others; what they raise is raised by `wait` only.
 
     Args:
         device: that of the calls, on its current stream.
@@ -41,8 +41,9 @@ class CompileAhead:
         Raises:
             Exception: that of a call.
         """
-        while self._made:
-            self._made.pop().result()
+        for call in self._made:
+            call.result()
+        self._made.clear()
 
     def __enter__(self) -> "CompileAhead":
         return self
