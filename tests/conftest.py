@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU

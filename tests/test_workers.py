@@ -128,9 +128,7 @@ def nothing_left(warm):
         assert traces() == before
         wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
 
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     yield check
-    signal.signal(signal.SIGINT, handler)
     check()
 
 
