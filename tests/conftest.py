@@ -10,7 +10,6 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
@@ -42,6 +41,12 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """
     if not request.node.get_closest_marker("gpu") and not hasattr(request.module, "DEVICE"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_raises() -> None:
+    """Background jobs ignore it, and a test that interrupts at any line leaves another handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
