@@ -4,7 +4,7 @@ of an engine that has lost a rank.
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from unittest.mock import Mock
 
@@ -14,15 +14,6 @@ import torch
 from nanovllm.distributed.group import Group
 from nanovllm.engine.executor import Executor, _uninterrupted
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Whatever happens, the test process keeps its handler."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupt() -> None:
