@@ -1,16 +1,21 @@
 """What the ranks do together, and how they divide a vocabulary and heads."""
 
+import os
 import random
+import socket
+import threading
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from faults import DEADLINE, listeners
 from ranks import connected_groups, on_all_ranks
+from torch import distributed as dist
 
 from nanovllm.distributed.bulk import Gathered, part_of
-from nanovllm.distributed.group import Group, join, listen
+from nanovllm.distributed.group import Group, LostContactError, join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
 from nanovllm.layers.linear import RowParallelLinear, local_kv_heads, pick
@@ -60,6 +65,65 @@ def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
         return float(group.all_reduce(torch.tensor([10.0 ** (who // 2)])))
 
     assert on_all_ranks(4, meet) == [2, 2, 20, 20]
+
+
+class BackendThatWaits:
+    """What of PyTorch's NCCL matters to a rank whose counterpart is dead."""
+
+    Options = SimpleNamespace
+    is_waiting, num_aborts = threading.Event(), 0
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def allreduce(self, xs: list[torch.Tensor]) -> None:
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as sock:
+                self.is_waiting.set()
+                sock.accept()
+        except OSError as error:
+            raise RuntimeError("NCCL error") from error
+
+    def abort(self) -> None:
+        """It knows nothing that is not connected."""
+        BackendThatWaits.num_aborts += 1
+
+
+def test_defect_13_abort_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waited for the dead for ever, on a whole core, with ports that it listened on, and the
+    next engine of the process waited for the end of that.
+    """
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", BackendThatWaits, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *args, **options: torch.ones(1))
+    environment = dict(os.environ)
+    group = Group(0, 2)
+    errors: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            group.connect(None, SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+        except LostContactError as error:
+            errors.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as of_the_caller:
+        before = listeners()
+        thread = threading.Thread(target=meet, daemon=True)
+        thread.start()
+        assert BackendThatWaits.is_waiting.wait(DEADLINE)
+        assert len(listeners() - before) == 1
+        group.abort()
+        thread.join(DEADLINE)
+        assert not thread.is_alive(), "waits for the dead"
+        assert listeners() == before
+        with socket.create_connection(of_the_caller.getsockname()):
+            of_the_caller.accept()[0].close()
+    [error] = errors
+    assert "NCCL error" in str(error)
+    assert dict(os.environ) == environment
+    group.close()
+    assert BackendThatWaits.num_aborts >= 1
+    assert not group._aborting.is_alive()
+    listen()  # of the next engine
 
 
 def test_one_rank_has_no_process_group() -> None:

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
-MEETING = timedelta(seconds=30)  # for ranks that are all there to connect
+MEETING = timedelta(seconds=10)  # for ranks that are all there to connect
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 SETTLE = 0.02  # seconds
 PATIENCE = 3.0  # seconds for NCCL to end in order
@@ -33,7 +33,7 @@ NCCL_ENVIRONMENT = {
     "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
 }
 
-_connecting_nccl = threading.Lock()  # one at a time: the environment is the whole process's
+_connecting_nccl = threading.Lock()  # one at a time: environment and sockets are the process's
 
 
 class LostContactError(RuntimeError):
@@ -60,21 +60,15 @@ class Group:
         self._abort_lock, self._is_aborted = threading.Lock(), False
         self._aborting: threading.Thread | None = None
         self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
+        self._listened: set[int] | None = None  # while NCCL connects: the sockets before it
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, which must be there (`arrival`)."""
         self._device = device
         self.name = "nccl" if device.type == "cuda" else "gloo"
         if self.name == "nccl":
-            with _connecting_nccl:
-                before = _nccl_memory()
-                with _environment(NCCL_ENVIRONMENT):
-                    options = dist.ProcessGroupNCCL.Options()
-                    self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-                    self.all_reduce(torch.zeros(1, device=device)).item()  # connects all ranks
-                for name in _nccl_memory() - before:  # a crash would leave the names in /dev/shm
-                    with suppress(FileNotFoundError):  # another rank was first
-                        os.unlink(name)
+            with _connecting_nccl, _environment(NCCL_ENVIRONMENT):
+                self._connect_nccl(store)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -83,6 +77,19 @@ class Group:
                 self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
             self.all_reduce(torch.zeros(1))
             self._backend._set_default_timeout(FOREVER)
+
+    def _connect_nccl(self, store: dist.Store) -> None:
+        before = _nccl_memory()
+        self._listened = {_inode(sock) for sock in _listening()}
+        try:
+            options = dist.ProcessGroupNCCL.Options()
+            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self.all_reduce(torch.zeros(1, device=self._device)).item()  # connects all ranks
+        finally:
+            self._listened = None
+            for name in _nccl_memory() - before:  # a crash would leave the names in /dev/shm
+                with suppress(FileNotFoundError):  # another rank was first
+                    os.unlink(name)
 
     def open_peer_memory(
         self,
@@ -171,6 +178,9 @@ class Group:
         Waits for nothing: NCCL, once it has ended its kernels, waits for the end of CUDA graphs
         that hold such, and the end of those that still run is waited for without letting other
         threads go on. So first `abort`, then wait for the device, then drop the graphs.
+
+        While NCCL connects, all sockets on which this process has begun to listen since are shut:
+        which of them are NCCL's cannot be told.
         """
         with self._abort_lock:
             if self._is_aborted:
@@ -184,10 +194,16 @@ class Group:
                 )
                 self._aborting.start()
 
-    @staticmethod
-    def _abort_nccl(backend: Any) -> None:
+    def _abort_nccl(self, backend: Any) -> None:
         time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
         backend.abort()
+        while (listened := self._listened) is not None:
+            # PyTorch cannot abort what is not connected: NCCL would wait for the dead, for ever.
+            for sock in _listening():
+                if _inode(sock) not in listened:
+                    sock.shutdown(socket.SHUT_RDWR)
+            time.sleep(SETTLE)
+            backend.abort()
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""
@@ -207,7 +223,8 @@ class Group:
 
 def listen() -> tuple[dist.Store, int]:
     """The store through which ranks meet, on this machine only, and its port."""
-    listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
+    with _connecting_nccl:  # or `abort` of another engine would take it for NCCL's
+        listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=FOREVER,
@@ -231,6 +248,21 @@ def _nccl_memory() -> set[str]:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps}
     return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}
+
+
+def _listening() -> Iterator[socket.socket]:
+    """Each socket on which this process listens, for as long as the iteration is at it."""
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM) as sock:  # a duplicate
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield sock
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
 
 
 @contextmanager

@@ -73,8 +73,8 @@ class Executor:
             config.max_num_batched_tokens,
             -(-max_len // config.kvcache_block_size),
         )
+        self._store, self._port = listen()
         with _uninterrupted():
-            self._store, self._port = listen()
             self._workers = Workers(
                 config,
                 self._model_config,

@@ -1,0 +1,151 @@
+"""Faults in a worker, and what tests of them need: what processes leave behind, waits that end."""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 60  # seconds, only to turn a hang into a failure
+
+
+def children(parent=0):
+    """Processes whose parent that one is (0: this one), zombies among them."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == (parent or os.getpid()):
+                found.add(int(stat.parent.name))
+    return found
+
+
+def fds(pid="self"):
+    """What the descriptors of a process stand for."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.append(os.readlink(fd))
+    return found
+
+
+def listeners(pid="self"):
+    """Local addresses (hexadecimal) on which a process listens."""
+    sockets, found = set(fds(pid)), set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.001)
+
+
+def within_deadline(function):
+    """Its result; a hang fails the test."""
+    results, errors = [], []
+
+    def work():
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert not thread.is_alive(), "hangs"
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+# Runs at the start of every Python process that has its directory on PYTHONPATH, but this one: when
+# a module of the library has been imported, it makes one function of it fail on one rank.
+SITECUSTOMIZE = """
+import importlib.util, sys
+
+def fault():
+    import os, time, torch
+    from pathlib import Path
+    with open({died!r}, "w") as file:
+        file.write(str(time.monotonic()))
+    {what}
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != {module!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def execute_and_patch(module):
+            execute(module)
+            patch(module)
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+def patch(module):
+    *path, name = {where!r}.split(".")
+    owner = module
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+    def wrapped(*args, **kwargs):
+        ranks = [getattr(getattr(arg, "group", arg), "rank", None) for arg in args]
+        if {rank} not in ranks:
+            return original(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == {call} and not {after}:
+            fault()
+        result = original(*args, **kwargs)
+        if len(calls) == {call} and {after}:
+            fault()
+        return result
+    setattr(owner, name, wrapped)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+SERVE = "nanovllm.engine.worker:_serve"
+CONNECT = "nanovllm.distributed.group:Group.connect"
+LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
+SIZE = "nanovllm.engine.kv_cache:KVCachePool.how_many_fit"
+RUN = "nanovllm.engine.model_runner:ModelRunner.run"
+
+FAULTS = {  # what happens: exit code and what the error says
+    "raise": ("raise LookupError('injected')", 1, "LookupError: injected"),
+    "host memory": ("raise MemoryError('injected')", 1, "MemoryError: injected"),
+    "GPU memory": ("raise torch.OutOfMemoryError('injected')", 1, "OutOfMemoryError: injected"),
+    "kill": ("os.kill(os.getpid(), 9)", -9, "was killed by SIGKILL"),
+    "abort": ("os.abort()", -6, "was killed by SIGABRT"),
+    "leave": ("os._exit(0)", 0, "ended with exit code 0"),
+}
+PROMISE = 5.0  # seconds from a worker's death to the error
+
+
+@pytest.fixture(name="inject")
+def inject_fixture(tmp_path, monkeypatch):
+    """Makes the k-th call of a function fail in workers that start from now on."""
+
+    def inject(where, what, *, rank=1, call=1, after=False):
+        module, _, where = where.partition(":")
+        folder = tmp_path / "injected"
+        folder.mkdir(exist_ok=True)
+        died = folder / "died"
+        code = SITECUSTOMIZE.format(
+            died=str(died), what=what, module=module, where=where, rank=rank, call=call, after=after
+        )
+        (folder / "sitecustomize.py").write_text(code)
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        return died
+
+    return inject
