@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import DEADLINE, listeners
 from ranks import connected_groups, on_all_ranks
 from torch import distributed as dist
 
+from faults import DEADLINE, listeners
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError, join, listen
 from nanovllm.layers.base import Build

@@ -1,11 +1,14 @@
 """Tensor parallelism on several CUDA devices: sums inside kernels, beside copies, and by NCCL."""
 
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,15 @@ from test_reference import MAX_TOKENS, make_prompts, reference_greedy
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import qwen3_06b_config
+from faults import (
+    CONNECT,
+    PROMISE,
+    children,
+    inject_fixture,  # noqa: F401
+    listeners,
+    wait_until,
+    within_deadline,
+)
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.layers.embed_head import ParallelLMHead
 
@@ -125,15 +137,112 @@ def test_sampled_tokens_follow_the_request_not_the_number_of_gpus(size: int, tin
     assert outputs[0] == outputs[1]
 
 
+POOL: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 16384}  # at least 1 GiB on each rank
+TOLERANCE = 128 << 20  # bytes of a GPU, for what CUDA and PyTorch keep
+WHEN = (0.1, 0.4)  # seconds
+
+
+def answer(path: str, **options: Any) -> str:
+    with LLM(path, **options) as llm:
+        return str(llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"])
+
+
+def free() -> list[int]:
+    """Bytes of each GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+
+
+@pytest.fixture(scope="module")
+def warm(tiny: str) -> None:
+    """What CUDA and NCCL start once and keep is there."""
+    for size in (2, 4)[: torch.cuda.device_count() // 2]:
+        answer(tiny, tensor_parallel_size=size, **SMALL)
+
+
+@pytest.fixture
+def nothing_left(warm: None) -> Iterator[None]:
+    """Afterwards there is no process, thread, port or file more, and no memory less on any GPU."""
+
+    def traces() -> list[Any]:
+        threads = {thread.name for thread in threading.enumerate() if "tqdm" not in thread.name}
+        nccl = {name for name in os.environ if "NCCL" in name}
+        return [children(), listeners(), os.listdir("/dev/shm"), threads, nccl]
+
+    before, free_before = traces(), free()
+    yield
+    try:
+        wait_until(lambda: traces() == before)  # NCCL's threads end a moment later
+    finally:
+        print("before and after:", before, traces())
+    lost = [a - b for a, b in zip(free_before, free(), strict=True)]
+    assert max(lost) < TOLERANCE, lost
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("fault", "exit_code"),
+    [
+        ("raise torch.OutOfMemoryError('injected')", 1),
+        ("os.kill(os.getpid(), 9)", -9),
+        *((f"threading.Timer({t}, lambda: os.kill(os.getpid(), 9)).start()", -9) for t in WHEN),
+    ],
+    ids=["GPU memory", "kill", *(f"kill {t} s later" for t in WHEN)],
+)
+def test_defect_13_death_while_nccl_connects(
+    fault: str,
+    exit_code: int,
+    size: int,
+    inject: Any,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: None,
+) -> None:
+    """Rank 0 waited for it for ever, and so did the next engine of the process."""
+    options = {"tensor_parallel_size": size, **POOL}
+    died = inject(CONNECT, f"import threading; {fault}", rank=size - 1)
+    with pytest.raises(WorkerError) as caught:
+        within_deadline(lambda: LLM(tiny, **options))
+    took = time.monotonic() - float(died.read_text())
+    print(f"{took:.2f} s from the fault to the error")
+    assert took < PROMISE
+    monkeypatch.undo()
+    assert (caught.value.rank, caught.value.exit_code) == (size - 1, exit_code)
+    assert within_deadline(lambda: answer(tiny, **options)) == "472"
+
+
+@pytest.mark.parametrize("end", ["exit", "del", "Ctrl-C"])
+def test_defect_14_every_end_gives_all_back(
+    end: str, tiny: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    """Memory of the GPUs, ports, files and processes, in a process that goes on."""
+    before = free()
+    llm = LLM(tiny, tensor_parallel_size=2, **POOL)
+    assert min(a - b for a, b in zip(before[:2], free(), strict=False)) > 8 * TOLERANCE
+    llm.add_request([5] * 100, GREEDY)
+    llm.step()
+    if end == "Ctrl-C":
+        run = llm.model_runner.run
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(
+                llm.model_runner, "run", lambda *a: [run(*a), signal.raise_signal(signal.SIGINT)][0]
+            )
+            llm.generate([[5] * 100] * 20, GREEDY, use_tqdm=False)
+        del run
+    if end != "del":
+        llm.exit()
+    del llm
+
+
 @pytest.mark.parametrize("mode", ["all", "nccl", "eager"])
 @pytest.mark.parametrize("moment", ["prefill", "decode", "between"])
 def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
-    moment: str, mode: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+    moment: str, mode: str, tiny: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     """Kernels of rank 0 that wait for the dead are ended, the memory comes back, and another
     engine works."""
-    before = torch.cuda.mem_get_info(0)[0]
-    options = {"tensor_parallel_size": 2, **MODES[mode], **SMALL}
+    options = {"tensor_parallel_size": 2, **MODES[mode], **POOL}
     llm = LLM(tiny, **options)
     [worker] = llm.executor._workers._workers
     run, calls = llm.model_runner.run, []
@@ -151,19 +260,17 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
         worker.process.wait()
     else:
         monkeypatch.setattr(llm.model_runner, "run", killing)
+    many = [[5] * 100] * 20, SamplingParams(max_tokens=500, ignore_eos=True), False
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as error:
         while moment == "between":
-            llm.step()
-        llm.generate([[5] * 100] * 20, SamplingParams(max_tokens=500, ignore_eos=True), False)
+            within_deadline(llm.step)
+        within_deadline(lambda: llm.generate(*many))
     assert (error.value.rank, error.value.exit_code) == (1, -9)
     with pytest.raises(RuntimeError, match="closed"):
         llm.step()
     monkeypatch.undo()
     assert not os.path.exists(f"/proc/{worker.process.pid}")
-    assert not os.listdir("/dev/shm")
-    with LLM(tiny, **options) as llm:
-        assert llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
-    assert before - torch.cuda.mem_get_info(0)[0] < 1 << 30
+    assert answer(tiny, **options) == "472"
 
 
 CRASH = """

@@ -19,22 +19,6 @@ from pathlib import Path
 
 import pytest
 import tqdm
-from faults import (
-    CONNECT,
-    DEADLINE,
-    FAULTS,
-    LOAD,
-    PROMISE,
-    RUN,
-    SERVE,
-    SIZE,
-    children,
-    fds,
-    inject_fixture,  # noqa: F401
-    listeners,
-    wait_until,
-    within_deadline,
-)
 
 import nanovllm
 from checkpoints import (
@@ -51,6 +35,22 @@ from checkpoints import (
     references,
     run_steps,
     tokens,
+)
+from faults import (
+    CONNECT,
+    DEADLINE,
+    FAULTS,
+    LOAD,
+    PROMISE,
+    RUN,
+    SERVE,
+    SIZE,
+    children,
+    fds,
+    inject_fixture,  # noqa: F401
+    listeners,
+    wait_until,
+    within_deadline,
 )
 from nanovllm import LLM, WorkerError
 from nanovllm.distributed import group
