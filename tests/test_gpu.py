@@ -405,6 +405,19 @@ def test_defect_14_memory_comes_back(tiny: str) -> None:
         assert third.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
 
 
+def test_defect_14_engine_after_engine(tiny: str) -> None:
+    """Each left 32 MiB: cuBLAS's workspace on the stream of its graphs."""
+    levels = []
+    for _ in range(3):
+        with LLM(tiny, **SMALL) as llm:
+            llm.generate("127+345=", GREEDY, use_tqdm=False)
+            assert llm.metrics()["num_graph_replays"] > 0
+        del llm
+        gc.collect()
+        levels.append(torch.cuda.memory_allocated())
+    assert levels[1:] == levels[:1] * 2
+
+
 def test_defect_16_memory_of_others_is_not_ours(tiny: str) -> None:
     """30 GiB held by somebody else leave the engine its share, not a share less 30 GiB."""
     with LLM(tiny, gpu_memory_utilization=0.2) as llm:

@@ -139,7 +139,7 @@ def test_sampled_tokens_follow_the_request_not_the_number_of_gpus(size: int, tin
 
 
 POOL: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 16384}  # at least 1 GiB on each rank
-TOLERANCE = 128 << 20  # bytes of a GPU, for what CUDA and PyTorch keep
+TOLERANCE = 24 << 20  # bytes of a GPU, for what CUDA and PyTorch keep
 WHEN = (0.1, 0.4)  # seconds
 
 
@@ -157,9 +157,10 @@ def free() -> list[int]:
 
 @pytest.fixture(scope="module")
 def warm(tiny: str) -> None:
-    """What CUDA and NCCL start once and keep is there."""
+    """What CUDA, NCCL and cuBLAS (in each of two threads) start once and keep is there."""
     for size in (2, 4)[: torch.cuda.device_count() // 2]:
-        within_deadline(functools.partial(answer, tiny, tensor_parallel_size=size, **POOL))
+        use = functools.partial(answer, tiny, tensor_parallel_size=size, **POOL)
+        assert use() == within_deadline(use) == "472"
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ def test_defect_14_every_end_gives_all_back(
     """Memory of the GPUs, ports, files and processes, in a process that goes on."""
     before = free()
     llm = LLM(tiny, tensor_parallel_size=2, **POOL)
-    assert min(a - b for a, b in zip(before[:2], free(), strict=False)) > 8 * TOLERANCE
+    assert min(a - b for a, b in zip(before[:2], free(), strict=False)) > 1 << 30
     llm.add_request([5] * 100, GREEDY)
     llm.step()
     if end == "Ctrl-C":

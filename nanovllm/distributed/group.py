@@ -21,7 +21,7 @@ from torch import distributed as dist
 from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
-MEETING = timedelta(seconds=10)  # for ranks that are all there to connect
+MEETING = timedelta(seconds=5)  # for ranks that are all there to connect; Gloo tries five times
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 SETTLE = 0.02  # seconds
 PATIENCE = 3.0  # seconds for NCCL to end in order

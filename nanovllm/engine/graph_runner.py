@@ -1,6 +1,7 @@
 """`DecodeGraphs`: the whole decode step as CUDA graphs, one for each bucket of batch sizes."""
 
 import bisect
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -52,6 +53,14 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
     for row, value in zip(rows, (0, 0, -1, 0, rows.shape[1], 0, 0, 0), strict=True):
         row[n:size] = value
     tables[n:size] = 0
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines: PyTorch keeps 32 MiB for cuBLAS on each stream, for ever. (PyTorch's own
+    stream for captures is on the first device used.)
+    """
+    return torch.cuda.Stream(device)
 
 
 class StaticInputs:
@@ -126,7 +135,7 @@ class DecodeGraphs:
         self._inputs = StaticInputs(device, max_num_seqs, table_width)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._computed: dict[int, Computed] = {}
-        pool, stream = None, torch.cuda.Stream(device)  # PyTorch's own is on the first device used
+        pool, stream = None, _capture_stream(device)
         self._inputs.fill(None, max_num_seqs)
         # Largest first: the others fit into its memory.
         with startup_bar(self.sizes[::-1], "Capturing CUDA graphs", "graph") as bar:
