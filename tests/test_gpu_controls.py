@@ -158,14 +158,17 @@ def test_embeddings_and_scores(tiny: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("options", [{}, {"disable_custom_all_reduce": True}], ids=str)
-def test_controls_on_two_gpus(options: dict[str, Any], tiny: str) -> None:
-    """Rank 0 has the controls, the other rank the tokens; grammars wait for tokens in between."""
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(4, marks=pytest.mark.skipif("torch.cuda.device_count() < 4"))]
+)
+def test_controls_on_several_gpus(size: int, options: dict[str, Any], tiny: str) -> None:
+    """Rank 0 has the controls, all have the tokens; grammars wait for tokens in between."""
     wanted = results(model=tiny, device="cpu")
-    found = results(model=tiny, tensor_parallel_size=2, max_num_batched_tokens=64, **options)
+    found = results(model=tiny, tensor_parallel_size=size, max_num_batched_tokens=64, **options)
     assert_same(found, wanted)
     pytest.importorskip("llguidance")
     guided = SamplingParams(temperature=1.0, structured_outputs=FORM)
-    with LLM(tiny, tensor_parallel_size=2, **SMALL, **options) as llm:
+    with LLM(tiny, tensor_parallel_size=size, **SMALL, **options) as llm:
         outputs = llm.generate(["127+345="] * 30, guided, use_tqdm=False)
         assert all(len(output["text"]) == 7 for output in outputs)
         assert llm.score("127+345=", use_tqdm=False)[0].total_logprob < 0
