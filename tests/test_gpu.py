@@ -418,6 +418,22 @@ def test_defect_14_engine_after_engine(tiny: str) -> None:
     assert levels[1:] == levels[:1] * 2
 
 
+def test_engines_are_built_at_once_in_two_threads(tiny: str) -> None:
+    """Their graphs are captured on one stream: two captures at a time would mix."""
+    texts: list[str] = []
+
+    def use() -> None:
+        with LLM(tiny, **SMALL) as llm:
+            texts.append(llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"])
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == ["472"] * 2
+
+
 def test_defect_16_memory_of_others_is_not_ours(tiny: str) -> None:
     """30 GiB held by somebody else leave the engine its share, not a share less 30 GiB."""
     with LLM(tiny, gpu_memory_utilization=0.2) as llm:

@@ -1,5 +1,6 @@
 """What the ranks do together, and how they divide a vocabulary and heads."""
 
+import contextlib
 import os
 import random
 import socket
@@ -13,7 +14,7 @@ import torch
 from ranks import connected_groups, on_all_ranks
 from torch import distributed as dist
 
-from faults import DEADLINE, listeners
+from faults import DEADLINE, listeners, wait_until
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError, join, listen
 from nanovllm.layers.base import Build
@@ -67,33 +68,36 @@ def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
     assert on_all_ranks(4, meet) == [2, 2, 20, 20]
 
 
-class BackendThatWaits:
-    """What of PyTorch's NCCL matters to a rank whose counterpart is dead."""
-
-    Options = SimpleNamespace
-    is_waiting, num_aborts = threading.Event(), 0
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def allreduce(self, xs: list[torch.Tensor]) -> None:
-        try:
-            with socket.create_server(("127.0.0.1", 0)) as sock:
-                self.is_waiting.set()
-                sock.accept()
-        except OSError as error:
-            raise RuntimeError("NCCL error") from error
-
-    def abort(self) -> None:
-        """It knows nothing that is not connected."""
-        BackendThatWaits.num_aborts += 1
-
-
 def test_defect_13_abort_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL waited for the dead for ever, on a whole core, with ports that it listened on, and the
     next engine of the process waited for the end of that.
     """
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", BackendThatWaits, raising=False)
+    waits, aborts = [threading.Event(), threading.Event()], []
+
+    class Waits:
+        """What of PyTorch's NCCL matters to a rank whose counterpart is dead."""
+
+        Options = SimpleNamespace
+
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def allreduce(self, xs: list[torch.Tensor]) -> None:
+            for is_waiting in waits:
+                with socket.socket() as sock:
+                    sock.bind(("127.0.0.1", 0))
+                    sock.listen()
+                    sock.settimeout(2 * DEADLINE)
+                    is_waiting.set()
+                    with pytest.raises(OSError, match="Invalid argument"):
+                        sock.accept()
+            raise RuntimeError("NCCL error")
+
+        def abort(self) -> None:
+            """It knows nothing that is not connected."""
+            aborts.append(group._listened is not None)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Waits, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda *args, **options: torch.ones(1))
     environment = dict(os.environ)
     group = Group(0, 2)
@@ -105,25 +109,41 @@ def test_defect_13_abort_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) ->
         except LostContactError as error:
             errors.append(error)
 
-    with socket.create_server(("127.0.0.1", 0)) as of_the_caller:
-        before = listeners()
+    with contextlib.ExitStack() as others:
+        plain = others.enter_context(socket.socket())
+        plain.bind(("127.0.0.1", 0))
+        plain.listen()  # before NCCL connects
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
-        assert BackendThatWaits.is_waiting.wait(DEADLINE)
-        assert len(listeners() - before) == 1
+        assert waits[0].wait(DEADLINE)
+        server = others.enter_context(socket.create_server(("127.0.0.1", 0)))
+        local = others.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(f"\0{os.getpid()}")
+        local.listen()
+        store, port = listen()  # of another engine
+        gloo = Group(1, 2)
+        meeting = threading.Thread(target=lambda: gloo.connect(join(port), CPU))
+        before = listeners()
+        meeting.start()
+        wait_until(lambda: listeners() - before)
+        before = listeners()
         group.abort()
         thread.join(DEADLINE)
         assert not thread.is_alive(), "waits for the dead"
-        assert listeners() == before
-        with socket.create_connection(of_the_caller.getsockname()):
-            of_the_caller.accept()[0].close()
+        assert waits[1].is_set()
+        assert len(before - listeners()) == 1
+        Group(0, 2).connect(store, CPU)
+        meeting.join(DEADLINE)
+        for sock in (plain, server, local):
+            with socket.socket(sock.family) as client:
+                client.connect(sock.getsockname())
+                sock.accept()[0].close()
     [error] = errors
     assert "NCCL error" in str(error)
     assert dict(os.environ) == environment
     group.close()
-    assert BackendThatWaits.num_aborts >= 1
-    assert not group._aborting.is_alive()
-    listen()  # of the next engine
+    assert aborts[0] and not aborts[-1], "what is connected meanwhile is aborted, too"
+    assert group._aborting is not None and not group._aborting.is_alive()
 
 
 def test_one_rank_has_no_process_group() -> None:

@@ -21,6 +21,7 @@ from transformers import Qwen3ForCausalLM
 from checkpoints import qwen3_06b_config
 from faults import (
     CONNECT,
+    FAULTS,
     PROMISE,
     children,
     inject_fixture,  # noqa: F401
@@ -29,6 +30,7 @@ from faults import (
     within_deadline,
 )
 from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.distributed.group import Group
 from nanovllm.layers.embed_head import ParallelLMHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
@@ -187,8 +189,8 @@ def nothing_left(warm: None) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "exit_code"),
     [
-        ("raise torch.OutOfMemoryError('injected')", 1),
-        ("os.kill(os.getpid(), 9)", -9),
+        FAULTS["GPU memory"][:2],
+        FAULTS["kill"][:2],
         *((f"threading.Timer({t}, lambda: os.kill(os.getpid(), 9)).start()", -9) for t in WHEN),
     ],
     ids=["GPU memory", "kill", *(f"kill {t} s later" for t in WHEN)],
@@ -204,11 +206,18 @@ def test_defect_13_death_while_nccl_connects(
 ) -> None:
     """Rank 0 waited for it for ever, and so did the next engine of the process."""
     options = {"tensor_parallel_size": size, **POOL}
+    connecting, abort = [], Group.abort
+
+    def watched(group: Group) -> None:
+        connecting.append(group._listened is not None)
+        abort(group)
+
+    monkeypatch.setattr(Group, "abort", watched)
     died = inject(CONNECT, f"import threading; {fault}", rank=size - 1)
     with pytest.raises(WorkerError) as caught:
         within_deadline(lambda: LLM(tiny, **options))
     took = time.monotonic() - float(died.read_text())
-    print(f"{took:.2f} s from the fault to the error")
+    print(f"{took:.2f} s from the fault to the error; still connecting then: {connecting[0]}")
     assert took < PROMISE
     monkeypatch.undo()
     assert (caught.value.rank, caught.value.exit_code) == (size - 1, exit_code)

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
-MEETING = timedelta(seconds=5)  # for ranks that are all there to connect; Gloo tries five times
+MEETING = timedelta(seconds=10)  # of Gloo: for an address once, for a connection five times
 FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 SETTLE = 0.02  # seconds
 PATIENCE = 3.0  # seconds for NCCL to end in order
@@ -33,7 +33,7 @@ NCCL_ENVIRONMENT = {
     "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
 }
 
-_connecting_nccl = threading.Lock()  # one at a time: environment and sockets are the process's
+_connecting_nccl = threading.Lock()  # one at a time: the environment is the whole process's
 
 
 class LostContactError(RuntimeError):
@@ -80,7 +80,7 @@ class Group:
 
     def _connect_nccl(self, store: dist.Store) -> None:
         before = _nccl_memory()
-        self._listened = {_inode(sock) for sock in _listening()}
+        self._listened = {_inode(sock) for sock in _nccl_listening()}
         try:
             options = dist.ProcessGroupNCCL.Options()
             self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -179,8 +179,8 @@ class Group:
         that hold such, and the end of those that still run is waited for without letting other
         threads go on. So first `abort`, then wait for the device, then drop the graphs.
 
-        While NCCL connects, all sockets on which this process has begun to listen since are shut:
-        which of them are NCCL's cannot be told.
+        While NCCL connects, PyTorch has nothing to abort, and NCCL would wait for the dead, for
+        ever: the sockets on which it listens are shut.
         """
         with self._abort_lock:
             if self._is_aborted:
@@ -195,15 +195,17 @@ class Group:
                 self._aborting.start()
 
     def _abort_nccl(self, backend: Any) -> None:
-        time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-        backend.abort()
-        while (listened := self._listened) is not None:
-            # PyTorch cannot abort what is not connected: NCCL would wait for the dead, for ever.
-            for sock in _listening():
-                if _inode(sock) not in listened:
-                    sock.shutdown(socket.SHUT_RDWR)
-            time.sleep(SETTLE)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
+            listened = self._listened
             backend.abort()
+            if listened is None:
+                return
+            for sock in _nccl_listening():
+                if _inode(sock) not in listened:
+                    with suppress(OSError):  # it is shut
+                        sock.shutdown(socket.SHUT_RDWR)
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""
@@ -223,8 +225,7 @@ class Group:
 
 def listen() -> tuple[dist.Store, int]:
     """The store through which ranks meet, on this machine only, and its port."""
-    with _connecting_nccl:  # or `abort` of another engine would take it for NCCL's
-        listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
+    listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=FOREVER,
@@ -250,14 +251,20 @@ def _nccl_memory() -> set[str]:
     return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}
 
 
-def _listening() -> Iterator[socket.socket]:
-    """Each socket on which this process listens, for as long as the iteration is at it."""
+def _nccl_listening() -> Iterator[socket.socket]:
+    """The sockets on which NCCL listens in this process, each while the iteration is at it: TCP,
+    without the option that servers, stores and Gloo set to take a port again.
+    """
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 continue
             with socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM) as sock:  # a duplicate
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                domain, listens, reuses = (
+                    sock.getsockopt(socket.SOL_SOCKET, option)
+                    for option in (socket.SO_DOMAIN, socket.SO_ACCEPTCONN, socket.SO_REUSEADDR)
+                )
+                if domain in (socket.AF_INET, socket.AF_INET6) and listens and not reuses:
                     yield sock
 
 

@@ -73,8 +73,8 @@ class Executor:
             config.max_num_batched_tokens,
             -(-max_len // config.kvcache_block_size),
         )
-        self._store, self._port = listen()
         with _uninterrupted():
+            self._store, self._port = listen()
             self._workers = Workers(
                 config,
                 self._model_config,
@@ -99,7 +99,7 @@ class Executor:
         return self.model_runner
 
     def _connect(self, quiet: Callable[[], None]) -> None:
-        """Meet the workers, if there are any. Raises if one dies: nothing else could end that wait.
+        """Meet the workers, if there are any. Raises if one dies, whatever that wait does.
 
         Args:
             quiet: called when they are there. Returns when no thread compiles: meeting changes the
@@ -126,7 +126,7 @@ class Executor:
     def _meet(self) -> None:
         try:
             # As one of the store's clients, which fails when `close` drops the store. If a worker
-            # dies just before it connects, Gloo waits for it up to its time limit instead.
+            # dies just before it connects, NCCL is stopped by `abort`, Gloo by its time limit.
             self._group.connect(join(self._port), self._device)
         except BaseException as error:
             self._meeting_error = error

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -55,10 +56,14 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
     tables[n:size] = 0
 
 
+_capturing = threading.Lock()
+
+
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: PyTorch keeps 32 MiB for cuBLAS on each stream, for ever. (PyTorch's own
-    stream for captures is on the first device used.)
+    stream for captures is on the first device used.) Graphs of two engines may share these, so they
+    are to be replayed on one stream, as they are where nobody chooses another.
     """
     return torch.cuda.Stream(device)
 
@@ -142,10 +147,10 @@ class DecodeGraphs:
             for size in bar:
                 inputs = self._inputs.views(size)
                 compute(inputs)  # kernels compile, libraries allocate
-                torch.cuda.synchronize(device)
                 graph = torch.cuda.CUDAGraph()
                 # Other threads, those that watch the workers, may use CUDA meanwhile.
-                with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                mode = "thread_local"
+                with _capturing, torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
                     self._computed[size] = compute(inputs)
                 self._graphs[size] = graph
                 pool = pool or graph.pool()
