@@ -1,12 +1,14 @@
 """Faults in a worker, and what tests of them need: what processes leave behind, waits that end."""
 
 import contextlib
+import gc
 import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import tqdm
 
 DEADLINE = 60  # seconds, only to turn a hang into a failure
 
@@ -39,6 +41,17 @@ def listeners(pid="self"):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 found.add(fields[1])
     return found
+
+
+def traces():
+    """What an engine could leave behind, for comparison."""
+    gc.collect()
+    return {
+        "children": children(),
+        "/dev/shm": set(os.listdir("/dev/shm")),
+        "listeners": listeners(),
+        "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},
+    }
 
 
 def wait_until(condition):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -420,18 +421,13 @@ def test_defect_14_engine_after_engine(tiny: str) -> None:
 
 def test_engines_are_built_at_once_in_two_threads(tiny: str) -> None:
     """Their graphs are captured on one stream: two captures at a time would mix."""
-    texts: list[str] = []
 
-    def use() -> None:
+    def use(_: int) -> Any:
         with LLM(tiny, **SMALL) as llm:
-            texts.append(llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"])
+            return llm.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"]
 
-    threads = [threading.Thread(target=use) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == ["472"] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(use, range(2))) == ["472"] * 2
 
 
 def test_defect_16_memory_of_others_is_not_ours(tiny: str) -> None:

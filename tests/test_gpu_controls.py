@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_multi_gpu import SIZES
 from test_reference import make_prompts
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -158,9 +159,7 @@ def test_embeddings_and_scores(tiny: str) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("options", [{}, {"disable_custom_all_reduce": True}], ids=str)
-@pytest.mark.parametrize(
-    "size", [2, pytest.param(4, marks=pytest.mark.skipif("torch.cuda.device_count() < 4"))]
-)
+@pytest.mark.parametrize("size", SIZES)
 def test_controls_on_several_gpus(size: int, options: dict[str, Any], tiny: str) -> None:
     """Rank 0 has the controls, all have the tokens; grammars wait for tokens in between."""
     wanted = results(model=tiny, device="cpu")

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +22,8 @@ from faults import (
     CONNECT,
     FAULTS,
     PROMISE,
-    children,
     inject_fixture,  # noqa: F401
-    listeners,
+    traces,
     wait_until,
     within_deadline,
 )
@@ -169,17 +167,15 @@ def warm(tiny: str) -> None:
 def nothing_left(warm: None) -> Iterator[None]:
     """Afterwards there is no process, thread, port or file more, and no memory less on any GPU."""
 
-    def traces() -> set[Any]:
-        threads = {thread for thread in threading.enumerate() if "tqdm" not in thread.name}
-        nccl = {name for name in os.environ if "NCCL" in name}
-        return children() | listeners() | set(os.listdir("/dev/shm")) | threads | nccl
+    def found() -> set[Any]:
+        return {name for name in os.environ if "NCCL" in name}.union(*traces().values())
 
-    before, free_before = traces(), free()
+    before, free_before = found(), free()
     yield
     try:
-        wait_until(lambda: traces() <= before)  # NCCL's own threads end a moment later
+        wait_until(lambda: found() <= before)  # NCCL's own threads end a moment later
     finally:
-        print("left:", traces() - before)
+        print("left:", found() - before)
     lost = [a - b for a, b in zip(free_before, free(), strict=True)]
     print("bytes lost:", lost)
     assert max(lost) < TOLERANCE
@@ -236,10 +232,13 @@ def test_defect_14_every_end_gives_all_back(
     llm.step()
     if end == "Ctrl-C":
         run = llm.model_runner.run
+
+        def interrupted(*args: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return run(*args)
+
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(
-                llm.model_runner, "run", lambda *a: [run(*a), signal.raise_signal(signal.SIGINT)][0]
-            )
+            patch.setattr(llm.model_runner, "run", interrupted)
             llm.step()
         del run
     if end != "del":
@@ -282,6 +281,7 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
         llm.step()
     monkeypatch.undo()
     assert not os.path.exists(f"/proc/{worker.process.pid}")
+    assert not os.listdir("/dev/shm")
     assert answer(tiny, **options) == "472"
 
 

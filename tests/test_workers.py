@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import tqdm
 
 import nanovllm
 from checkpoints import (
@@ -49,6 +48,7 @@ from faults import (
     fds,
     inject_fixture,  # noqa: F401
     listeners,
+    traces,
     wait_until,
     within_deadline,
 )
@@ -72,17 +72,11 @@ TP4 = {**SMALL, "tensor_parallel_size": 4}
 # -- what an engine could leave behind -------------------------------------------------------------
 
 
-def traces():
-    """All of it, for comparison."""
-    gc.collect()
+def all_traces():
+    """With the kinds of descriptors, but for files."""
+    found = traces()
     kinds = [link.partition(":")[0] for link in fds()]
-    return {
-        "children": children(),
-        "/dev/shm": set(os.listdir("/dev/shm")),
-        "listeners": listeners(),
-        "descriptors": Counter(kind for kind in kinds if kind[0] != "/" or kind == "/memfd"),
-        "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},
-    }
+    return found, Counter(kind for kind in kinds if kind[0] != "/" or kind == "/memfd")
 
 
 def num_native_threads():
@@ -99,10 +93,10 @@ def warm(checkpoint):
 @pytest.fixture(autouse=True)
 def nothing_left(warm):
     """Whatever a test does: no process, thread, descriptor or port is left, and no memory."""
-    before, num_threads = traces(), num_native_threads()
+    before, num_threads = all_traces(), num_native_threads()
 
     def check():
-        assert traces() == before
+        assert all_traces() == before
         wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
 
     yield check

@@ -56,7 +56,7 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
     tables[n:size] = 0
 
 
-_capturing = threading.Lock()
+_capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 
 @functools.cache
