@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.norm import add_rms_norm
+from nanovllm.kernels import norm
 from nanovllm.kernels.sampling import sample
 
 PATIENCE = 60  # seconds
@@ -55,6 +55,7 @@ class Job(NamedTuple):
     row_bytes: int
     calls: list[dict[str, Any]]
     aborted: bool = False  # the word is set that tells kernels not to wait
+    owners_from: int = 1 << 30  # rows of a call from which each is summed by one rank
 
 
 class Done(NamedTuple):
@@ -72,8 +73,11 @@ def serve(connection: Connection) -> None:
         try:
             peers: Any = SharedMemory(*job[:5])
             peers.abort.fill_(job.aborted)
+            norm.sums_by_owner = lambda _, num_rows, least=job.owners_from: num_rows >= least
             results = [
-                sample(**call, peers=peers) if "span" in call else add_rms_norm(**call, peers=peers)
+                sample(**call, peers=peers)
+                if "span" in call
+                else norm.add_rms_norm(**call, peers=peers)
                 for call in job.calls
             ]
             tables = [call["table"] for call in job.calls if "table" in call]

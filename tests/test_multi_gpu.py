@@ -84,14 +84,16 @@ def test_log_probabilities_of_large_and_small_steps(
     size: int, mode: str, wide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 0.05 of transformers in bf16: steps of thousands of rows, whose sums hide behind the
-    products, of a few hundred, and graph decode."""
+    products, of a few hundred, and graph decode; of enough rows that four GPUs sum by owners."""
+    from nanovllm.kernels.peers import sums_by_owner
+
     rng = random.Random(SEED)
     taps: list[torch.Tensor] = []
-    buffer = torch.zeros(64, 1024, dtype=torch.bfloat16, device="cuda")
+    buffer = torch.zeros(128, 1024, dtype=torch.bfloat16, device="cuda")
     forward = ParallelLMHead.forward
 
     def tapped(head: ParallelLMHead, hidden: torch.Tensor, *out: Any) -> torch.Tensor:
-        n = min(64, len(hidden))
+        n = min(128, len(hidden))
         buffer[:n].copy_(hidden[:n])  # also out of graphs
         return forward(head, hidden, *out)
 
@@ -100,8 +102,11 @@ def test_log_probabilities_of_large_and_small_steps(
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     worst = 0.0
     options = {**SMALL, **MODES[mode], "overlap": False, "tensor_parallel_size": size}
-    with LLM(wide, **options) as llm:
-        for lengths in ([900, 700, 650, 333], [3000], [300, 20, 1], [65], [9]):
+    batches = [[900, 700, 650, 333], [3000], [300, 20, 1], [100, 20, 1], [65], [9], [20] * 100]
+    with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
+        peers = llm.model_runner.group.peers
+        assert (mode == "all" and size == 4) == sums_by_owner(peers, 100)
+        for lengths in batches:
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
             for prompt in prompts:
                 llm.add_request(prompt, params)

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from peer_ranks import EPS, Job, RankProcesses, region_files
 from test_sampling_kernel import interpreted, oracle_draw
 
-from nanovllm.kernels.peers import signal, wait_for
+from nanovllm.kernels.peers import signal, sums_by_owner, wait_for
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 
 pytestmark = interpreted
@@ -38,11 +39,15 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def jobs(
-    directory: Path, dtype: torch.dtype, calls: list[list[dict[str, Any]]], M: int = M
+    directory: Path,
+    dtype: torch.dtype,
+    calls: list[list[dict[str, Any]]],
+    M: int = M,
+    **options: Any,
 ) -> list[Job]:
     size = len(calls)
     return [
-        Job(directory, rank, size, MAX_ROWS, M * dtype.itemsize, calls[rank])
+        Job(directory, rank, size, MAX_ROWS, M * dtype.itemsize, calls[rank], **options)
         for rank in range(size)
     ]
 
@@ -67,18 +72,29 @@ def norm_inputs(
     ]
 
 
+NEVER = 99  # rows
+WAYS = pytest.mark.parametrize("owners_from", [NEVER, 6, 0], ids=["by-all", "both", "by-owner"])
+
+
+@WAYS
 @pytest.mark.parametrize("parts", [1, 4], ids=["whole", "partial"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_norm_sums_over_the_ranks(
-    processes: RankProcesses, size: int, dtype: torch.dtype, parts: int, tmp_path: Path
+    processes: RankProcesses,
+    size: int,
+    dtype: torch.dtype,
+    parts: int,
+    owners_from: int,
+    tmp_path: Path,
 ) -> None:
     """Against float64, call after call through both buffers; ranks agree bit by bit, since a rank
     that goes on with other numbers ends with other tokens.
     """
     calls = [norm_inputs(i, size, dtype, parts) for i in range(len(ROWS))]
     by_rank = [[call[rank] for call in calls] for rank in range(size)]
-    done = [answer for answer, _ in processes.run(jobs(tmp_path, dtype, by_rank))]
+    todo = jobs(tmp_path, dtype, by_rank, owners_from=owners_from)
+    done = [answer for answer, _ in processes.run(todo)]
     for i, call in enumerate(calls):
         total = sum(inputs["x"].double().sum(0) for inputs in call)
         residual, weight = call[0]["residual"], call[0]["weight"]
@@ -99,15 +115,32 @@ def test_norm_sums_over_the_ranks(
         assert set(region.read_bytes()) == {0xFF}, "whoever reads leaves nothing behind"
 
 
-def test_long_rows_are_summed_a_few_at_a_time(processes: RankProcesses, tmp_path: Path) -> None:
+@WAYS
+def test_long_rows_are_summed_a_few_at_a_time(
+    processes: RankProcesses, owners_from: int, tmp_path: Path
+) -> None:
     """Two ranks' and then the third's; both buffers."""
     M = 4100
     calls = [norm_inputs(i, 3, torch.float32, 1, M) for i in (1, 3, 1)]
     by_rank = [[call[rank] for call in calls] for rank in range(3)]
-    for answer, _ in processes.run(jobs(tmp_path, torch.float32, by_rank, M)):
+    todo = jobs(tmp_path, torch.float32, by_rank, M, owners_from=owners_from)
+    for answer, _ in processes.run(todo):
         for call, (_, found) in zip(calls, answer.results, strict=True):
             total = sum(inputs["x"][0].double() for inputs in call) + call[0]["residual"]
             torch.testing.assert_close(found.double(), total, atol=1e-5, rtol=0)
+
+
+def test_owners_sum_where_much_is_saved() -> None:
+    """Four ranks give 1.5 rows instead of 3, eight 1.75 instead of 7; two would save nothing."""
+
+    def least(size: int, row_bytes: int) -> int:
+        peers: Any = SimpleNamespace(size=size, row_bytes=row_bytes)
+        return next((n for n in range(1, 2000) if sums_by_owner(peers, n)), 0)
+
+    found = [least(size, 8192) for size in (2, 3, 4, 8)]
+    assert found == [0, 48, 22, 7]
+    assert least(4, 4096) == 43
+    assert not sums_by_owner(None, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +164,17 @@ def test_each_row_has_its_own_place(
             for number in (len(given) - 2, len(given) - 1):  # the last two calls
                 found = torch.from_numpy(data[number % 2, -1, row]).view(dtype)
                 assert torch.equal(found, given[number])
+
+
+def test_owners_share_the_rows(processes: RankProcesses, tmp_path: Path) -> None:
+    """The last of three ranks gives each row to one, and the sums of its own to both others."""
+    calls = [[norm_inputs(0, 3, torch.float32, 1)[2]]] * 3
+    job = jobs(tmp_path, torch.float32, calls, owners_from=0, aborted=True)[-1]
+    processes.run([job])
+    for rank, region in enumerate(region_files(tmp_path, 3)[:2]):
+        data = np.fromfile(region, np.uint8).reshape(2, 3, MAX_ROWS, M * 4)
+        given = (data[0, -1] != 0xFF).any(-1).nonzero()[0]
+        assert given.tolist() == [row for row in range(ROWS[0]) if row % 3 in (rank, 2)]
 
 
 def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
@@ -210,26 +254,32 @@ def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path)
             assert set(region.read_bytes()) == {0xFF}
 
 
+@WAYS
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
 def test_what_looks_like_nothing_arrives(
-    processes: RankProcesses, dtype: torch.dtype, tmp_path: Path
+    processes: RankProcesses, dtype: torch.dtype, owners_from: int, tmp_path: Path
 ) -> None:
     """A NaN may have the bits of a place that waits."""
     calls = [norm_inputs(0, 2, dtype, 1)[rank] for rank in range(2)]
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     calls[1]["x"][0, 2].view(bits)[3:5] = torch.tensor([-1, -2])
-    for answer, _ in processes.run(jobs(tmp_path, dtype, [[call] for call in calls])):
+    todo = jobs(tmp_path, dtype, [[call] for call in calls], owners_from=owners_from)
+    for answer, _ in processes.run(todo):
         ((_, total),) = answer.results
         assert total.isnan().nonzero().tolist() == [[2, 3], [2, 4]]
 
 
+@WAYS
 def test_defect_13_nobody_waits_for_a_rank_that_is_gone(
-    processes: RankProcesses, tmp_path: Path
+    processes: RankProcesses, owners_from: int, tmp_path: Path
 ) -> None:
-    """Once the word in the host's memory is set, kernels end without what they wait for."""
+    """Once the word in the host's memory is set, kernels end without what they wait for: the rows
+    of the others, or the sum.
+    """
     norms, (_, samples) = norm_inputs(1, 2, torch.float32, 1), sample_inputs(1, 2, 120)
-    (job, _) = jobs(tmp_path, torch.float32, [[norms[0], samples[0]], []])
-    ((answer, _),) = processes.run([job._replace(aborted=True)])
+    calls = [[norms[0], samples[0]], []]
+    (job, _) = jobs(tmp_path, torch.float32, calls, owners_from=owners_from, aborted=True)
+    ((answer, _),) = processes.run([job])
     assert len(answer.results) == 2
 
 

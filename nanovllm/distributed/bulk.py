@@ -118,7 +118,7 @@ class BulkExchange:
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
-        self._copies = torch.cuda.Stream(device)
+        self._copies = [torch.cuda.Stream(device) for _ in range(size)]  # to each peer
 
     @property
     def outgoing_bytes(self) -> int:
@@ -178,17 +178,18 @@ class BulkExchange:
         """Copy rows into the data of a peer, and set its flag, beside what we compute."""
         from nanovllm.kernels.peers import signal
 
-        self._copies.wait_stream(torch.cuda.current_stream())
+        copies = self._copies[peer]
+        copies.wait_stream(torch.cuda.current_stream())
         flags = self.region.addresses[peer]
         data = flags + FLAG_BYTES * 2 * self.size
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.stream(copies):
             if len(rows):  # the last parts of a small step may be empty
                 self.region.call(
                     "cuMemcpyDtoDAsync_v2",
                     ctypes.c_uint64(data + offset),
                     ctypes.c_uint64(rows.data_ptr()),
                     ctypes.c_size_t(rows.nbytes),
-                    ctypes.c_void_p(self._copies.cuda_stream),
+                    ctypes.c_void_p(copies.cuda_stream),
                 )
             flag = flags + FLAG_BYTES * (kind * self.size + self.rank)
             signal(flag, self._epoch)

@@ -10,15 +10,15 @@ import triton.language as tl
 
 from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
-from nanovllm.kernels.peers import all_reduce_row, peer_options
+from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
 
 
 @triton.jit(do_not_specialize=["stride_part"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
     M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    BY_OWNER: tl.constexpr, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -33,8 +33,10 @@ def _rms_norm_kernel(
     if ADD:  # before the other ranks are waited for
         residual = tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     if SIZE > 1:
-        x = x.to(dtype)
-        x = all_reduce_row(x, peers_ptr, epochs_ptr, row, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
+        x = all_reduce_row(
+            x.to(dtype), peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER,
+            ROW_BYTES, ROWS, RANK, SIZE,
+        )  # fmt: skip
     if ADD or SIZE > 1 or PARTS > 1:
         # Round as the stored results are rounded, so that fused and plain agree.
         x = x.to(dtype).to(tl.float32)
@@ -71,7 +73,8 @@ def _launch(
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,
         x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
-        num_warps=num_warps, **peer_options(peers, out), **pdl_options(x),
+        BY_OWNER=sums_by_owner(peers, T), num_warps=num_warps,
+        **peer_options(peers, out), **pdl_options(x),
     )  # fmt: skip
     return out, total
 

@@ -7,8 +7,8 @@ arrives as a whole, in whatever order, and who has read them all leaves EMPTY be
 its own flag in the "Lamport" all-reduce of TensorRT-LLM, too.)
 
 There are two buffers that the calls take in turn: a rank can be a call ahead of another, not two,
-since it waits for the other's row in every call. So nobody writes where another has yet to read,
-or to leave EMPTY.
+since it waits in every call for the other's row, or for a sum that has it. So nobody writes where
+another has yet to read, or to leave EMPTY.
 
 Every rank must make the same calls in the same order, and a kernel must wait for its predecessor
 (`hopper.wait`) before it exchanges. Programs that wait keep their place on the GPU, which is no
@@ -25,6 +25,7 @@ import triton.language as tl
 from nanovllm.distributed.peer_memory import PeerMemory
 
 EMPTY = tl.constexpr(-1)
+WORTH_A_WAY = 1 << 18  # bytes that a rank need not give
 
 
 def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
@@ -41,6 +42,17 @@ def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
         "RANK": peers.rank,
         "SIZE": peers.size,
     }
+
+
+def sums_by_owner(peers: PeerMemory | None, num_rows: int) -> bool:
+    """Whether each row should be summed by one rank, its owner (see `all_reduce_row`): where what
+    that saves takes longer than the second way (four GPUs: from 22 rows of 8 KiB; two: never).
+    """
+    if peers is None:
+        return False
+    N = peers.size
+    saved = (N - 1) - 2 * (N - 1) / N  # rows that each rank gives for one
+    return num_rows * peers.row_bytes * saved >= WORTH_A_WAY
 
 
 @triton.jit
@@ -62,44 +74,90 @@ def _is_aborted(peers_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def all_reduce_row(
-    x, peers_ptr, epochs_ptr, row, cols, mask,
+def _bits(x):
+    """x, bit by bit, and never EMPTY."""
+    BITS: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
+    # One NaN of many has all bits set. None of them equals itself.
+    return tl.where(x == x, x, float("nan")).to(BITS, bitcast=True)  # noqa: PLR0124
+
+
+@triton.jit
+def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
+    """Wait until all that is wanted has come, take it, and leave EMPTY behind."""
+    given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+    polls = 0
+    aborted = 0
+    while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
+        given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
+        polls += 1
+        if polls % 1024 == 0:
+            aborted = _is_aborted(peers_ptr, SIZE)
+    tl.debug_barrier()  # all have read
+    tl.store(ptrs, tl.full(given.shape, EMPTY, given.dtype), mask=wanted)
+    return given
+
+
+@triton.jit
+def _take_sum(
+    places, dtype: tl.constexpr, cols, mask, peers_ptr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Take a row from each rank, at `places` and on, and add them in float32."""
+    # A few rows at a time: more would not fit the registers.
+    AT_ONCE: tl.constexpr = 2 if SIZE == 2 or cols.shape[0] > 4096 else 4
+    stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
+    total = tl.zeros(cols.shape, tl.float32)
+    for first in tl.static_range(0, SIZE, AT_ONCE):
+        giver = first + tl.arange(0, AT_ONCE)[:, None]
+        ptrs = places + giver * stride + cols[None, :]
+        given = _take(ptrs, (giver < SIZE) & mask[None, :], peers_ptr, SIZE)
+        total += tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
+    return total.to(dtype)
+
+
+@triton.jit
+def _give_row(
+    bits, to, peers_ptr, row, epoch, cols, mask,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x: [BLOCK], in float32; every rank adds in the same order.
+    """Push a row to the rank `to`."""
+    place = _place(peers_ptr, to, RANK, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
+    tl.store(place + cols, bits, mask=mask)
+
+
+@triton.jit
+def all_reduce_row(
+    x, peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks of x: [BLOCK], in x's dtype, the same on all.
+
+    Each rank gives its row to all, and adds what comes ("one-shot"); BY_OWNER it gives it to one,
+    another for each row, which gives the sum to the others ("two-shot"): two ways, but less data.
 
     BLOCK is at least the program's number of threads: no element has two that wait for it.
     """
     epoch = tl.load(epochs_ptr + row)
-    dtype: tl.constexpr = x.dtype
-    BITS: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-    # One NaN of many has all bits set. None of them equals itself.
-    x = tl.where(x == x, x, float("nan"))  # noqa: PLR0124
-    bits = x.to(BITS, bitcast=True)
-    for rank in tl.static_range(SIZE):
-        place = _place(peers_ptr, rank, RANK, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
-        tl.store(place + cols, bits, mask=mask)
-
-    # A few rows at a time: more would not fit the registers.
-    AT_ONCE: tl.constexpr = 2 if SIZE == 2 or x.shape[0] > 4096 else 4
-    stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
-    place = _place(peers_ptr, RANK, 0, row, epoch, BITS, ROW_BYTES, ROWS, SIZE)
-    total = tl.zeros(x.shape, tl.float32)
-    for first in tl.static_range(0, SIZE, AT_ONCE):
-        giver = first + tl.arange(0, AT_ONCE)[:, None]
-        ptrs = place + giver * stride + cols[None, :]
-        wanted = (giver < SIZE) & mask[None, :]
-        given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
-        polls = 0
-        aborted = 0
-        while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
-            given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
-            polls += 1
-            if polls % 1024 == 0:
-                aborted = _is_aborted(peers_ptr, SIZE)
-        tl.debug_barrier()  # all have read
-        tl.store(ptrs, tl.full(given.shape, EMPTY, BITS), mask=wanted)
-        total += tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
+    bits = _bits(x)
+    places = _place(peers_ptr, RANK, 0, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
+    if BY_OWNER:
+        owner = row % SIZE
+        _give_row(bits, owner, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
+        if owner == RANK:
+            bits = _bits(_take_sum(places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, SIZE))
+            for to in tl.static_range(SIZE):
+                if to != RANK:
+                    _give_row(
+                        bits, to, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE
+                    )
+        else:
+            place = _place(peers_ptr, RANK, owner, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
+            bits = _take(place + cols, mask, peers_ptr, SIZE)
+        total = bits.to(x.dtype, bitcast=True)
+    else:
+        for to in tl.static_range(SIZE):
+            _give_row(bits, to, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
+        total = _take_sum(places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, SIZE)
     tl.store(epochs_ptr + row, epoch + 1)
     return total
 
