@@ -35,7 +35,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 SEED = 11
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64}
-SIZES = [2, pytest.param(4, marks=pytest.mark.skipif("torch.cuda.device_count() < 4"))]
+
+
+def fewer_than(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+SIZES = [2, pytest.param(4, marks=fewer_than(4))]
 MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches beside them
     "all": {},
     "nccl": {"disable_custom_all_reduce": True},
@@ -79,12 +85,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("mode", ["all", "nccl"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, pytest.param(8, marks=fewer_than(8))])
 def test_log_probabilities_of_large_and_small_steps(
     size: int, mode: str, wide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 0.05 of transformers in bf16: steps of thousands of rows, whose sums hide behind the
-    products, of a few hundred, and graph decode; of enough rows that four GPUs sum by owners."""
+    products, of a few hundred, and graph decode; of so many that owners sum, on more than two."""
     from nanovllm.kernels.peers import sums_by_owner
 
     rng = random.Random(SEED)
@@ -105,7 +111,7 @@ def test_log_probabilities_of_large_and_small_steps(
     batches = [[900, 700, 650, 333], [3000], [300, 20, 1], [100, 20, 1], [65], [9], [20] * 100]
     with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
         peers = llm.model_runner.group.peers
-        assert (mode == "all" and size == 4) == sums_by_owner(peers, 100)
+        assert (mode == "all" and size > 2) == sums_by_owner(peers, 100)
         for lengths in batches:
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
             for prompt in prompts:

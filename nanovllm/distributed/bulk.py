@@ -160,8 +160,8 @@ class BulkExchange:
         return Gathered(self._rows[:num_rows], self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
-        """The parts of `num_rows` gathered rows, this rank's first, the others as they arrive."""
-        for owner in self._order[-1:] + self._order[:-1]:
+        """The parts of `num_rows` gathered rows: this rank's, the others' as they push to it."""
+        for owner in reversed(self._order):
             if owner != self.rank:
                 self._wait(1, [owner], epoch)
             yield self._part(owner, num_rows)

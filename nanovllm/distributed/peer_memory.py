@@ -112,8 +112,9 @@ class PeerMemory:
 
         [2, size, max_rows, row_bytes]
 
-    A program of a kernel exchanges one row (`kernels/peers.py`): it writes its row into all ranks'
-    regions, and waits until theirs have come into its own. All bits are set where nothing has.
+    A program of a kernel exchanges one row (`kernels/peers.py`): it writes its row, or a sum, into
+    the ranks' regions, and waits for what they write into its own. All bits are set where nothing
+    has come.
 
     Args:
         rank, size: which of how many ranks this is.

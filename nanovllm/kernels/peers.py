@@ -1,8 +1,9 @@
 """Exchange between the GPUs of a model, inside kernels.
 
 One program exchanges one row, or one word: it pushes its own into the memory of all ranks
-(`PeerMemory`), this one among them, and waits until theirs have come. No flag says that they have,
-so nothing needs to be ordered before a flag: a place waits EMPTY, with all bits set, each element
+(`PeerMemory`), this one among them, and waits until theirs have come; where there are many rows,
+one rank adds a row, and the others wait for the sum. No flag says that something has come, so
+nothing needs to be ordered before a flag: a place waits EMPTY, with all bits set, each element
 arrives as a whole, in whatever order, and who has read them all leaves EMPTY behind. (The data is
 its own flag in the "Lamport" all-reduce of TensorRT-LLM, too.)
 
