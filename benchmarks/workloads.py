@@ -100,11 +100,12 @@ def measure(llm: LLM, workload: Workload) -> float:
 
 
 def result_of(workload: Workload, seconds: list[float]) -> dict[str, Any]:
-    """The runs in the unit of the workload."""
-    tokens = workload.num_tokens
-    runs = sorted(tokens / s if workload.per_second else s for s in seconds)
-    unit = "tok/s" if workload.per_second else "s"
-    return {"median": statistics.median(runs), "runs": runs, "unit": unit}
+    """The runs in the unit of the workload, and the one of median time (or between two)."""
+    typical = statistics.median(seconds)
+    median, *runs = (
+        workload.num_tokens / s if workload.per_second else s for s in (typical, *seconds)
+    )
+    return {"median": median, "runs": sorted(runs), "unit": "tok/s" if workload.per_second else "s"}
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ PROMISE = 5.0  # seconds from a worker's death to the error
 
 @pytest.fixture(name="inject")
 def inject_fixture(tmp_path, monkeypatch):
-    """Makes the k-th call of a function fail in workers that start from now on."""
+    """Makes the k-th call of a function fail in workers that start from now on (rank None: all)."""
 
     def inject(where, what, *, rank=1, call=1, after=False):
         module, _, where = where.partition(":")

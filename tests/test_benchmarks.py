@@ -180,7 +180,7 @@ def test_workloads_are_measured_and_saved(
         assert 0 < low <= result["median"] <= high
         seconds = tokens / result["median"] if tokens else result["median"]
         share = result["roofline_s"] / seconds
-        assert result["roofline_share"] == pytest.approx(share, rel=0.05, abs=1e-4)
+        assert result["roofline_share"] == pytest.approx(share, rel=1e-3, abs=1e-4)
         assert ("flops_per_s" in result) == (name == "timed")
         assert ("bytes_per_s" in result) == (name != "timed")
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import random
 import signal
@@ -49,13 +50,23 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
     "synchronous": {"overlap": False},
     "plain-kernels": {"fused_kernels": False},
     "large-steps": {"max_num_seqs": 4},  # of more rows than kernels exchange
+    "owners": {},  # of what kernels exchange, one rank adds each row
 }
+
+
+@pytest.fixture
+def owners_add(request: pytest.FixtureRequest, mode: str) -> None:
+    """In the mode of that name."""
+    if mode == "owners":
+        inject, patch = map(request.getfixturevalue, ("inject", "monkeypatch"))
+        inject(CONNECT, "from nanovllm.kernels import peers; peers.WORTH_A_WAY = 0", rank=None)
+        patch.setattr("nanovllm.kernels.peers.WORTH_A_WAY", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", SIZES)
 def test_float32_tokens_are_those_of_the_reference(
-    size: int, mode: str, tiny: str, reference: Any
+    size: int, mode: str, tiny: str, reference: Any, owners_add: None
 ) -> None:
     """Chunked prefill beside decodes, and a pool so small that sequences wait."""
     prompts = make_prompts()
@@ -108,7 +119,16 @@ def test_log_probabilities_of_large_and_small_steps(
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     worst = 0.0
     options = {**SMALL, **MODES[mode], "overlap": False, "tensor_parallel_size": size}
-    batches = [[900, 700, 650, 333], [3000], [300, 20, 1], [100, 20, 1], [65], [9], [20] * 100]
+    batches = [
+        [900, 700, 650, 333],
+        [3000],
+        [300, 20, 1],
+        [100, 20, 1],
+        [129],
+        [65],
+        [9],
+        [20] * 100,
+    ]
     with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
         peers = llm.model_runner.group.peers
         assert (mode == "all" and size > 2) == sums_by_owner(peers, 100)
@@ -257,10 +277,20 @@ def test_defect_14_every_end_gives_all_back(
     del llm
 
 
-@pytest.mark.parametrize("mode", ["all", "nccl", "eager"])
-@pytest.mark.parametrize("moment", ["prefill", "decode", "between"])
+@pytest.mark.parametrize(
+    ("moment", "mode"),
+    [
+        *itertools.product(["prefill", "decode", "between"], ["all", "nccl", "eager"]),
+        ("decode", "owners"),
+    ],
+)
 def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
-    moment: str, mode: str, tiny: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    moment: str,
+    mode: str,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: None,
+    owners_add: None,
 ) -> None:
     """Kernels of rank 0 that wait for the dead are ended, the memory comes back, and another
     engine works."""

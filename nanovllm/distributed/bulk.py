@@ -118,7 +118,8 @@ class BulkExchange:
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
-        self._copies = [torch.cuda.Stream(device) for _ in range(size)]  # to each peer
+        # Copies to the peers, beside each other; their flags go before a product's programs.
+        self._copies = {peer: torch.cuda.Stream(device, priority=-1) for peer in self._order[:-1]}
 
     @property
     def outgoing_bytes(self) -> int:
@@ -160,7 +161,9 @@ class BulkExchange:
         return Gathered(self._rows[:num_rows], self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
-        """The parts of `num_rows` gathered rows: this rank's, the others' as they push to it."""
+        """The parts of `num_rows` gathered rows: this rank's first, then in the order in which the
+        others begin to push theirs to it.
+        """
         for owner in reversed(self._order):
             if owner != self.rank:
                 self._wait(1, [owner], epoch)
