@@ -100,12 +100,12 @@ def measure(llm: LLM, workload: Workload) -> float:
 
 
 def result_of(workload: Workload, seconds: list[float]) -> dict[str, Any]:
-    """The runs in the unit of the workload, and the one of median time (or between two)."""
-    typical = statistics.median(seconds)
-    median, *runs = (
-        workload.num_tokens / s if workload.per_second else s for s in (typical, *seconds)
-    )
-    return {"median": median, "runs": sorted(runs), "unit": "tok/s" if workload.per_second else "s"}
+    """The runs and their median, in the unit of the workload. A rate is that of the median time."""
+    median = statistics.median(seconds)
+    if not workload.per_second:
+        return {"median": median, "runs": sorted(seconds), "unit": "s"}
+    tokens = workload.num_tokens
+    return {"median": tokens / median, "runs": sorted(tokens / s for s in seconds), "unit": "tok/s"}
 
 
 def main() -> None:

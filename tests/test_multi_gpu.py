@@ -55,12 +55,11 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
 
 
 @pytest.fixture
-def owners_add(request: pytest.FixtureRequest, mode: str) -> None:
-    """In the mode of that name."""
+def owners_add(mode: str, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mode of that name, on all ranks."""
     if mode == "owners":
-        inject, patch = map(request.getfixturevalue, ("inject", "monkeypatch"))
         inject(CONNECT, "from nanovllm.kernels import peers; peers.WORTH_A_WAY = 0", rank=None)
-        patch.setattr("nanovllm.kernels.peers.WORTH_A_WAY", 0)
+        monkeypatch.setattr("nanovllm.kernels.peers.WORTH_A_WAY", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
