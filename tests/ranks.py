@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from nanovllm import LLM
 from nanovllm.config import Config
-from nanovllm.distributed import group as group_module
+from nanovllm.distributed import gloo
 from nanovllm.distributed.group import Group
 from nanovllm.engine import llm_engine
 from nanovllm.engine.controls import ControlTable, KnownTokens
@@ -41,7 +41,7 @@ def connected_groups(size: int) -> list[Group]:
     groups = [Group(rank, size) for rank in range(size)]
     if size > 1:
         store, patience = dist.HashStore(), timedelta(seconds=PATIENCE)
-        with mock.patch.object(group_module, "FOREVER", patience):
+        with mock.patch.object(gloo, "FOREVER", patience):
             on_all_ranks(size, lambda rank: groups[rank].connect(store, torch.device("cpu")))
     return groups
 

@@ -1,10 +1,6 @@
 """What the ranks do together, and how they divide a vocabulary and heads."""
 
-import contextlib
-import os
 import random
-import socket
-import threading
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import connected_groups, on_all_ranks
-from torch import distributed as dist
 
-from faults import DEADLINE, listeners, wait_until
 from nanovllm.distributed.bulk import Gathered, part_of
-from nanovllm.distributed.group import Group, LostContactError, join, listen
+from nanovllm.distributed.group import Group, join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
 from nanovllm.layers.linear import RowParallelLinear, local_kv_heads, pick
@@ -66,84 +60,6 @@ def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
         return float(group.all_reduce(torch.tensor([10.0 ** (who // 2)])))
 
     assert on_all_ranks(4, meet) == [2, 2, 20, 20]
-
-
-def test_defect_13_abort_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL waited for the dead for ever, on a whole core, with ports that it listened on, and the
-    next engine of the process waited for the end of that.
-    """
-    waits, aborts = [threading.Event(), threading.Event()], []
-
-    class Waits:
-        """What of PyTorch's NCCL matters to a rank whose counterpart is dead."""
-
-        Options = SimpleNamespace
-
-        def __init__(self, *args: Any) -> None:
-            pass
-
-        def allreduce(self, xs: list[torch.Tensor]) -> None:
-            for is_waiting in waits:
-                with socket.socket() as sock:
-                    sock.bind(("127.0.0.1", 0))
-                    sock.listen()
-                    sock.settimeout(2 * DEADLINE)
-                    is_waiting.set()
-                    with pytest.raises(OSError, match="Invalid argument"):
-                        sock.accept()
-            raise RuntimeError("NCCL error")
-
-        def abort(self) -> None:
-            """It knows nothing that is not connected."""
-            aborts.append(group._listened is not None)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Waits, raising=False)
-    monkeypatch.setattr(torch, "zeros", lambda *args, **options: torch.ones(1))
-    environment = dict(os.environ)
-    group = Group(0, 2)
-    errors: list[BaseException] = []
-
-    def meet() -> None:
-        try:
-            group.connect(None, SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
-        except LostContactError as error:
-            errors.append(error)
-
-    with contextlib.ExitStack() as others:
-        plain = others.enter_context(socket.socket())
-        plain.bind(("127.0.0.1", 0))
-        plain.listen()  # before NCCL connects
-        thread = threading.Thread(target=meet, daemon=True)
-        thread.start()
-        assert waits[0].wait(DEADLINE)
-        server = others.enter_context(socket.create_server(("127.0.0.1", 0)))
-        local = others.enter_context(socket.socket(socket.AF_UNIX))
-        local.bind(f"\0{os.getpid()}")
-        local.listen()
-        store, port = listen()  # of another engine
-        gloo = Group(1, 2)
-        meeting = threading.Thread(target=lambda: gloo.connect(join(port), CPU))
-        before = listeners()
-        meeting.start()
-        wait_until(lambda: listeners() - before)
-        before = listeners()
-        group.abort()
-        thread.join(DEADLINE)
-        assert not thread.is_alive(), "waits for the dead"
-        assert waits[1].is_set()
-        assert len(before - listeners()) == 1
-        Group(0, 2).connect(store, CPU)
-        meeting.join(DEADLINE)
-        for sock in (plain, server, local):
-            with socket.socket(sock.family) as client:
-                client.connect(sock.getsockname())
-                sock.accept()[0].close()
-    [error] = errors
-    assert "NCCL error" in str(error)
-    assert dict(os.environ) == environment
-    group.close()
-    assert aborts[0] and not aborts[-1], "what is connected meanwhile is aborted, too"
-    assert group._aborting is not None and not group._aborting.is_alive()
 
 
 def test_one_rank_has_no_process_group() -> None:

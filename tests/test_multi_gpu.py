@@ -30,6 +30,7 @@ from faults import (
 )
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.distributed.group import Group
+from nanovllm.distributed.nccl import Nccl
 from nanovllm.layers.embed_head import ParallelLMHead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
@@ -235,7 +236,7 @@ def test_defect_13_death_while_nccl_connects(
     connecting, abort = [], Group.abort
 
     def watched(group: Group) -> None:
-        connecting.append(group._listened is not None)
+        connecting.append(isinstance(group._backend, Nccl) and not group._backend.is_connected)
         abort(group)
 
     monkeypatch.setattr(Group, "abort", watched)

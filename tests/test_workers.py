@@ -53,7 +53,7 @@ from faults import (
     within_deadline,
 )
 from nanovllm import LLM, WorkerError
-from nanovllm.distributed import group
+from nanovllm.distributed import gloo, group
 from nanovllm.engine import llm_engine
 from nanovllm.engine import workers as workers_module
 from nanovllm.engine.channel import NUM_SLOTS
@@ -266,7 +266,7 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypa
     join = group.join
     group.join = lambda port: Fragile(join(port))"""
     inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
-    monkeypatch.setattr(group, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(gloo, "MEETING", timedelta(seconds=1))
     with pytest.raises(WorkerError, match="SIGKILL"):
         within_deadline(lambda: LLM(checkpoint, **TP2))
     # Only its time limit ends Gloo's wait for a connection: the thread may outlive the error.
@@ -762,7 +762,7 @@ atexit.register(count)"""
 
 @pytest.mark.parametrize("wanted", [None, pytest.param("INFO", marks=pytest.mark.slow)])
 def test_libraries_of_workers_are_quiet(wanted, checkpoint, monkeypatch):
-    """NCCL's monitor wrote a stack trace when another rank had ended some microseconds earlier."""
+    """PyTorch's store wrote a stack trace where rank 0 had ended while they met."""
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     if wanted is not None:
         monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", wanted)

@@ -1,39 +1,22 @@
-"""`Group`: the ranks that hold a model together, and what they do together.
-
-NCCL between GPUs, Gloo between processes on a CPU. The process groups are built directly, without
-`init_process_group`: that has one group for a whole process, and here each engine has its own.
-"""
+"""`Group`: the ranks that hold a model together, and what they do together."""
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import distributed as dist
 
 from nanovllm.distributed.bulk import BulkExchange
+from nanovllm.distributed.gloo import FOREVER, Gloo
+from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
-MEETING = timedelta(seconds=10)  # of Gloo: for an address once, for a connection five times
-FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
-SETTLE = 0.02  # seconds
 PATIENCE = 3.0  # seconds for NCCL to end in order
-
-NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the caller's process with a worker's
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the same
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # would ask the store every second, and warn at its end
-    "NCCL_RUNTIME_CONNECT": "0",  # all connections at once: waiting for one cannot be aborted
-}
-
-_connecting_nccl = threading.Lock()  # one at a time: the environment is the whole process's
+NCCL_ID = "nccl"  # where the store has it
 
 
 class LostContactError(RuntimeError):
@@ -56,40 +39,25 @@ class Group:
         self.peers: PeerMemory | None = None
         self.bulk: BulkExchange | None = None
         self.name = "none"
-        self._backend: Any = None  # a process group of torch.distributed
+        self._backend: Nccl | Gloo | None = None
         self._abort_lock, self._is_aborted = threading.Lock(), False
         self._aborting: threading.Thread | None = None
         self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
-        self._listened: set[int] | None = None  # while NCCL connects: the sockets before it
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, which must be there (`arrival`)."""
         self._device = device
-        self.name = "nccl" if device.type == "cuda" else "gloo"
-        if self.name == "nccl":
-            with _connecting_nccl, _environment(NCCL_ENVIRONMENT):
-                self._connect_nccl(store)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = MEETING  # one that dies now would be waited for
+        if device.type == "cuda":
+            self.name, self._backend = "nccl", Nccl(device)
             with self._losing_contact():
-                self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-            self.all_reduce(torch.zeros(1))
-            self._backend._set_default_timeout(FOREVER)
-
-    def _connect_nccl(self, store: dist.Store) -> None:
-        before = _nccl_memory()
-        self._listened = {_inode(sock) for sock in _nccl_listening()}
-        try:
-            options = dist.ProcessGroupNCCL.Options()
-            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            self.all_reduce(torch.zeros(1, device=self._device)).item()  # connects all ranks
-        finally:
-            self._listened = None
-            for name in _nccl_memory() - before:  # a crash would leave the names in /dev/shm
-                with suppress(FileNotFoundError):  # another rank was first
-                    os.unlink(name)
+                if self.rank == 1:  # not 0: what waits for all ranks by it ends with the process
+                    store.set(NCCL_ID, get_unique_id().hex())
+                unique_id = bytes.fromhex(store.get(NCCL_ID).decode())
+                self._backend.connect(unique_id, self.rank, self.size)
+        else:
+            self.name = "gloo"
+            with self._losing_contact():
+                self._backend = Gloo(store, self.rank, self.size)
 
     def open_peer_memory(
         self,
@@ -135,23 +103,23 @@ class Group:
         """Replace x by its sum over the ranks."""
         if self._backend is not None:
             with self._losing_contact():
-                self._backend.allreduce([x]).wait()
+                self._backend.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x, stacked: [size, ...]."""
         if self._backend is None:
             return x.unsqueeze(0)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+        everyone = x.new_empty((self.size, *x.shape))
         with self._losing_contact():
-            self._backend.allgather([parts], [x.contiguous()]).wait()
-        return torch.stack(parts)
+            self._backend.all_gather(everyone, x.contiguous())
+        return everyone
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by that of rank 0."""
         if self._backend is not None:
             with self._losing_contact():
-                self._backend.broadcast([x]).wait()
+                self._backend.broadcast(x)
         return x
 
     def minimum(self, value: int) -> int:
@@ -166,7 +134,7 @@ class Group:
 
     @contextmanager
     def _losing_contact(self) -> Iterator[None]:
-        self.check()  # NCCL would try to meet the others again, for ever
+        self.check()
         try:
             yield
         except RuntimeError as error:
@@ -178,9 +146,6 @@ class Group:
         Waits for nothing: NCCL, once it has ended its kernels, waits for the end of CUDA graphs
         that hold such, and the end of those that still run is waited for without letting other
         threads go on. So first `abort`, then wait for the device, then drop the graphs.
-
-        While NCCL connects, PyTorch has nothing to abort, and NCCL would wait for the dead, for
-        ever: the sockets on which it listens are shut.
         """
         with self._abort_lock:
             if self._is_aborted:
@@ -188,24 +153,9 @@ class Group:
             self._is_aborted = True
             if self._abort_word is not None:
                 self._abort_word.numpy()[0] = 1
-            if self.name == "nccl" and self._backend is not None:
-                self._aborting = threading.Thread(
-                    target=self._abort_nccl, args=(self._backend,), daemon=True
-                )
+            if self._backend is not None:
+                self._aborting = threading.Thread(target=self._backend.abort, daemon=True)
                 self._aborting.start()
-
-    def _abort_nccl(self, backend: Any) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            time.sleep(SETTLE)  # until a call that has not seen the mark is on its way
-            listened = self._listened
-            backend.abort()
-            if listened is None:
-                return
-            for sock in _nccl_listening():
-                if _inode(sock) not in listened:
-                    with suppress(OSError):  # it is shut
-                        sock.shutdown(socket.SHUT_RDWR)
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""
@@ -214,7 +164,7 @@ class Group:
 
     def close(self) -> None:
         """Give memory and connections back. The other ranks must have ended."""
-        self.abort()  # NCCL's own end would warn and wait
+        self.abort()  # an orderly end of NCCL would wait for the others
         if self._aborting is not None:
             self._aborting.join(PATIENCE)
         with ExitStack() as finally_:  # all of it, whatever fails
@@ -242,45 +192,3 @@ def join(port: int) -> dist.Store:
 def arrival(rank: int) -> str:
     """The key that a rank sets in the store when it is ready to meet the others."""
     return f"rank {rank} is there"
-
-
-def _nccl_memory() -> set[str]:
-    """The files of shared memory that NCCL has opened in this process and that have a name."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps}
-    return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}
-
-
-def _nccl_listening() -> Iterator[socket.socket]:
-    """The sockets on which NCCL listens in this process, each while the iteration is at it: TCP,
-    without the option that servers, stores and Gloo set to take a port again.
-    """
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-            with socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM) as sock:  # a duplicate
-                domain, listens, reuses = (
-                    sock.getsockopt(socket.SOL_SOCKET, option)
-                    for option in (socket.SO_DOMAIN, socket.SO_ACCEPTCONN, socket.SO_REUSEADDR)
-                )
-                if domain in (socket.AF_INET, socket.AF_INET6) and listens and not reuses:
-                    yield sock
-
-
-def _inode(sock: socket.socket) -> int:
-    return os.fstat(sock.fileno()).st_ino
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -228,7 +228,7 @@ def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
         pass_fds=(fd, channel_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # NCCL's monitor complains of ranks that end a moment earlier.
+        # PyTorch's store writes a stack trace where rank 0 ends while they meet.
         env={"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ, "TQDM_DISABLE": "1"},
         start_new_session=True,  # Ctrl-C is for rank 0
     )

@@ -1,0 +1,181 @@
+"""`Nccl`: collectives between GPUs, through NCCL's C interface.
+
+PyTorch's (`ProcessGroupNCCL`) has the handle of a communicator only once all ranks are connected.
+If one dies before, nothing ends the wait for it, or gives back the memory of what was connected.
+Here the handle is there from the beginning.
+
+Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+SUM = 0  # ncclRedOp_t
+INT8 = 0  # ncclDataType_t
+DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+RUNTIME_CONNECT = "NCCL_RUNTIME_CONNECT"  # "0": what connections take is taken before the KV cache
+POLL_SECONDS = 0.001
+
+_connecting = threading.Lock()  # one at a time: the environment is the whole process's
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]  # ncclUniqueId
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libnccl.so.2")  # the one that PyTorch has loaded
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclGetLastError.restype = ctypes.c_char_p
+    return library
+
+
+def _call(name: str, *args: object) -> None:
+    """Call a function of NCCL. RuntimeError if it fails."""
+    library = _library()
+    result = getattr(library, name)(*args)
+    if result:
+        reason, detail = library.ncclGetErrorString(result), library.ncclGetLastError(None)
+        raise RuntimeError(f"{name}: {reason.decode()} {detail.decode()}".rstrip())
+
+
+def get_unique_id() -> bytes:
+    """What the ranks of a communicator meet by.
+
+    A thread of this process waits for them all. Nothing but the end of the process ends it before.
+    """
+    data = _UniqueId()
+    _call("ncclGetUniqueId", ctypes.byref(data))
+    return bytes(data)
+
+
+class Nccl:
+    """A communicator of one GPU per rank. Collectives run on PyTorch's current stream.
+
+    All methods raise RuntimeError if NCCL fails, and after `abort`.
+
+    Attributes:
+        is_connected: whether all ranks were there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle = ctypes.c_void_p()  # NCCL sets it as soon as it begins to connect
+        self._calling = threading.Lock()  # held in a call
+        self._is_aborted = False
+        self.is_connected = False
+
+    def connect(self, unique_id: bytes, rank: int, size: int) -> None:
+        """Meet the other ranks. Returns when all are there."""
+        who = ctypes.c_int(size), _UniqueId.from_buffer_copy(unique_id), ctypes.c_int(rank)
+        with _connecting, _nothing_left(), torch.cuda.device(self._device):
+            self._call("ncclCommInitRank", ctypes.byref(self._handle), *who)
+        self.is_connected = True
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace x by its sum over the ranks."""
+        what = ctypes.c_size_t(x.numel()), DATA_TYPES[x.dtype], SUM
+        self._collective("ncclAllReduce", x, x, *what)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Write the ranks' x into out: [size, ...]."""
+        self._collective("ncclAllGather", x, out, ctypes.c_size_t(x.nbytes), INT8)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Replace x by that of rank 0."""
+        root = 0
+        self._collective("ncclBroadcast", x, x, ctypes.c_size_t(x.nbytes), INT8, root)
+
+    def _collective(self, name: str, x: torch.Tensor, out: torch.Tensor, *args: object) -> None:
+        assert x.is_contiguous() and out.is_contiguous()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        self._call(name, *addresses, *args, self._handle, ctypes.c_void_p(stream))
+
+    def _call(self, name: str, *args: object) -> None:
+        with self._calling:
+            if self._is_aborted:
+                raise RuntimeError(f"{name}: aborted")
+            _call(name, *args)
+
+    def abort(self) -> None:
+        """End what waits for the other ranks, and give all back. From any thread, once.
+
+        Returns when no kernel of NCCL runs any more and no CUDA graph holds one.
+        """
+        self._is_aborted = True
+        while self._calling.locked() and not self._handle:  # it is about to be set
+            time.sleep(POLL_SECONDS)
+        if self._handle:
+            # What this frees at the end of the group another thread's call may be using until then.
+            _call("ncclGroupStart")
+            _call("ncclCommAbort", self._handle)  # ends such a call
+            with self._calling:
+                _call("ncclGroupEnd")
+
+
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    """What NCCL needs and would leave behind while it connects: the environment is as before; the
+    files that it opens in /dev/shm, where a crash would leave them, are unlinked; if it fails, the
+    sockets on which it listens are shut, since it forgets some.
+    """
+    value, files, sockets = (
+        os.environ.get(RUNTIME_CONNECT),
+        _opened(),
+        set(map(_inode, _listening())),
+    )
+    os.environ[RUNTIME_CONNECT] = "0"
+    try:
+        yield
+    except BaseException:
+        for sock in _listening():
+            if _inode(sock) not in sockets:
+                with suppress(OSError):  # it is closed
+                    sock.shutdown(socket.SHUT_RDWR)
+        raise
+    finally:
+        for path in _opened() - files:
+            with suppress(FileNotFoundError):  # another rank was first
+                os.unlink(path)
+        del os.environ[RUNTIME_CONNECT]
+        if value is not None:
+            os.environ[RUNTIME_CONNECT] = value
+
+
+def _opened() -> set[str]:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps}
+    return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}
+
+
+def _listening() -> Iterator[socket.socket]:
+    """The sockets on which NCCL listens in this process, each while the iteration is at it: TCP,
+    without the option that servers, stores and Gloo set to take a port again.
+    """
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM) as sock:  # a duplicate
+                domain, listens, reuses = (
+                    sock.getsockopt(socket.SOL_SOCKET, option)
+                    for option in (socket.SO_DOMAIN, socket.SO_ACCEPTCONN, socket.SO_REUSEADDR)
+                )
+                if domain in (socket.AF_INET, socket.AF_INET6) and listens and not reuses:
+                    yield sock
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
