@@ -52,8 +52,8 @@ class Library:
         self.calls: list[str] = []
         self.functions: list[Any] = []
         self.waits_in = ""  # the name of a function that does not come back until it is aborted
-        self.hands_out_late = False  # the handle: only when it is to be aborted
-        self.communicator: Any = None
+        self.before_handle: Callable[[], object] = lambda: None
+        self.group = threading.local()  # of each thread, `calls`: what its end does
         self.is_waiting, self.aborted, self.freed = (threading.Event() for _ in range(3))
         self.socket: socket.socket | None = None
         for name, (result, *args) in PROTOTYPES.items():
@@ -87,17 +87,18 @@ class Library:
 
     def _comm_init_rank(self, handle: Any, size: int, unique_id: UniqueId, rank: int) -> int:
         assert (size, rank, bytes(unique_id)) == (2, 1, ID)
+        self.before_handle()
+        handle[0] = HANDLE
+        self.group.calls.append(self._connect)
+        return OK
+
+    def _connect(self) -> int:
         assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
         if self.waits_in != "ncclCommInitRank":
-            handle[0] = HANDLE
             return OK
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.socket.listen()
-        if self.hands_out_late:
-            self.is_waiting.set()
-            wait_until(lambda: self.communicator and self.communicator._is_aborted)
-        handle[0] = HANDLE
         return self._wait()
 
     def _all_reduce(
@@ -123,14 +124,19 @@ class Library:
         return OK
 
     def _group_start(self) -> int:
+        self.group.calls = []
         return OK
 
     def _comm_abort(self, handle: int) -> int:
-        assert handle == HANDLE and self.calls[-2:] == ["ncclGroupStart", "ncclCommAbort"]
+        assert handle == HANDLE
         self.aborted.set()
+        self.group.calls.append(self._free)
         return OK
 
     def _group_end(self) -> int:
+        return max(call() for call in self.group.__dict__.pop("calls"))
+
+    def _free(self) -> int:
         self.freed.set()
         return OK
 
@@ -180,10 +186,9 @@ def test_collectives(library: Library) -> None:
     assert library.calls.count("ncclAllReduce") == 3
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_defect_13_abort_while_nccl_connects(library: Library, late: bool) -> None:
+def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
     """NCCL waited for the dead for ever, or a minute, and what it had connected was lost."""
-    library.waits_in, library.hands_out_late = "ncclCommInitRank", late
+    library.waits_in = "ncclCommInitRank"
     group, errors = Group(1, 2), []
     store = SimpleNamespace(values={})
     store.set = store.values.__setitem__
@@ -202,8 +207,6 @@ def test_defect_13_abort_while_nccl_connects(library: Library, late: bool) -> No
         before = listeners()
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
-        wait_until(lambda: group._backend is not None)
-        library.communicator = group._backend
         assert library.is_waiting.wait(DEADLINE)
         assert len(listeners() - before) == 1
         server = others.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -230,7 +233,7 @@ def test_defect_13_abort_while_nccl_connects(library: Library, late: bool) -> No
     group.close()
     assert library.freed.is_set()
     [error] = errors
-    assert "ncclCommInitRank: internal error of the last call" in error
+    assert "ncclGroupEnd: internal error of the last call" in error
 
 
 def test_defect_13_abort_while_a_call_waits(library: Library) -> None:
@@ -248,6 +251,32 @@ def test_defect_13_abort_while_a_call_waits(library: Library) -> None:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     assert library.is_waiting.wait(DEADLINE)
+    communicator.abort()
+    thread.join(DEADLINE)
+    assert library.freed.is_set() and len(errors) == 1
+
+
+def test_abort_when_nccl_begins_to_connect(library: Library) -> None:
+    """What there is to abort is known a moment later."""
+    library.waits_in, begins = "ncclCommInitRank", threading.Event()
+    communicator = Nccl(torch.device("cuda", 1))
+
+    def before_handle() -> None:
+        begins.set()
+        wait_until(lambda: communicator._is_aborted)
+
+    library.before_handle = before_handle
+    errors = []
+
+    def meet() -> None:
+        try:
+            communicator.connect(ID, rank=1, size=2)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    assert begins.wait(DEADLINE)
     communicator.abort()
     thread.join(DEADLINE)
     assert library.freed.is_set() and len(errors) == 1
@@ -271,6 +300,6 @@ def test_a_crash_leaves_no_file_of_nccl(
     monkeypatch.setattr(
         nccl, "_opened", lambda: {str(path) for path in (theirs, ours) if path.exists()}
     )
-    monkeypatch.setattr(Nccl, "_call", lambda *args: ours.touch())
+    library.before_handle = ours.touch
     Nccl(torch.device("cuda", 1)).connect(ID, rank=1, size=2)
     assert theirs.exists() and not ours.exists()

@@ -80,8 +80,13 @@ class Nccl:
         """Meet the other ranks. Returns when all are there."""
         who = ctypes.c_int(size), _UniqueId.from_buffer_copy(unique_id), ctypes.c_int(rank)
         with _connecting, _nothing_left(), torch.cuda.device(self._device):
-            self._call("ncclCommInitRank", ctypes.byref(self._handle), *who)
+            self._connect(*who)
         self.is_connected = True
+
+    def _connect(self, *who: object) -> None:
+        # In a group: else NCCL drops the handle if it fails, and loses what it had.
+        with self._one_call(), _group():
+            _call("ncclCommInitRank", ctypes.byref(self._handle), *who)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x by its sum over the ranks."""
@@ -101,13 +106,15 @@ class Nccl:
         assert x.is_contiguous() and out.is_contiguous()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
-        self._call(name, *addresses, *args, self._handle, ctypes.c_void_p(stream))
+        with self._one_call():
+            _call(name, *addresses, *args, self._handle, ctypes.c_void_p(stream))
 
-    def _call(self, name: str, *args: object) -> None:
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
         with self._calling:
             if self._is_aborted:
-                raise RuntimeError(f"{name}: aborted")
-            _call(name, *args)
+                raise RuntimeError("NCCL is aborted")
+            yield
 
     def abort(self) -> None:
         """End what waits for the other ranks, and give all back. From any thread, once.
@@ -118,11 +125,20 @@ class Nccl:
         while self._calling.locked() and not self._handle:  # it is about to be set
             time.sleep(POLL_SECONDS)
         if self._handle:
-            # What this frees at the end of the group another thread's call may be using until then.
-            _call("ncclGroupStart")
-            _call("ncclCommAbort", self._handle)  # ends such a call
-            with self._calling:
-                _call("ncclGroupEnd")
+            with _group():  # at whose end all is freed
+                _call("ncclCommAbort", self._handle)
+                with self._calling:  # the call of another thread has come to its end by that
+                    pass
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """Calls to NCCL that take effect together, at the end."""
+    _call("ncclGroupStart")
+    try:
+        yield
+    finally:
+        _call("ncclGroupEnd")
 
 
 @contextmanager
