@@ -43,6 +43,12 @@ def listeners(pid="self"):
     return found
 
 
+def nccl_threads():
+    """Names of the threads that NCCL has in this process."""
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return {name for name in names if name.startswith("NCCL")}
+
+
 def traces():
     """What an engine could leave behind, for comparison."""
     gc.collect()
@@ -50,6 +56,7 @@ def traces():
         "children": children(),
         "/dev/shm": set(os.listdir("/dev/shm")),
         "listeners": listeners(),
+        "threads of NCCL": nccl_threads(),
         "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},
     }
 
@@ -129,6 +136,7 @@ sys.meta_path.insert(0, Finder())
 
 SERVE = "nanovllm.engine.worker:_serve"
 CONNECT = "nanovllm.distributed.group:Group.connect"
+CONNECT_NCCL = "nanovllm.distributed.nccl:Nccl.connect"
 LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
 SIZE = "nanovllm.engine.kv_cache:KVCachePool.how_many_fit"
 RUN = "nanovllm.engine.model_runner:ModelRunner.run"

@@ -4,13 +4,15 @@ import random
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ranks import connected_groups, on_all_ranks
 
 from nanovllm.distributed.bulk import Gathered, part_of
-from nanovllm.distributed.group import Group, join, listen
+from nanovllm.distributed.group import Group, LostContactError
+from nanovllm.distributed.store import join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
 from nanovllm.layers.linear import RowParallelLinear, local_kv_heads, pick
@@ -60,6 +62,16 @@ def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
         return float(group.all_reduce(torch.tensor([10.0 ** (who // 2)])))
 
     assert on_all_ranks(4, meet) == [2, 2, 20, 20]
+
+
+@pytest.mark.parametrize("exchange", ["minimum", "_share"])
+def test_defect_13_what_an_aborted_exchange_gives_is_not_used(exchange: str) -> None:
+    """NCCL's aborted kernels just end, and what they would have written is anything."""
+    group = Group(0, 2)
+    group._device = CPU
+    group._backend = Mock(all_gather=lambda out, x: group.abort())
+    with pytest.raises(LostContactError):
+        getattr(group, exchange)({"minimum": 3, "_share": b"abc"}[exchange])
 
 
 def test_one_rank_has_no_process_group() -> None:

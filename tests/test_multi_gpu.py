@@ -21,15 +21,18 @@ from transformers import Qwen3ForCausalLM
 from checkpoints import qwen3_06b_config
 from faults import (
     CONNECT,
+    CONNECT_NCCL,
+    DEADLINE,
     FAULTS,
+    LOAD,
     PROMISE,
+    SIZE,
     inject_fixture,  # noqa: F401
     traces,
     wait_until,
     within_deadline,
 )
 from nanovllm import LLM, SamplingParams, WorkerError
-from nanovllm.distributed.group import Group
 from nanovllm.distributed.nccl import Nccl
 from nanovllm.layers.embed_head import ParallelLMHead
 
@@ -212,6 +215,17 @@ def nothing_left(warm: None) -> Iterator[None]:
     assert max(lost) < TOLERANCE
 
 
+def die(inject: Any, where: str, fault: str, rank: int, options: Any, path: str) -> WorkerError:
+    """The error of an engine that is not built, since a worker has died. It comes in time."""
+    died = inject(where, f"import threading; {fault}", rank=rank)
+    with pytest.raises(WorkerError) as caught:
+        within_deadline(lambda: LLM(path, **options))
+    took = time.monotonic() - float(died.read_text())
+    print(f"{took:.2f} s from the fault to the error")
+    assert took < PROMISE
+    return caught.value
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("fault", "exit_code"),
@@ -231,24 +245,65 @@ def test_defect_13_death_while_nccl_connects(
     monkeypatch: pytest.MonkeyPatch,
     nothing_left: None,
 ) -> None:
-    """Rank 0 waited for it for ever, and so did the next engine of the process."""
+    """Rank 0 waited for it for ever, or for a minute, and so did the next engine of the process;
+    and what had been connected was lost.
+    """
     options = {"tensor_parallel_size": size, **POOL}
-    connecting, abort = [], Group.abort
+    connecting, abort = [], Nccl.abort
 
-    def watched(group: Group) -> None:
-        connecting.append(isinstance(group._backend, Nccl) and not group._backend.is_connected)
-        abort(group)
+    def watched(nccl: Nccl) -> None:
+        wait_until(lambda: nccl._handle)
+        connecting.append(nccl._calling.locked())
+        abort(nccl)
 
-    monkeypatch.setattr(Group, "abort", watched)
-    died = inject(CONNECT, f"import threading; {fault}", rank=size - 1)
-    with pytest.raises(WorkerError) as caught:
-        within_deadline(lambda: LLM(tiny, **options))
-    took = time.monotonic() - float(died.read_text())
-    print(f"{took:.2f} s from the fault to the error; still connecting then: {connecting[0]}")
-    assert took < PROMISE
+    monkeypatch.setattr(Nccl, "abort", watched)
+    error = die(inject, CONNECT_NCCL, fault, size - 1, options, tiny)
+    print("NCCL was connecting:", connecting)
+    assert connecting == [True] or "Timer" in fault
     monkeypatch.undo()
-    assert (caught.value.rank, caught.value.exit_code) == (size - 1, exit_code)
+    assert (error.rank, error.exit_code) == (size - 1, exit_code)
     assert within_deadline(lambda: answer(tiny, **options)) == "472"
+
+
+@pytest.mark.parametrize("where", [CONNECT, LOAD, SIZE])
+def test_defect_13_death_before_and_after_nccl_connects(
+    where: str, inject: Any, tiny: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    """Rank 0 waits for NCCL's id, or for what the ranks exchange then."""
+    options = {"tensor_parallel_size": 2, **POOL}
+    error = die(inject, where, FAULTS["kill"][0], 1, options, tiny)
+    monkeypatch.undo()
+    assert (error.rank, error.exit_code) == (1, -9)
+    assert within_deadline(lambda: answer(tiny, **options)) == "472"
+
+
+FIRST = """
+import os, sys
+from nanovllm import LLM, WorkerError
+sys.path.append(sys.argv[1])
+from faults import listeners, nccl_threads, wait_until
+options = {"tensor_parallel_size": 2, "num_kvcache_blocks": 256, "max_num_seqs": 64}
+try:
+    LLM(sys.argv[2], **options)
+except WorkerError as error:
+    print(error.exit_code)
+wait_until(lambda: not listeners() and not nccl_threads())
+os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+with LLM(sys.argv[2], **options) as llm:
+    print(llm.generate("127+345=", use_tqdm=False)[0]["text"])
+wait_until(lambda: not listeners() and not nccl_threads())
+"""
+
+
+def test_defect_13_death_in_the_first_engine_of_a_process(inject: Any, tiny: str) -> None:
+    """NCCL's first connection started a thread and opened two ports for good."""
+    later = "import threading; threading.Timer(0.1, lambda: os.kill(os.getpid(), 9)).start()"
+    inject(CONNECT_NCCL, later)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, str(Path(__file__).parent), tiny],
+        stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE,
+    )  # fmt: skip
+    assert done.stdout.split() == ["-9", "472"]
 
 
 @pytest.mark.parametrize("end", ["exit", "del", "Ctrl-C"])

@@ -1,30 +1,48 @@
 """`Nccl` with a library in NCCL's place that takes arguments as NCCL's header says."""
 
 import ctypes
+import mmap
 import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from contextlib import ExitStack, contextmanager
+from ctypes import POINTER, c_int, c_size_t, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from faults import DEADLINE, listeners, wait_until
 from nanovllm.distributed import nccl
-from nanovllm.distributed.group import Group, LostContactError, join, listen
+from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.distributed.nccl import Nccl
+from nanovllm.distributed.store import join, listen
 
+DEVICE = torch.device("cuda", 1)
 HANDLE, STREAM = 0x1234_5678_9ABC, 0x7777_0000_0001
 ID = bytes(range(128))
 BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # of ncclDataType_t
 OK, INTERNAL_ERROR = 0, 3
 MESSAGE, DETAIL = (ctypes.create_string_buffer(b) for b in (b"internal error", b"of the last call"))
+
+
+OURS = {
+    "NCCL_RUNTIME_CONNECT": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_COMM_ID": None,
+    "NCCL_COMM_BLOCKING": None,
+}
+THEIRS = {**OURS, "NCCL_RUNTIME_CONNECT": "1", "NCCL_RAS_ENABLE": None, "NCCL_COMM_ID": "host:1"}
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in OURS}
 
 
 class UniqueId(ctypes.Structure):
@@ -40,38 +58,53 @@ PROTOTYPES = {
     "ncclGroupStart": (c_int,),
     "ncclGroupEnd": (c_int,),
     "ncclCommAbort": (c_int, c_void_p),
-    "ncclGetErrorString": (c_char_p, c_int),
-    "ncclGetLastError": (c_char_p, c_void_p),
+    "ncclGetErrorString": (c_void_p, c_int),
+    "ncclGetLastError": (c_void_p, c_void_p),
 }
 
 
 class Library:
-    """Its functions are attributes, as those of a `ctypes.CDLL`. For two ranks with the same x."""
+    """Its functions are attributes, as those of a `ctypes.CDLL`. For two ranks with the same x.
+
+    Attributes:
+        calls: the names of functions called.
+        errors: what was wrong in a call.
+        counts: of elements, in collectives.
+        waits_in: the name of a function that does not come back until it is aborted.
+        fails_in: the name of a function that fails.
+        before_handle: called before a communicator's handle is known.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.functions: list[Any] = []
-        self.waits_in = ""  # the name of a function that does not come back until it is aborted
+        self.errors: list[BaseException] = []
+        self.counts: list[int] = []
+        self.waits_in = self.fails_in = ""
         self.before_handle: Callable[[], object] = lambda: None
+        self.devices: list[torch.device] = []  # the current one, while it is one
         self.group = threading.local()  # of each thread, `calls`: what its end does
         self.is_waiting, self.aborted, self.freed = (threading.Event() for _ in range(3))
         self.socket: socket.socket | None = None
+        self._functions = []  # they must not be collected
         for name, (result, *args) in PROTOTYPES.items():
             method = re.sub("([A-Z])", r"_\1", name.removeprefix("nccl")).lower()
-            returned = c_void_p if result is c_char_p else result
-            function = ctypes.CFUNCTYPE(returned, *args)(
-                self._recorded(name, getattr(self, method))
-            )
-            self.functions.append(function)  # they must not be collected
+            function = ctypes.CFUNCTYPE(result, *args)(self._recorded(name, getattr(self, method)))
+            self._functions.append(function)
             address = ctypes.cast(function, c_void_p).value
-            setattr(self, name, ctypes.CFUNCTYPE(result)(address))  # knows no types of arguments
+            setattr(self, name, ctypes.CFUNCTYPE(c_int)(address))  # knows no types
 
-    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def _recorded(self, name: str, function: Callable[..., int]) -> Callable[..., int]:
+        def call(*args: Any) -> int:
             self.calls.append(name)
-            if name == self.waits_in and name != "ncclCommInitRank":
-                return self._wait()
-            return function(*args)
+            try:
+                if name == self.fails_in:
+                    return INTERNAL_ERROR
+                if name == self.waits_in and name != "ncclCommInitRank":
+                    return self._wait()
+                return function(*args)
+            except BaseException as error:
+                self.errors.append(error)
+                return INTERNAL_ERROR
 
         return call
 
@@ -81,7 +114,14 @@ class Library:
         assert not self.freed.wait(0.1), "freed while it is in use"
         return INTERNAL_ERROR
 
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.devices.append(device)
+        yield
+        self.devices.remove(device)
+
     def _get_unique_id(self, unique_id: Any) -> int:
+        assert environment() == OURS
         ctypes.memmove(unique_id, ID, len(ID))
         return OK
 
@@ -93,7 +133,7 @@ class Library:
         return OK
 
     def _connect(self) -> int:
-        assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+        assert environment() == OURS and self.devices == [DEVICE] and nccl._connecting.locked()
         if self.waits_in != "ncclCommInitRank":
             return OK
         self.socket = socket.socket()
@@ -105,6 +145,9 @@ class Library:
         self, x: int, out: int, count: int, dtype: int, op: int, comm: int, stream: int
     ) -> int:
         assert (x, op, comm, stream) == (out, 0, HANDLE, STREAM)
+        self.counts.append(count)
+        if not x:
+            return OK
         summed = {7: torch.float32, 6: torch.float16, 9: torch.bfloat16}[dtype]
         data = (ctypes.c_byte * (count * BYTES[dtype])).from_address(x)
         torch.frombuffer(data, dtype=summed).mul_(2)
@@ -112,7 +155,8 @@ class Library:
 
     def _all_gather(self, x: int, out: int, count: int, dtype: int, comm: int, stream: int) -> int:
         assert (comm, stream) == (HANDLE, STREAM)
-        for rank in range(2):
+        self.counts.append(count)
+        for rank in range(2 if x else 0):
             ctypes.memmove(out + rank * count * BYTES[dtype], x, count * BYTES[dtype])
         return OK
 
@@ -120,7 +164,9 @@ class Library:
         self, x: int, out: int, count: int, dtype: int, root: int, comm: int, stream: int
     ) -> int:
         assert (x, root, comm, stream) == (out, 0, HANDLE, STREAM)
-        ctypes.memset(out, 1, count * BYTES[dtype])
+        self.counts.append(count)
+        if x:
+            ctypes.memset(out, 1, count * BYTES[dtype])
         return OK
 
     def _group_start(self) -> int:
@@ -134,7 +180,7 @@ class Library:
         return OK
 
     def _group_end(self) -> int:
-        return max(call() for call in self.group.__dict__.pop("calls"))
+        return max((call() for call in self.group.__dict__.pop("calls")), default=OK)
 
     def _free(self) -> int:
         self.freed.set()
@@ -151,20 +197,48 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
-    monkeypatch.setattr(nccl, "_library", lambda: made)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    current = SimpleNamespace(cuda_stream=STREAM)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    nccl._library.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", {"libnccl.so.2": made}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device", made.device)
+    current = {DEVICE: SimpleNamespace(cuda_stream=STREAM)}
+    monkeypatch.setattr(torch.cuda, "current_stream", current.__getitem__)
+    for name, value in THEIRS.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
     yield made
-    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
+    nccl._library.cache_clear()
+    for error in made.errors:
+        raise error
+    assert environment() == THEIRS
     if made.socket is not None:
         made.socket.close()
 
 
+def connected() -> Nccl:
+    communicator = Nccl(DEVICE, rank=1, size=2)
+    communicator.connect(nccl.get_unique_id())
+    return communicator
+
+
+def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
+    """A thread that has begun with it, and the error that it will have ended with."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            function()
+        except (LostContactError, RuntimeError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
 def test_collectives(library: Library) -> None:
-    communicator = Nccl(torch.device("cuda", 1))
-    communicator.connect(nccl.get_unique_id(), rank=1, size=2)
+    communicator = connected()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = torch.randn(3, 5, generator=torch.Generator().manual_seed(3)).to(dtype)
         summed = x.clone()
@@ -179,6 +253,8 @@ def test_collectives(library: Library) -> None:
         assert (guard[1].view(torch.uint8) == 1).all()
     with pytest.raises(AssertionError):
         communicator.all_reduce(torch.zeros(3, 5).T)
+    with pytest.raises(AssertionError):
+        communicator.all_gather(torch.zeros(5, 2).T, torch.zeros(5))
     communicator.abort()
     assert library.freed.is_set()
     with pytest.raises(RuntimeError, match="aborted"):
@@ -186,27 +262,32 @@ def test_collectives(library: Library) -> None:
     assert library.calls.count("ncclAllReduce") == 3
 
 
+def test_counts_have_64_bits(library: Library) -> None:
+    large = torch.empty(5 << 30, dtype=torch.float16, device="meta")
+    communicator = connected()
+    communicator.all_reduce(large)
+    communicator.all_gather(large, large)
+    communicator.broadcast(large)
+    assert library.counts == [5 << 30, 10 << 30, 10 << 30]
+
+
+def test_group_gathers_rows_that_are_not_adjacent(library: Library) -> None:
+    group = Group(1, 2)
+    group._backend = connected()
+    x = torch.arange(15).reshape(3, 5)
+    assert torch.equal(group.all_gather(x.T), torch.stack([x.T, x.T]))
+
+
 def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
     """NCCL waited for the dead for ever, or a minute, and what it had connected was lost."""
     library.waits_in = "ncclCommInitRank"
-    group, errors = Group(1, 2), []
-    store = SimpleNamespace(values={})
-    store.set = store.values.__setitem__
-    store.get = lambda name: store.values[name].encode()
-
-    def meet() -> None:
-        try:
-            group.connect(store, torch.device("cuda", 1))  # type: ignore[arg-type]
-        except LostContactError as error:
-            errors.append(str(error))
-
+    group, store = Group(1, 2), dist.HashStore()
     with ExitStack() as others:
         plain = others.enter_context(socket.socket())
         plain.bind(("127.0.0.1", 0))
         plain.listen()  # before NCCL connects
         before = listeners()
-        thread = threading.Thread(target=meet, daemon=True)
-        thread.start()
+        thread, errors = in_thread(lambda: group.connect(store, DEVICE))
         assert library.is_waiting.wait(DEADLINE)
         assert len(listeners() - before) == 1
         server = others.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -223,7 +304,7 @@ def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
         group.abort()
         thread.join(DEADLINE)
         assert not thread.is_alive(), "waits for the dead"
-        assert len(before - listeners()) == 1
+        wait_until(lambda: len(before - listeners()) == 1)
         Group(0, 2).connect(other_store, torch.device("cpu"))
         meeting.join(DEADLINE)
         for sock in (plain, server, local):
@@ -233,23 +314,29 @@ def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
     group.close()
     assert library.freed.is_set()
     [error] = errors
-    assert "ncclGroupEnd: internal error of the last call" in error
+    assert isinstance(error, LostContactError)
+    assert "ncclGroupEnd: internal error of the last call" in str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_defect_13_abort_while_the_id_of_nccl_is_awaited(library: Library, rank: int) -> None:
+    """Rank 1 has died before it had one."""
+    group, asked = Group(rank, 3), threading.Event()
+    check = Mock(side_effect=lambda keys: asked.set())
+    thread, errors = in_thread(lambda: group.connect(Mock(check=check), DEVICE))
+    assert asked.wait(DEADLINE)
+    group.abort()
+    thread.join(DEADLINE)
+    assert not thread.is_alive() and isinstance(errors[0], LostContactError)
+    group.close()
+    assert library.calls == []
 
 
 def test_defect_13_abort_while_a_call_waits(library: Library) -> None:
     """A kernel is launched only when there is room for it, which the dead may prevent."""
-    communicator, errors = Nccl(torch.device("cuda", 1)), []
-    communicator.connect(nccl.get_unique_id(), rank=1, size=2)
+    communicator = connected()
     library.waits_in = "ncclAllReduce"
-
-    def call() -> None:
-        try:
-            communicator.all_reduce(torch.zeros(1))
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
+    thread, errors = in_thread(lambda: communicator.all_reduce(torch.zeros(1)))
     assert library.is_waiting.wait(DEADLINE)
     communicator.abort()
     thread.join(DEADLINE)
@@ -259,23 +346,14 @@ def test_defect_13_abort_while_a_call_waits(library: Library) -> None:
 def test_abort_when_nccl_begins_to_connect(library: Library) -> None:
     """What there is to abort is known a moment later."""
     library.waits_in, begins = "ncclCommInitRank", threading.Event()
-    communicator = Nccl(torch.device("cuda", 1))
+    communicator = Nccl(DEVICE, rank=1, size=2)
 
     def before_handle() -> None:
         begins.set()
         wait_until(lambda: communicator._is_aborted)
 
     library.before_handle = before_handle
-    errors = []
-
-    def meet() -> None:
-        try:
-            communicator.connect(ID, rank=1, size=2)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=meet, daemon=True)
-    thread.start()
+    thread, errors = in_thread(lambda: communicator.connect(ID))
     assert begins.wait(DEADLINE)
     communicator.abort()
     thread.join(DEADLINE)
@@ -283,23 +361,43 @@ def test_abort_when_nccl_begins_to_connect(library: Library) -> None:
 
 
 def test_abort_before_nccl_connects(library: Library) -> None:
-    communicator = Nccl(torch.device("cuda", 1))
+    communicator = Nccl(DEVICE, rank=1, size=2)
     communicator.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        communicator.connect(ID, rank=1, size=2)
-    assert not communicator.is_connected
+        communicator.connect(ID)
     assert library.calls == []
 
 
-def test_a_crash_leaves_no_file_of_nccl(
-    library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nccl_that_cannot_begin_to_connect(library: Library) -> None:
+    """Its group ends, or the next call of the thread would be part of it."""
+    library.fails_in = "ncclCommInitRank"
+    communicator = Nccl(DEVICE, rank=1, size=2)
+    with pytest.raises(RuntimeError, match="ncclCommInitRank: internal error of the last call"):
+        communicator.connect(ID)
+    communicator.abort()
+    assert library.calls[:3] == ["ncclGroupStart", "ncclCommInitRank", "ncclGetErrorString"]
+    assert library.calls.count("ncclGroupEnd") == 1 and "ncclCommAbort" not in library.calls
+
+
+def test_pytorch_without_a_shared_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl._library.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("libnccl.so.2: not there")))
+    with pytest.raises(RuntimeError, match=r"libnccl.so.2: not there.*install PyTorch from PyPI"):
+        nccl.get_unique_id()
+
+
+def test_a_crash_leaves_no_file_of_nccl(library: Library) -> None:
     """NCCL's shared memory had names until its orderly end."""
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    theirs.touch()
-    monkeypatch.setattr(
-        nccl, "_opened", lambda: {str(path) for path in (theirs, ours) if path.exists()}
-    )
-    library.before_handle = ours.touch
-    Nccl(torch.device("cuda", 1)).connect(ID, rank=1, size=2)
-    assert theirs.exists() and not ours.exists()
+    with ExitStack() as files:
+        theirs, ours = (Path(f"/dev/shm/nccl-{os.getpid()}-{i}") for i in range(2))
+
+        def open_and_map(path: Path) -> None:
+            path.write_bytes(bytes(4096))
+            files.callback(path.unlink, missing_ok=True)
+            with path.open("r+b") as file:
+                files.enter_context(mmap.mmap(file.fileno(), 4096))
+
+        open_and_map(theirs)
+        library.before_handle = lambda: open_and_map(ours)
+        connected()
+        assert theirs.exists() and not ours.exists()

@@ -262,9 +262,9 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypa
             if self.sets == 2:
                 os.kill(os.getpid(), 9)
             self.store.wait(*args)
-    from nanovllm.distributed import group
-    join = group.join
-    group.join = lambda port: Fragile(join(port))"""
+    from nanovllm.distributed import store
+    join = store.join
+    store.join = lambda port: Fragile(join(port))"""
     inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
     monkeypatch.setattr(gloo, "MEETING", timedelta(seconds=1))
     with pytest.raises(WorkerError, match="SIGKILL"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -11,11 +11,12 @@ import torch
 from torch import distributed as dist
 
 from nanovllm.distributed.bulk import BulkExchange
-from nanovllm.distributed.gloo import FOREVER, Gloo
+from nanovllm.distributed.gloo import Gloo
 from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 
-PATIENCE = 3.0  # seconds for NCCL to end in order
+PATIENCE = 3.0  # seconds for the end of NCCL
+POLL_SECONDS = 0.001
 NCCL_ID = "nccl"  # where the store has it
 
 
@@ -48,12 +49,14 @@ class Group:
         """Meet the other ranks, which must be there (`arrival`)."""
         self._device = device
         if device.type == "cuda":
-            self.name, self._backend = "nccl", Nccl(device)
+            self.name, self._backend = "nccl", Nccl(device, self.rank, self.size)
             with self._losing_contact():
                 if self.rank == 1:  # not 0: what waits for all ranks by it ends with the process
                     store.set(NCCL_ID, get_unique_id().hex())
-                unique_id = bytes.fromhex(store.get(NCCL_ID).decode())
-                self._backend.connect(unique_id, self.rank, self.size)
+                while not store.check([NCCL_ID]):  # `get` would wait for one that has died
+                    self.check()
+                    time.sleep(POLL_SECONDS)
+                self._backend.connect(bytes.fromhex(store.get(NCCL_ID).decode()))
         else:
             self.name = "gloo"
             with self._losing_contact():
@@ -126,11 +129,15 @@ class Group:
         """The smallest of the ranks' values."""
         if self.size == 1:
             return value
-        return int(self.all_gather(torch.tensor([value], device=self._device)).min())
+        smallest = int(self.all_gather(torch.tensor([value], device=self._device)).min())
+        self.check()  # what is aborted comes back, too
+        return smallest
 
     def _share(self, data: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-        return [bytes(row) for row in self.all_gather(own).cpu().numpy()]
+        everyone = [bytes(row) for row in self.all_gather(own).cpu().numpy()]
+        self.check()
+        return everyone
 
     @contextmanager
     def _losing_contact(self) -> Iterator[None]:
@@ -171,24 +178,3 @@ class Group:
             for region in self._regions:
                 finally_.callback(region.close)
         self.peers = self.bulk = self._backend = self._abort_word = None
-
-
-def listen() -> tuple[dist.Store, int]:
-    """The store through which ranks meet, on this machine only, and its port."""
-    listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=FOREVER,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    return store, port
-
-
-def join(port: int) -> dist.Store:
-    """The same store in another process."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=FOREVER)
-
-
-def arrival(rank: int) -> str:
-    """The key that a rank sets in the store when it is ready to meet the others."""
-    return f"rank {rank} is there"

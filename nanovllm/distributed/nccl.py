@@ -23,8 +23,14 @@ import torch
 SUM = 0  # ncclRedOp_t
 INT8 = 0  # ncclDataType_t
 DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
-RUNTIME_CONNECT = "NCCL_RUNTIME_CONNECT"  # "0": what connections take is taken before the KV cache
 POLL_SECONDS = 0.001
+
+ENVIRONMENT = {  # None: not set
+    "NCCL_RUNTIME_CONNECT": "0",  # what connections take is taken before the KV cache
+    "NCCL_RAS_ENABLE": "0",  # would leave a thread and two ports
+    "NCCL_COMM_ID": None,  # would let rank 0 wait for all, and the engines of a host meet
+    "NCCL_COMM_BLOCKING": None,
+}
 
 _connecting = threading.Lock()  # one at a time: the environment is the whole process's
 
@@ -35,7 +41,12 @@ class _UniqueId(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL("libnccl.so.2")  # the one that PyTorch has loaded
+    try:
+        library = ctypes.CDLL("libnccl.so.2")  # the one that PyTorch has loaded
+    except OSError as error:
+        raise RuntimeError(
+            f"several GPUs need NCCL as a shared library ({error}): install PyTorch from PyPI"
+        ) from error
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclGetLastError.restype = ctypes.c_char_p
     return library
@@ -50,13 +61,24 @@ def _call(name: str, *args: object) -> None:
         raise RuntimeError(f"{name}: {reason.decode()} {detail.decode()}".rstrip())
 
 
+@contextmanager
+def _group() -> Iterator[None]:
+    """Calls to NCCL that take effect together, at the end."""
+    _call("ncclGroupStart")
+    try:
+        yield
+    finally:
+        _call("ncclGroupEnd")
+
+
 def get_unique_id() -> bytes:
     """What the ranks of a communicator meet by.
 
     A thread of this process waits for them all. Nothing but the end of the process ends it before.
     """
     data = _UniqueId()
-    _call("ncclGetUniqueId", ctypes.byref(data))
+    with _environment():
+        _call("ncclGetUniqueId", ctypes.byref(data))
     return bytes(data)
 
 
@@ -64,29 +86,32 @@ class Nccl:
     """A communicator of one GPU per rank. Collectives run on PyTorch's current stream.
 
     All methods raise RuntimeError if NCCL fails, and after `abort`.
-
-    Attributes:
-        is_connected: whether all ranks were there.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self._device = device
         self._handle = ctypes.c_void_p()  # NCCL sets it as soon as it begins to connect
         self._calling = threading.Lock()  # held in a call
         self._is_aborted = False
-        self.is_connected = False
+        self._opened: set[int] = set()  # inodes of sockets that NCCL may have forgotten
 
-    def connect(self, unique_id: bytes, rank: int, size: int) -> None:
+    def connect(self, unique_id: bytes) -> None:
         """Meet the other ranks. Returns when all are there."""
-        who = ctypes.c_int(size), _UniqueId.from_buffer_copy(unique_id), ctypes.c_int(rank)
-        with _connecting, _nothing_left(), torch.cuda.device(self._device):
+        own_id = _UniqueId.from_buffer_copy(unique_id)
+        who = ctypes.c_int(self.size), own_id, ctypes.c_int(self.rank)
+        with _connecting, _environment(), _no_file_left(), torch.cuda.device(self._device):
             self._connect(*who)
-        self.is_connected = True
 
     def _connect(self, *who: object) -> None:
-        # In a group: else NCCL drops the handle if it fails, and loses what it had.
-        with self._one_call(), _group():
-            _call("ncclCommInitRank", ctypes.byref(self._handle), *who)
+        with self._one_call():
+            before = {_inode(sock) for sock in _listening()}
+            try:
+                with _group():  # else NCCL drops the handle if it fails, and loses what it had
+                    _call("ncclCommInitRank", ctypes.byref(self._handle), *who)
+            except BaseException:
+                self._opened = {_inode(sock) for sock in _listening()} - before
+                raise
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x by its sum over the ranks."""
@@ -117,7 +142,8 @@ class Nccl:
             yield
 
     def abort(self) -> None:
-        """End what waits for the other ranks, and give all back. From any thread, once.
+        """End what waits for the other ranks, and give GPU memory and ports back. From any thread,
+        once.
 
         Returns when no kernel of NCCL runs any more and no CUDA graph holds one.
         """
@@ -125,52 +151,42 @@ class Nccl:
         while self._calling.locked() and not self._handle:  # it is about to be set
             time.sleep(POLL_SECONDS)
         if self._handle:
-            with _group():  # at whose end all is freed
+            with _group():  # at whose end it frees
                 _call("ncclCommAbort", self._handle)
                 with self._calling:  # the call of another thread has come to its end by that
                     pass
-
-
-@contextmanager
-def _group() -> Iterator[None]:
-    """Calls to NCCL that take effect together, at the end."""
-    _call("ncclGroupStart")
-    try:
-        yield
-    finally:
-        _call("ncclGroupEnd")
-
-
-@contextmanager
-def _nothing_left() -> Iterator[None]:
-    """What NCCL needs and would leave behind while it connects: the environment is as before; the
-    files that it opens in /dev/shm, where a crash would leave them, are unlinked; if it fails, the
-    sockets on which it listens are shut, since it forgets some.
-    """
-    value, files, sockets = (
-        os.environ.get(RUNTIME_CONNECT),
-        _opened(),
-        set(map(_inode, _listening())),
-    )
-    os.environ[RUNTIME_CONNECT] = "0"
-    try:
-        yield
-    except BaseException:
         for sock in _listening():
-            if _inode(sock) not in sockets:
+            if _inode(sock) in self._opened:
                 with suppress(OSError):  # it is closed
                     sock.shutdown(socket.SHUT_RDWR)
-        raise
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    before = {name: os.environ.pop(name, None) for name in ENVIRONMENT}
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if value is not None})
+    try:
+        yield
     finally:
-        for path in _opened() - files:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _no_file_left() -> Iterator[None]:
+    """Unlink what NCCL opens in /dev/shm: a crash would leave it there."""
+    before = _files()
+    try:
+        yield
+    finally:
+        for path in _files() - before:
             with suppress(FileNotFoundError):  # another rank was first
                 os.unlink(path)
-        del os.environ[RUNTIME_CONNECT]
-        if value is not None:
-            os.environ[RUNTIME_CONNECT] = value
 
 
-def _opened() -> set[str]:
+def _files() -> set[str]:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps}
     return {path for path in paths if path.startswith("/dev/shm/nccl-") and os.path.exists(path)}

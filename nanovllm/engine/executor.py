@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.group import Group, arrival, join, listen
+from nanovllm.distributed.group import Group
+from nanovllm.distributed.store import arrival, join, listen
 from nanovllm.engine.controls import ControlTable, KnownTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, max_plan_bytes

@@ -58,7 +58,8 @@ def main(fd: int, parent: int) -> None:
 def _serve(sock: socket.socket, setup: Setup) -> None:
     import torch
 
-    from nanovllm.distributed.group import FOREVER, Group, arrival, join
+    from nanovllm.distributed.group import Group
+    from nanovllm.distributed.store import FOREVER, arrival, join
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.utils.device import resolve_device
 
