@@ -44,7 +44,7 @@ def listeners(pid="self"):
 
 
 def nccl_threads():
-    """Names of the threads that NCCL has in this process."""
+    """Names of the threads that NCCL has in this process. They need NCCL_SET_THREAD_NAME=1."""
     names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     return {name for name in names if name.startswith("NCCL")}
 

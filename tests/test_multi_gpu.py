@@ -28,6 +28,7 @@ from faults import (
     PROMISE,
     SIZE,
     inject_fixture,  # noqa: F401
+    nccl_threads,
     traces,
     wait_until,
     within_deadline,
@@ -35,6 +36,8 @@ from faults import (
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.distributed.nccl import Nccl
 from nanovllm.layers.embed_head import ParallelLMHead
+
+os.environ["NCCL_SET_THREAD_NAME"] = "1"  # NCCL reads it once: for `nccl_threads`
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 SEED = 11
@@ -290,7 +293,7 @@ except WorkerError as error:
 wait_until(lambda: not listeners() and not nccl_threads())
 os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
 with LLM(sys.argv[2], **options) as llm:
-    print(llm.generate("127+345=", use_tqdm=False)[0]["text"])
+    print(llm.generate("127+345=", use_tqdm=False)[0]["text"], bool(nccl_threads()))
 wait_until(lambda: not listeners() and not nccl_threads())
 """
 
@@ -303,7 +306,7 @@ def test_defect_13_death_in_the_first_engine_of_a_process(inject: Any, tiny: str
         [sys.executable, "-c", FIRST, str(Path(__file__).parent), tiny],
         stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE,
     )  # fmt: skip
-    assert done.stdout.split() == ["-9", "472"]
+    assert done.stdout.split() == ["-9", "472", "True"]
 
 
 @pytest.mark.parametrize("end", ["exit", "del", "Ctrl-C"])
@@ -314,6 +317,7 @@ def test_defect_14_every_end_gives_all_back(
     before = free()
     llm = LLM(tiny, tensor_parallel_size=2, **POOL)
     assert min(a - b for a, b in zip(before[:2], free(), strict=False)) > 1 << 30
+    assert nccl_threads()
     llm.add_request([5] * 100, GREEDY)
     llm.step()
     if end == "Ctrl-C":
