@@ -50,9 +50,9 @@ class Group:
         self._device = device
         if device.type == "cuda":
             self.name, self._backend = "nccl", Nccl(device, self.rank, self.size)
+            if self.rank == 1:  # not 0: what waits for all ranks by it ends with the process
+                store.set(NCCL_ID, get_unique_id().hex())
             with self._losing_contact():
-                if self.rank == 1:  # not 0: what waits for all ranks by it ends with the process
-                    store.set(NCCL_ID, get_unique_id().hex())
                 while not store.check([NCCL_ID]):  # `get` would wait for one that has died
                     self.check()
                     time.sleep(POLL_SECONDS)
