@@ -178,6 +178,7 @@ def test_sampled_tokens_follow_the_request_not_the_number_of_gpus(size: int, tin
 POOL: dict[str, Any] = {**SMALL, "num_kvcache_blocks": 16384}  # at least 1 GiB on each rank
 TOLERANCE = 24 << 20  # bytes of a GPU, for what CUDA and PyTorch keep
 WHEN = (0.1, 0.4)  # seconds
+LATER = "import threading; threading.Timer({}, lambda: os.kill(os.getpid(), 9)).start()"
 
 
 def answer(path: str, **options: Any) -> str:
@@ -220,7 +221,7 @@ def nothing_left(warm: None) -> Iterator[None]:
 
 def die(inject: Any, where: str, fault: str, rank: int, options: Any, path: str) -> WorkerError:
     """The error of an engine that is not built, since a worker has died. It comes in time."""
-    died = inject(where, f"import threading; {fault}", rank=rank)
+    died = inject(where, fault, rank=rank)
     with pytest.raises(WorkerError) as caught:
         within_deadline(lambda: LLM(path, **options))
     took = time.monotonic() - float(died.read_text())
@@ -235,7 +236,7 @@ def die(inject: Any, where: str, fault: str, rank: int, options: Any, path: str)
     [
         FAULTS["GPU memory"][:2],
         FAULTS["kill"][:2],
-        *((f"threading.Timer({t}, lambda: os.kill(os.getpid(), 9)).start()", -9) for t in WHEN),
+        *((LATER.format(t), -9) for t in WHEN),
     ],
     ids=["GPU memory", "kill", *(f"kill {t} s later" for t in WHEN)],
 )
@@ -272,7 +273,7 @@ def test_defect_13_death_while_nccl_connects(
 def test_defect_13_death_before_and_after_nccl_connects(
     where: str, inject: Any, tiny: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
-    """Rank 0 waits for NCCL's id, or for what the ranks exchange then."""
+    """Rank 0 waits for one that has not begun to connect, or for what the ranks exchange then."""
     options = {"tensor_parallel_size": 2, **POOL}
     error = die(inject, where, FAULTS["kill"][0], 1, options, tiny)
     monkeypatch.undo()
@@ -300,8 +301,7 @@ wait_until(lambda: not listeners() and not nccl_threads())
 
 def test_defect_13_death_in_the_first_engine_of_a_process(inject: Any, tiny: str) -> None:
     """NCCL's first connection started a thread and opened two ports for good."""
-    later = "import threading; threading.Timer(0.1, lambda: os.kill(os.getpid(), 9)).start()"
-    inject(CONNECT_NCCL, later)
+    inject(CONNECT_NCCL, LATER.format(WHEN[0]))
     done = subprocess.run(
         [sys.executable, "-c", FIRST, str(Path(__file__).parent), tiny],
         stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE,

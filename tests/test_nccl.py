@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, c_int, c_size_t, c_void_p
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,11 +210,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
             monkeypatch.setenv(name, value)
     yield made
     nccl._library.cache_clear()
+    if made.socket is not None:
+        made.socket.close()
     for error in made.errors:
         raise error
     assert environment() == THEIRS
-    if made.socket is not None:
-        made.socket.close()
 
 
 def connected() -> Nccl:
@@ -229,7 +230,7 @@ def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[Ex
     def work() -> None:
         try:
             function()
-        except (LostContactError, RuntimeError) as error:
+        except RuntimeError as error:
             errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -282,6 +283,7 @@ def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
     """NCCL waited for the dead for ever, or a minute, and what it had connected was lost."""
     library.waits_in = "ncclCommInitRank"
     group, store = Group(1, 2), dist.HashStore()
+    group.arrive(store, DEVICE)
     with ExitStack() as others:
         plain = others.enter_context(socket.socket())
         plain.bind(("127.0.0.1", 0))
@@ -318,18 +320,19 @@ def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
     assert "ncclGroupEnd: internal error of the last call" in str(error)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_defect_13_abort_while_the_id_of_nccl_is_awaited(library: Library, rank: int) -> None:
-    """Rank 1 has died before it had one."""
-    group, asked = Group(rank, 3), threading.Event()
-    check = Mock(side_effect=lambda keys: asked.set())
-    thread, errors = in_thread(lambda: group.connect(Mock(check=check), DEVICE))
-    assert asked.wait(DEADLINE)
-    group.abort()
-    thread.join(DEADLINE)
-    assert not thread.is_alive() and isinstance(errors[0], LostContactError)
-    group.close()
-    assert library.calls == []
+def test_defect_13_nobody_waits_for_the_id_of_nccl(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 did, if rank 1 had arrived and died. Who has arrived has brought it."""
+    store, ids = dist.HashStore(), []
+    store.set_timeout(timedelta(milliseconds=1))
+    monkeypatch.setattr(Nccl, "connect", lambda self, unique_id: ids.append(unique_id))
+    groups = [Group(rank, 3) for rank in range(3)]
+    for group in groups:
+        group.arrive(store, DEVICE)
+    for group in groups:
+        group.connect(store, DEVICE)
+    assert ids == [ID] * 3 and library.calls == ["ncclGetUniqueId"]
 
 
 def test_defect_13_abort_while_a_call_waits(library: Library) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -14,10 +13,9 @@ from nanovllm.distributed.bulk import BulkExchange
 from nanovllm.distributed.gloo import Gloo
 from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
+from nanovllm.distributed.store import arrival
 
 PATIENCE = 3.0  # seconds for the end of NCCL
-POLL_SECONDS = 0.001
-NCCL_ID = "nccl"  # where the store has it
 
 
 class LostContactError(RuntimeError):
@@ -45,18 +43,19 @@ class Group:
         self._aborting: threading.Thread | None = None
         self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
 
+    def arrive(self, store: dist.Store, device: torch.device) -> None:
+        """Tell the other ranks that this one is ready to meet them."""
+        # Rank 1 brings NCCL's id, not 0: what waits for all ranks by it ends with the process.
+        brings_id = self.rank == 1 and device.type == "cuda"
+        store.set(arrival(self.rank), get_unique_id().hex() if brings_id else "")
+
     def connect(self, store: dist.Store, device: torch.device) -> None:
-        """Meet the other ranks, which must be there (`arrival`)."""
+        """Meet the other ranks, which must have arrived."""
         self._device = device
         if device.type == "cuda":
             self.name, self._backend = "nccl", Nccl(device, self.rank, self.size)
-            if self.rank == 1:  # not 0: what waits for all ranks by it ends with the process
-                store.set(NCCL_ID, get_unique_id().hex())
             with self._losing_contact():
-                while not store.check([NCCL_ID]):  # `get` would wait for one that has died
-                    self.check()
-                    time.sleep(POLL_SECONDS)
-                self._backend.connect(bytes.fromhex(store.get(NCCL_ID).decode()))
+                self._backend.connect(bytes.fromhex(store.get(arrival(1)).decode()))
         else:
             self.name = "gloo"
             with self._losing_contact():
@@ -129,14 +128,13 @@ class Group:
         """The smallest of the ranks' values."""
         if self.size == 1:
             return value
-        smallest = int(self.all_gather(torch.tensor([value], device=self._device)).min())
-        self.check()  # what is aborted comes back, too
-        return smallest
+        own = value.to_bytes(8, "little", signed=True)
+        return min(int.from_bytes(data, "little", signed=True) for data in self._share(own))
 
     def _share(self, data: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         everyone = [bytes(row) for row in self.all_gather(own).cpu().numpy()]
-        self.check()
+        self.check()  # what is aborted comes back, too
         return everyone
 
     @contextmanager

@@ -100,11 +100,8 @@ class Nccl:
         """Meet the other ranks. Returns when all are there."""
         own_id = _UniqueId.from_buffer_copy(unique_id)
         who = ctypes.c_int(self.size), own_id, ctypes.c_int(self.rank)
-        with _connecting, _environment(), _no_file_left(), torch.cuda.device(self._device):
-            self._connect(*who)
-
-    def _connect(self, *who: object) -> None:
-        with self._one_call():
+        on_device = torch.cuda.device(self._device)
+        with _connecting, _environment(), _no_file_left(), on_device, self._one_call():
             before = {_inode(sock) for sock in _listening()}
             try:
                 with _group():  # else NCCL drops the handle if it fails, and loses what it had

@@ -115,7 +115,7 @@ class Executor:
             workers.check()
             time.sleep(POLL_SECONDS)
         quiet()
-        self._store.set(arrival(0), "")
+        self._group.arrive(self._store, self._device)
         self._meeting = threading.Thread(target=self._meet, daemon=True)
         self._meeting.start()
         while self._meeting.is_alive():

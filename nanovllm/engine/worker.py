@@ -69,7 +69,7 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     group = Group(setup.rank, size)
     device = resolve_device(setup.config.device, setup.rank, size)
     store = join(setup.port)
-    store.set(arrival(setup.rank), "")
+    group.arrive(store, device)
     store.wait([arrival(0)], FOREVER)  # rank 0 is there when all are
     group.connect(store, device)
     runner = ModelRunner(setup.config, setup.model_config, group)
