@@ -1,6 +1,7 @@
 """What the ranks do together, and how they divide a vocabulary and heads."""
 
 import random
+from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from ranks import connected_groups, on_all_ranks
+from ranks import PATIENCE, connected_groups, on_all_ranks
 
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
@@ -34,7 +35,7 @@ def test_collectives(size: int) -> None:
         summed = xs[rank].clone()
         assert group.all_reduce(summed) is summed, "it takes the place of the part"
         for _ in range(3):
-            counted = group.all_reduce(torch.full((2,), rank + 1))
+            counted = group.all_reduce(torch.full((2,), rank + 1.0))
         gathered = group.all_gather(xs[rank].double().T)  # its rows are not adjacent
         return summed, counted, gathered, group.minimum(values[rank])
 
@@ -72,6 +73,25 @@ def test_defect_13_what_an_aborted_exchange_gives_is_not_used(exchange: str) -> 
     group._backend = Mock(all_gather=lambda out, x: group.abort())
     with pytest.raises(LostContactError):
         getattr(group, exchange)({"minimum": 3, "_share": b"abc"}[exchange])
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_defect_13_a_collective_that_fails_is_lost_contact(collective: str) -> None:
+    group = Group(0, 2)
+    fails = Mock(side_effect=RuntimeError("connection closed by peer"))
+    group._backend = Mock(**{collective: fails})
+    with pytest.raises(LostContactError, match=r"exchange .* has failed: connection closed"):
+        getattr(group, collective)(torch.zeros(2))
+    group.abort()
+    with pytest.raises(LostContactError, match="another rank has died"):
+        getattr(group, collective)(torch.zeros(2))
+    assert fails.call_count == 1
+
+
+def test_gloo_has_no_time_limit_once_the_ranks_have_met() -> None:
+    """A rank may be hours behind: rank 0 waits for its caller."""
+    group, _ = connected_groups(2)
+    assert group._backend._group.options._timeout == timedelta(seconds=PATIENCE)  # of these tests
 
 
 def test_one_rank_has_no_process_group() -> None:

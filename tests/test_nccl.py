@@ -73,6 +73,7 @@ class Library:
         counts: of elements, in collectives.
         waits_in: the name of a function that does not come back until it is aborted.
         fails_in: the name of a function that fails.
+        free_result: of what frees a communicator at the end of a group.
         before_handle: called before a communicator's handle is known.
     """
 
@@ -81,6 +82,7 @@ class Library:
         self.errors: list[BaseException] = []
         self.counts: list[int] = []
         self.waits_in = self.fails_in = ""
+        self.free_result = OK
         self.before_handle: Callable[[], object] = lambda: None
         self.devices: list[torch.device] = []  # the current one, while it is one
         self.group = threading.local()  # of each thread, `calls`: what its end does
@@ -185,7 +187,7 @@ class Library:
 
     def _free(self) -> int:
         self.freed.set()
-        return OK
+        return self.free_result
 
     def _get_error_string(self, result: int) -> int:
         assert result == INTERNAL_ERROR
@@ -344,6 +346,37 @@ def test_defect_13_abort_while_a_call_waits(library: Library) -> None:
     communicator.abort()
     thread.join(DEADLINE)
     assert library.freed.is_set() and len(errors) == 1
+
+
+def test_defect_14_ports_are_shut_though_nccl_cannot_free(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.waits_in = "ncclCommInitRank"
+    library.free_result = INTERNAL_ERROR
+    group, store, before = Group(1, 2), dist.HashStore(), listeners()
+    group.arrive(store, DEVICE)
+    thread, _ = in_thread(lambda: group.connect(store, DEVICE))
+    assert library.is_waiting.wait(DEADLINE)
+    assert len(listeners() - before) == 1
+    group.close()
+    thread.join(DEADLINE)
+    assert library.freed.is_set() and listeners() == before
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "nccl has not ended (ncclGroupEnd: internal error of the last call): "
+        "what it holds is free when this process ends"
+    )
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_nccl_listens_on_either_family(family: socket.AddressFamily) -> None:
+    try:
+        sock = socket.socket(family)
+    except OSError as error:
+        pytest.skip(f"this machine has no {family.name}: {error}")
+    with sock:
+        sock.listen()
+        assert nccl._inode(sock) in {nccl._inode(found) for found in nccl._listening()}
 
 
 def test_abort_when_nccl_begins_to_connect(library: Library) -> None:

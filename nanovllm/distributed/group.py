@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,8 @@ from nanovllm.distributed.gloo import Gloo
 from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 from nanovllm.distributed.store import arrival
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 3.0  # seconds for the end of NCCL
 
@@ -102,7 +105,7 @@ class Group:
         return None if self.can_exchange(x) else self.bulk
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace x by its sum over the ranks."""
+        """Replace x (float16, bfloat16 or float32) by its sum over the ranks."""
         if self._backend is not None:
             with self._losing_contact():
                 self._backend.all_reduce(x)
@@ -143,7 +146,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise LostContactError(f"lost contact with another rank: {error}") from error
+            raise LostContactError(f"an exchange with other ranks has failed: {error}") from error
 
     def abort(self) -> None:
         """End what waits for the other ranks, since one of them has died. From any thread.
@@ -159,8 +162,18 @@ class Group:
             if self._abort_word is not None:
                 self._abort_word.numpy()[0] = 1
             if self._backend is not None:
-                self._aborting = threading.Thread(target=self._backend.abort, daemon=True)
+                args = (self._backend,)
+                self._aborting = threading.Thread(target=self._end_backend, args=args, daemon=True)
                 self._aborting.start()
+
+    def _end_backend(self, backend: Nccl | Gloo) -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            logger.warning(
+                "%s has not ended (%s): what it holds is free when this process ends",
+                self.name, error,
+            )  # fmt: skip
 
     def check(self) -> None:
         """LostContactError after `abort`, for work that does not talk to the other ranks."""

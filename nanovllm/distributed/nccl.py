@@ -25,7 +25,7 @@ INT8 = 0  # ncclDataType_t
 DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 POLL_SECONDS = 0.001
 
-ENVIRONMENT = {  # None: not set
+ENVIRONMENT = {  # None: not set. NCCL reads the first two once in a process
     "NCCL_RUNTIME_CONNECT": "0",  # what connections take is taken before the KV cache
     "NCCL_RAS_ENABLE": "0",  # would leave a thread and two ports
     "NCCL_COMM_ID": None,  # would let rank 0 wait for all, and the engines of a host meet
@@ -111,7 +111,7 @@ class Nccl:
                 raise
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Replace x by its sum over the ranks."""
+        """Replace x (float16, bfloat16 or float32) by its sum over the ranks."""
         what = ctypes.c_size_t(x.numel()), DATA_TYPES[x.dtype], SUM
         self._collective("ncclAllReduce", x, x, *what)
 
@@ -125,7 +125,7 @@ class Nccl:
         self._collective("ncclBroadcast", x, x, ctypes.c_size_t(x.nbytes), INT8, root)
 
     def _collective(self, name: str, x: torch.Tensor, out: torch.Tensor, *args: object) -> None:
-        assert x.is_contiguous() and out.is_contiguous()
+        assert x.is_contiguous() and out.is_contiguous(), "NCCL knows no strides"
         stream = torch.cuda.current_stream(self._device).cuda_stream
         addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         with self._one_call():
@@ -147,15 +147,17 @@ class Nccl:
         self._is_aborted = True
         while self._calling.locked() and not self._handle:  # it is about to be set
             time.sleep(POLL_SECONDS)
-        if self._handle:
-            with _group():  # at whose end it frees
-                _call("ncclCommAbort", self._handle)
-                with self._calling:  # the call of another thread has come to its end by that
-                    pass
-        for sock in _listening():
-            if _inode(sock) in self._opened:
-                with suppress(OSError):  # it is closed
-                    sock.shutdown(socket.SHUT_RDWR)
+        try:
+            if self._handle:
+                with _group():  # at whose end it frees
+                    _call("ncclCommAbort", self._handle)
+                    with self._calling:  # the call of another thread has come to its end by that
+                        pass
+        finally:
+            for sock in _listening():
+                if _inode(sock) in self._opened:
+                    with suppress(OSError):  # it is closed
+                        sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

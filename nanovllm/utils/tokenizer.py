@@ -1,10 +1,13 @@
 """Loads the checkpoint's tokenizer through transformers."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_importing = threading.Lock()  # of two threads at once, one would get half of transformers
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -21,7 +24,8 @@ def load_tokenizer(model: str) -> Any:
             "%s has no tokenizer: prompts must be token ids, outputs have no text", model
         )
         return None
-    from transformers import AutoTokenizer
+    with _importing:
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model)
