@@ -1,5 +1,6 @@
 """Shared set-up: devices, markers, the embedded checkpoint and its reference in transformers."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -13,8 +14,17 @@ torch.set_num_threads(1)  # the models are tiny: threads would only wait for eac
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
+    with contextlib.suppress(ImportError):  # Linux has Triton
+        from interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
 
 TINY = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3"
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A GPU is for one process: tests measure its memory, and engines take all of it."""
+    return 0 if HAS_CUDA else min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

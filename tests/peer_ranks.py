@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from interpreter import patch_once_a_launch
 
 from nanovllm.kernels import norm
 from nanovllm.kernels.sampling import sample
@@ -68,6 +69,7 @@ class Done(NamedTuple):
 def serve(connection: Connection) -> None:
     """Do jobs until nobody is there to send them."""
     torch.set_num_threads(1)
+    patch_once_a_launch()
     while True:
         job = connection.recv()
         try:

