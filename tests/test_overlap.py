@@ -211,7 +211,7 @@ class Interrupt:
 
 
 ENGINE = str(Path(nanovllm.engine.__path__[0]))
-NUM_INTERRUPTS = 150
+NUM_INTERRUPTS = 80
 
 
 @pytest.mark.parametrize("by", [pytest.param("generate", marks=pytest.mark.slow), "steps"])
@@ -246,7 +246,8 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
         assert_usable(llm, checkpoint)
 
 
-def test_defect_15_ctrl_c_at_any_call_of_a_stream(llm, checkpoint):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_defect_15_ctrl_c_at_any_call_of_a_stream(every, llm, checkpoint):
     """A stream that begins and is left, interrupted anywhere, leaves no request. By calls, since
     lines would be too strict: Python raises it when a function begins, or goes round a loop.
     """
@@ -256,7 +257,7 @@ def test_defect_15_ctrl_c_at_any_call_of_a_stream(llm, checkpoint):
         next(stream)
         stream.close()
 
-    for k in itertools.count(1):
+    for k in itertools.count(1, every):
         try:
             with Interrupt(k, "call"):
                 work()
