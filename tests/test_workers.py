@@ -273,15 +273,18 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypa
     wait_until(lambda: not any("_meet" in thread.name for thread in threading.enumerate()))
 
 
-def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch):
+def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
     """Loading takes long and talks to nobody: it went on to the end without the dead worker."""
-    inject(LOAD, "raise LookupError('injected')")
+    loading = tmp_path / "loading"
+    once_it_loads = f"while not os.path.exists({str(loading)!r}): time.sleep(0.001)"
+    inject(LOAD, f"{once_it_loads}\n    raise LookupError('injected')")
     executors, loaded = [], []
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
 
     def copy(name, *args):
         loaded.append(name)
+        loading.touch()
         wait_until(lambda: executors[0]._group._is_aborted)
 
     monkeypatch.setattr("nanovllm.utils.loader._copy", copy)
