@@ -49,12 +49,16 @@ def nccl_threads():
     return {name for name in names if name.startswith("NCCL")}
 
 
+def shared_memory():
+    """Names in /dev/shm. Other processes have some there for an instant, so wait for their end."""
+    return set(os.listdir("/dev/shm"))
+
+
 def traces():
     """What an engine could leave behind, for comparison."""
     gc.collect()
     return {
         "children": children(),
-        "/dev/shm": set(os.listdir("/dev/shm")),
         "listeners": listeners(),
         "threads of NCCL": nccl_threads(),
         "threads": {t for t in threading.enumerate() if not isinstance(t, tqdm.TMonitor)},

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from faults import shared_memory, wait_until
 from nanovllm.engine.channel import NUM_SLOTS, Channel
 
 CAPACITY = 100
@@ -108,9 +109,9 @@ def test_readers_in_other_threads(ends: tuple[Channel, list[Channel]]) -> None:
 
 def test_channels_have_no_name_to_meet_or_to_leave_behind() -> None:
     """Defect 12: a second engine attached to the first one's memory."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     (first, first_fd), (second, second_fd) = (Channel.create(1, CAPACITY) for _ in range(2))
-    assert set(os.listdir("/dev/shm")) <= before
+    wait_until(lambda: shared_memory() <= before)
     reader = Channel(second_fd, 1, CAPACITY)
     first.write(b"first")
     second.write(b"second")

@@ -29,6 +29,7 @@ from faults import (
     SIZE,
     inject_fixture,  # noqa: F401
     nccl_threads,
+    shared_memory,
     traces,
     wait_until,
     within_deadline,
@@ -206,7 +207,8 @@ def nothing_left(warm: None) -> Iterator[None]:
     """Afterwards there is no process, thread, port or file more, and no memory less on any GPU."""
 
     def found() -> set[Any]:
-        return {name for name in os.environ if "NCCL" in name}.union(*traces().values())
+        names = shared_memory().union(name for name in os.environ if "NCCL" in name)
+        return names.union(*traces().values())
 
     before, free_before = found(), free()
     yield

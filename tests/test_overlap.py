@@ -211,11 +211,18 @@ class Interrupt:
 
 
 ENGINE = str(Path(nanovllm.engine.__path__[0]))
-NUM_INTERRUPTS = 80
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("by", [pytest.param("generate", marks=pytest.mark.slow), "steps"])
-def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
+@pytest.mark.parametrize(
+    ("by", "times"),
+    [
+        pytest.param("generate", 150, marks=SLOW),
+        ("steps", 80),
+        pytest.param("steps", 150, marks=SLOW),
+    ],
+)
+def test_defect_15_ctrl_c_at_any_line(by, times, llm, checkpoint):
     """Wherever it hits: no wrong result, nothing half done, and the engine stays usable."""
     prompts = [PROMPTS[0], [VOCAB - 1] * 20, PROMPTS[3]]
     wanted = {tuple(p): reference(checkpoint, p, 4) for p in prompts}
@@ -236,7 +243,7 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
     for _ in range(2):  # the second finds prefixes in the cache, and is the shortest
         with Interrupt(float("inf")) as whole:
             work({})
-    for k in range(1, whole.count, whole.count // NUM_INTERRUPTS):
+    for k in range(1, whole.count, whole.count // times):
         done = {}
         with pytest.raises(KeyboardInterrupt), Interrupt(k):
             work(done)
@@ -246,10 +253,11 @@ def test_defect_15_ctrl_c_at_any_line(by, llm, checkpoint):
         assert_usable(llm, checkpoint)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=SLOW)])
 def test_defect_15_ctrl_c_at_any_call_of_a_stream(every, llm, checkpoint):
-    """A stream that begins and is left, interrupted anywhere, leaves no request. By calls, since
-    lines would be too strict: Python raises it when a function begins, or goes round a loop.
+    """A stream that begins and is left, interrupted anywhere, leaves no request. By calls (each, or
+    every third), since lines would be too strict: Python raises it when a function begins, or goes
+    round a loop.
     """
 
     def work():

@@ -48,6 +48,7 @@ from faults import (
     fds,
     inject_fixture,  # noqa: F401
     listeners,
+    shared_memory,
     traces,
     wait_until,
     within_deadline,
@@ -93,10 +94,11 @@ def warm(checkpoint):
 @pytest.fixture(autouse=True)
 def nothing_left(warm):
     """Whatever a test does: no process, thread, descriptor or port is left, and no memory."""
-    before, num_threads = all_traces(), num_native_threads()
+    before, names, num_threads = all_traces(), shared_memory(), num_native_threads()
 
     def check():
         assert all_traces() == before
+        wait_until(lambda: shared_memory() <= names)
         wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
 
     yield check
