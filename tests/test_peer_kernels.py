@@ -245,17 +245,20 @@ def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path)
         norms, (_, samples) = norm_inputs(i, 3, torch.float32, 1), sample_inputs(i, 3, 120)
         for rank in range(3):
             calls[rank] += [norms[rank], samples[rank]]
-    alone = [
-        processes.run(jobs(tmp_path, torch.float32, [c[kind::2] for c in calls])) for kind in (0, 1)
-    ]
-    for owners_from in MIXED:
-        together = processes.run(jobs(tmp_path, torch.float32, calls, owners_from=owners_from))
-        for kind in (0, 1):
-            for (mixed, _), (single, _) in zip(together, alone[kind], strict=True):
-                for found, wanted in zip(mixed.results[kind::2], single.results, strict=True):
-                    assert torch.equal(found[0], wanted[0])
+
+    def run(calls: list[list[dict[str, Any]]], **options: Any) -> list[Any]:
+        answers = processes.run(jobs(tmp_path, torch.float32, calls, **options))
         for region in region_files(tmp_path, 3):
             assert set(region.read_bytes()) == {0xFF}
+        return [answer.results for answer, _ in answers]
+
+    alone = [run([c[kind::2] for c in calls]) for kind in (0, 1)]
+    for owners_from in MIXED:
+        together = run(calls, owners_from=owners_from)
+        for kind in (0, 1):
+            for mixed, single in zip(together, alone[kind], strict=True):
+                for found, wanted in zip(mixed[kind::2], single, strict=True):
+                    assert torch.equal(found[0], wanted[0])
 
 
 @WAYS
