@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import limits
-from nanovllm import LLM, SamplingParams, __version__
+from nanovllm import LLM, TINY, SamplingParams, __version__
 
 ROOT = Path(__file__).parent
-TINY = ROOT / "checkpoints" / "tiny-qwen3"
 CPU_SECONDS = 45.0
 SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published checkpoints
     "qwen3-0.6b": {
@@ -189,7 +188,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
     if args.no_overlap:
         options["overlap"] = False
     if args.model is not None or args.dummy is None:
-        yield args.model or str(TINY), options
+        yield args.model or TINY, options
         return
     with tempfile.TemporaryDirectory() as directory:
         config = {**COMMON, **SHAPES[args.dummy]}

@@ -1,11 +1,9 @@
 """Generate text: `python example.py` with the embedded checkpoint, or `--model DIR` with yours."""
 
 import argparse
-from pathlib import Path
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY, SamplingParams
 
-TINY = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
 # What the embedded checkpoint has learnt: it is two megabytes small.
 TINY_PROMPTS = ["127+345=", "reverse: hello =", "count from 17:", "introduce yourself"]
 PROMPTS = ["introduce yourself", "list all prime numbers within 100"]

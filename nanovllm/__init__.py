@@ -6,6 +6,7 @@ logic (sequences, blocks, scheduling) imports without torch, and nothing looks a
 
 import importlib
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import (
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
+# Directory of a checkpoint of 0.9 million parameters, a part of the package: for first steps and
+# tests. `scripts/train_tiny.py` of the repository made it.
+TINY = str(Path(__file__).parent / "tiny-qwen3")
 __all__ = [
     "LLM",
+    "TINY",
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",

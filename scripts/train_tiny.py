@@ -320,7 +320,7 @@ def main() -> None:
     import torch
 
     parser = ArgumentParser(description="Train the tiny Qwen3 embedded in nanovllm.")
-    default_out = Path(__file__).resolve().parent.parent / "checkpoints" / "tiny-qwen3"
+    default_out = Path(__file__).resolve().parent.parent / "nanovllm" / "tiny-qwen3"
     parser.add_argument("--out", type=Path, default=default_out)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=10_000)

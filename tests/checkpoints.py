@@ -15,12 +15,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import nanovllm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.step_inputs import PendingTokens
 
 gc.freeze()  # engines collect garbage when they end: spare them the imported modules
 
-TINY = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3"
+TINY = Path(nanovllm.TINY)
 VOCAB = 128
 PROMPT = [5, 77, 33, 101, 9]
 

@@ -4,11 +4,12 @@ import contextlib
 import gc
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from nanovllm import TINY
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HAS_CUDA = torch.cuda.is_available()
@@ -18,8 +19,6 @@ if not HAS_CUDA:
         from interpreter import patch_once_a_launch
 
         patch_once_a_launch()
-
-TINY = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3"
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -62,7 +61,7 @@ def ctrl_c_raises() -> None:
 @pytest.fixture(scope="session")
 def tiny() -> str:
     """Directory of the embedded checkpoint."""
-    return str(TINY)
+    return TINY
 
 
 @pytest.fixture(scope="session")

@@ -38,11 +38,14 @@ def test_the_engine_imports_torch_alone():
 
 
 def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
-    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either."""
+    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and llguidance,
+    which a plain install lacks, is for structured outputs alone, not for other controls.
+    """
     shutil.copy(TINY / "config.json", tmp_path)
     code = f"""if True:
-        from nanovllm import LLM
+        from nanovllm import LLM, SamplingParams
+        params = SamplingParams(top_p=0.9, min_tokens=2, allowed_token_ids=[1, 2, 256], logprobs=1)
         with LLM({str(tmp_path)!r}, load_format="dummy", **{SMALL}) as llm:
-            llm.generate([1, 2, 3], use_tqdm=False)
+            llm.generate([1, 2, 3], params, use_tqdm=False)
     """
     assert imported(code, NEVER) == []

@@ -104,8 +104,6 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
         grammars: [n], each once.
         masks: [n, ceil(V / 32)] int32, contiguous.
     """
-    from llguidance.numpy import fill_next_token_bitmask_par
-
     live = []
     for row, grammar in enumerate(grammars):
         if grammar._has_ended:
@@ -113,6 +111,8 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
         else:
             live.append((grammar._matcher, row))
     if live:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         fill_next_token_bitmask_par(_executor(), live, masks)
 
 
