@@ -235,15 +235,17 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
     source.add_argument(
         "--dummy", choices=sorted(SHAPES), default=dummy, help="random weights in this shape"
     )
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--block-size", type=int, default=256)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--no-mixed-steps", action="store_true")
-    parser.add_argument("--no-fused-kernels", action="store_true")
-    parser.add_argument("--tensor-parallel-size", type=positive, default=1)
-    parser.add_argument("--no-custom-all-reduce", action="store_true")
+    parser.add_argument("--device", default="auto", help="cuda, cuda:N, cpu or auto")
+    parser.add_argument(
+        "--attention-backend", default="auto", help="flash_attn, triton, torch or auto"
+    )
+    parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="the synchronous loop")
+    parser.add_argument("--no-mixed-steps", action="store_true", help="prompts before decodes")
+    parser.add_argument("--no-fused-kernels", action="store_true", help="plain PyTorch operators")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="GPUs (1)")
+    parser.add_argument("--no-custom-all-reduce", action="store_true", help="sums by NCCL alone")
     parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
     parser.add_argument("--flops", type=rate, help="its limit, operations per second")
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
@@ -260,9 +262,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_options(parser)
     parser.add_argument("--num-seqs", type=positive, help="sequences (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload")
-    parser.add_argument("--repeat", type=positive, default=1, help="timed runs")
-    parser.add_argument("--no-progress", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload (0)")
+    parser.add_argument("--repeat", type=positive, default=1, help="timed runs (1)")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser.parse_args()
 
 

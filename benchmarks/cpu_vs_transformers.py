@@ -111,12 +111,21 @@ def measure(
 def main() -> None:
     """Find transformers' best, time both, compare the outputs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--num-seqs", type=bench.positive, default=48)
+    parser.add_argument("--num-seqs", type=bench.positive, default=48, help="sequences (48)")
     parser.add_argument("--longest", type=bench.positive, default=256, help="prompt and output")
-    parser.add_argument("--batch-sizes", nargs="+", type=bench.positive, default=[8, 16, 48])
-    parser.add_argument("--layers", type=bench.positive, default=SHAPE["num_hidden_layers"])
-    parser.add_argument("--threads", type=bench.positive, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=bench.positive, default=3)
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=bench.positive, default=[8, 16, 48], help="of transformers"
+    )
+    parser.add_argument(
+        "--layers", type=bench.positive, default=SHAPE["num_hidden_layers"], help="of the model"
+    )
+    parser.add_argument(
+        "--threads",
+        type=bench.positive,
+        default=torch.get_num_threads(),
+        help="of both (all cores)",
+    )
+    parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

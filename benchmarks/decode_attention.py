@@ -11,12 +11,15 @@ The last line is JSON.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import triton
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
@@ -75,9 +78,16 @@ def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[s
 def main() -> None:
     """Measure all batch sizes and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--heads", nargs=2, type=int, default=[16, 8], metavar=("HQ", "HKV"))
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=256)
+    parser.add_argument(
+        "--heads",
+        nargs=2,
+        type=int,
+        default=[16, 8],
+        metavar=("HQ", "HKV"),
+        help="query and KV heads (16 8)",
+    )
+    parser.add_argument("--head-dim", type=int, default=128, help="head size (128)")
+    parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")

@@ -1,4 +1,4 @@
-"""Draw what `workloads.py --save` measured beside vLLM, nano-vLLM and the roofline.
+"""Draw what `workloads.py` or `bench.py` saved beside vLLM, SGLang, nano-vLLM and the roofline.
 
     pip install -e ".[bench]"
     python benchmarks/workloads.py --dummy qwen3-0.6b --save results.jsonl
@@ -22,8 +22,14 @@ from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).with_name("peers.json")
-COLOURS = {"nano-vLLM": "#b8bcc4", "vLLM 0.26": "#6f7d95", "nanovllm (this library)": "#d9622b"}
+COLOURS = {
+    "nano-vLLM": "#b8bcc4",
+    "SGLang 0.5.17": "#93a88f",
+    "vLLM 0.26": "#6f7d95",
+    "nanovllm (this library)": "#d9622b",
+}
 OURS = list(COLOURS)[-1]
+FULL_BENCH = 256  # sequences of the bench that the peers ran
 
 
 class Bar(NamedTuple):
@@ -33,20 +39,31 @@ class Bar(NamedTuple):
     label: str
 
 
+def results_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Workload -> result, of a line that `workloads.py` or `bench.py` saved."""
+    if record["benchmark"] == "workloads":
+        return record["results"]
+    if record["benchmark"] != "bench" or record["num_seqs"] != FULL_BENCH:
+        return {}
+    result = {"median": record["tok_per_s_median"], "unit": "tok/s"}
+    return {f"bench-{record['seed']}": {**result, "roofline_share": record["roofline_share"]}}
+
+
 def read_results(files: list[str], hardware: str) -> dict[str, dict[str, Any]]:
     """Model -> workload -> result. ValueError for those of other hardware than the peers'."""
     models: dict[str, dict[str, Any]] = {}
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            if record["benchmark"] != "workloads":
+            results = results_of(record)
+            if not results:
                 continue
             if record["hardware"] != hardware:
                 raise ValueError(
                     f"{file}: results must be of the peers' hardware, {hardware}, "
                     f"got {record['hardware']}"
                 )
-            models.setdefault(record["model"], {}).update(record["results"])
+            models.setdefault(record["model"], {}).update(results)
     return models
 
 
@@ -100,8 +117,10 @@ def draw(
 def main() -> None:
     """Read, draw, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="+", help="what workloads.py saved")
-    parser.add_argument("--output", default=str(ROOT / "docs" / "benchmarks.png"))
+    parser.add_argument("files", nargs="+", help="what workloads.py or bench.py saved")
+    parser.add_argument(
+        "--output", default=str(ROOT / "docs" / "benchmarks.png"), help="the picture to write"
+    )
     args = parser.parse_args()
     peers = json.loads(PEERS.read_text(encoding="utf-8"))
     figures = peers["figures"]

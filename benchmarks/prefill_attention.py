@@ -6,13 +6,16 @@ heads of 128, bf16, blocks of 256 scattered over the pool; median.
     python benchmarks/prefill_attention.py
 """
 
+import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import triton
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_attention import paged_prefill
 
 HKV, D, S, NUM_BLOCKS = 8, 128, 256, 700
@@ -54,8 +57,10 @@ def measure(hq: int, prompts: int, tokens: int, cached: int, cache: torch.Tensor
 
 def main() -> None:
     """Measure and print every case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("needs a CUDA device, PyTorch sees none")
+        parser.error("needs a CUDA device, PyTorch sees none")
     torch.manual_seed(0)
     cache = torch.randn(2, NUM_BLOCKS, S, HKV, D, device="cuda", dtype=torch.bfloat16)
     for hq in (16, 32):

@@ -92,8 +92,14 @@ def main() -> None:
     """Time with dependent launch, then profile without."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser, dummy="qwen3-0.6b")
-    parser.add_argument("--decode", nargs="*", type=bench.positive, default=[1, 64, 256])
-    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument(
+        "--decode",
+        nargs="*",
+        type=bench.positive,
+        default=[1, 64, 256],
+        help="batch sizes (1 64 256)",
+    )
+    parser.add_argument("--prefill", action="store_true", help="the step of a prefill, too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")

@@ -23,9 +23,19 @@ def main() -> None:
     """Print the limit of every workload for one shape."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser, dummy="qwen3-0.6b")
-    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(
-        "--uniform", nargs=3, type=bench.positive, metavar=("PROMPTS", "LENGTH", "OUTPUT")
+        "--only",
+        nargs="+",
+        choices=list(WORKLOADS),
+        default=list(WORKLOADS),
+        help="workloads (all)",
+    )
+    parser.add_argument(
+        "--uniform",
+        nargs=3,
+        type=bench.positive,
+        metavar=("PROMPTS", "LENGTH", "OUTPUT"),
+        help="a workload more",
     )
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, _):

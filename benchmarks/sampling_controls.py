@@ -89,10 +89,12 @@ def main() -> None:
     """Measure each control."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser, dummy="qwen3-0.6b")
-    parser.add_argument("--num-seqs", type=bench.positive, default=256)
-    parser.add_argument("--repeat", type=bench.positive, default=3)
+    parser.add_argument("--num-seqs", type=bench.positive, default=256, help="sequences (256)")
+    parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     names = [*CONTROLS, "one", "guided JSON"]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CONTROL")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="CONTROL", help="controls (all)"
+    )
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
         if args.dummy:

@@ -61,7 +61,7 @@ def main() -> None:
     """Time starts with a warm and with a cold cache."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser)
-    parser.add_argument("--repeat", type=bench.positive, default=3)
+    parser.add_argument("--repeat", type=bench.positive, default=3, help="starts of each kind (3)")
     args = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     with bench.checkpoint(args) as (directory, options):

@@ -112,8 +112,14 @@ def main() -> None:
     """Run the workloads and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser, dummy="qwen3-0.6b")
-    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--repeat", type=bench.positive, default=3)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(WORKLOADS),
+        default=list(WORKLOADS),
+        help="workloads (all)",
+    )
+    parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     llm, construction = bench.build(args)

@@ -6,11 +6,14 @@ Without PyTorch's caching each tensor is an allocation of its own, so that a rea
 its end is found; that rules out CUDA graphs, which replay the same kernels.
 """
 
+import argparse
 import json
 import random
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench
@@ -21,6 +24,10 @@ LAYERS = 2
 
 def main() -> None:
     """Prompts of many lengths, chunked, mixed with decodes, greedy and not; one alone."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, PyTorch sees none")
     rng = random.Random(0)
     config = {**bench.COMMON, **bench.SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
     prompts = [[rng.randrange(10000) for _ in range(rng.randint(1, 700))] for _ in range(40)]

@@ -321,11 +321,13 @@ def main() -> None:
 
     parser = ArgumentParser(description="Train the tiny Qwen3 embedded in nanovllm.")
     default_out = Path(__file__).resolve().parent.parent / "nanovllm" / "tiny-qwen3"
-    parser.add_argument("--out", type=Path, default=default_out)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--max-minutes", type=float, default=math.inf)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=default_out, help="directory of the checkpoint")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
+    )
+    parser.add_argument("--steps", type=int, default=10_000, help="most steps (10000)")
+    parser.add_argument("--max-minutes", type=float, default=math.inf, help="end earlier")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and examples (0)")
     parser.add_argument("--batch", type=int, default=4096, help="additions in each step")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")

@@ -38,8 +38,8 @@ def test_the_engine_imports_torch_alone():
 
 
 def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
-    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and llguidance,
-    which a plain install lacks, is for structured outputs alone, not for other controls.
+    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and
+    llguidance, which a plain install lacks, is for structured outputs alone.
     """
     shutil.copy(TINY / "config.json", tmp_path)
     code = f"""if True:

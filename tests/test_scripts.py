@@ -1,6 +1,8 @@
 """bench.py and example.py as users run them."""
 
+import argparse
 import json
+import runpy
 import statistics
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.model_config import ModelConfig
 
+ROOT = Path(__file__).parents[1]
 SHORT = 553  # seed of a workload whose first sequences are short
 
 
@@ -152,6 +155,36 @@ def test_bench_refuses_nonsense(
         bench.main()
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# -- all scripts ----------------------------------------------------------------------------------
+
+SCRIPTS = [
+    path
+    for path in sorted([ROOT / "bench.py", ROOT / "example.py", *ROOT.glob("[bs]*/*.py")])
+    if "__main__" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_explain_their_options(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that need a GPU: `--help` ended in tracebacks, and options had no text."""
+    options: list[argparse.Action] = []
+    parse = argparse.ArgumentParser.parse_args
+
+    def recording(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        options.extend(parser._actions)
+        return parse(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", recording)
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+    assert [option.dest for option in options if not option.help] == []
 
 
 # -- example.py -----------------------------------------------------------------------------------

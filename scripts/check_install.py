@@ -1,0 +1,242 @@
+"""Try everything that an install without extras offers. Needs nothing but the installed package:
+
+    pip install . && python scripts/check_install.py
+
+It goes through every field of `SamplingParams`, every public method of `LLM` and `AsyncLLM`, and a
+checkpoint whose generation_config.json is that of a published Qwen3. A field or a method without a
+trial here fails it, so that a new one cannot be forgotten.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanovllm import (
+    LLM,
+    TINY,
+    AsyncLLM,
+    BeamSearchParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+PROMPT, ANSWER = "127+345=", "472"
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_kvcache_blocks": 64, "max_num_seqs": 16}
+# What Qwen3's generation_config.json says, with the end-of-sequence tokens of the tiny checkpoint.
+QWEN3_GENERATION = {
+    "bos_token_id": 256,
+    "do_sample": True,
+    "eos_token_id": [258, 256],
+    "pad_token_id": 256,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "transformers_version": "4.51.0",
+}
+
+
+def text(output: RequestOutput) -> str:
+    """Of the first completion."""
+    return output.outputs[0].text
+
+
+def length(output: RequestOutput) -> int:
+    """Tokens of the first completion."""
+    return len(output.outputs[0].token_ids)
+
+
+# Field -> parameters that use it (greedy where they do not say otherwise), and what must hold.
+FIELDS: dict[str, tuple[dict[str, Any], Callable[[RequestOutput], bool]]] = {
+    "temperature": ({"temperature": 1.0}, lambda o: length(o) > 0),
+    "max_tokens": ({"max_tokens": 2}, lambda o: text(o) == ANSWER[:2]),
+    "ignore_eos": ({"ignore_eos": True, "max_tokens": 9}, lambda o: length(o) == 9),
+    "top_k": ({"temperature": 1.0, "top_k": 1}, lambda o: text(o) == ANSWER),
+    "top_p": ({"temperature": 1.0, "top_p": 1e-6}, lambda o: text(o) == ANSWER),
+    "min_p": ({"temperature": 1.0, "min_p": 1.0}, lambda o: text(o) == ANSWER),
+    "repetition_penalty": ({"repetition_penalty": 1e9}, lambda o: "4" not in text(o)),
+    "presence_penalty": ({"presence_penalty": 0.5}, lambda o: text(o) == ANSWER),
+    "frequency_penalty": ({"frequency_penalty": 0.5}, lambda o: text(o) == ANSWER),
+    "seed": ({"temperature": 1.0, "seed": 7}, lambda o: length(o) > 0),
+    "n": ({"temperature": 1.0, "n": 3}, lambda o: len(o.outputs) == 3),
+    "stop": ({"stop": ["7"]}, lambda o: text(o) == "4"),
+    "stop_token_ids": ({"stop_token_ids": [ord("7")]}, lambda o: text(o) == "4"),
+    "include_stop_str_in_output": (
+        {"stop": ["7"], "include_stop_str_in_output": True},
+        lambda o: text(o) == "47",
+    ),
+    "min_tokens": ({"min_tokens": 8}, lambda o: length(o) >= 8),
+    "logprobs": ({"logprobs": 2}, lambda o: len(o.outputs[0].logprobs or ()) == length(o)),
+    "prompt_logprobs": ({"prompt_logprobs": 0}, lambda o: len(o.prompt_logprobs or ()) == 8),
+    "logit_bias": ({"logit_bias": {ord("9"): 1e6}, "max_tokens": 2}, lambda o: text(o) == "99"),
+    "allowed_token_ids": ({"allowed_token_ids": [ord("2"), 258]}, lambda o: set(text(o)) <= {"2"}),
+    "bad_words": ({"bad_words": ["4"]}, lambda o: "4" not in text(o)),
+    "skip_special_tokens": (
+        {"skip_special_tokens": False, "ignore_eos": True, "max_tokens": 9},
+        lambda o: "<|" in text(o),
+    ),
+    "detokenize": ({"detokenize": False}, lambda o: text(o) == "" and length(o) > 0),
+    "structured_outputs": ({}, lambda o: True),  # see structured_outputs()
+}
+
+
+def structured_outputs(llm: LLM) -> None:
+    """They need llguidance: without it the error says what to install."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"))
+    if importlib.util.find_spec("llguidance") is not None:
+        assert text(llm.generate(PROMPT, params, use_tqdm=False)[0]).isdigit()
+        return
+    message = "no error"
+    try:
+        llm.generate(PROMPT, params, use_tqdm=False)
+    except ImportError as error:
+        message = str(error)
+    assert "pip install" in message, f"structured outputs without llguidance: {message}"
+
+
+def fields(llm: LLM) -> None:
+    """Every field of `SamplingParams`, alone and all of them in one batch."""
+    missing = {field.name for field in dataclasses.fields(SamplingParams)} ^ set(FIELDS)
+    assert not missing, f"fields of SamplingParams without a trial: {missing}"
+    params = [SamplingParams(**{"temperature": 0.0, **given}) for given, _ in FIELDS.values()]
+    together = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    for (name, (_, holds)), own, param in zip(FIELDS.items(), together, params, strict=True):
+        for output in (own, llm.generate(PROMPT, param, use_tqdm=False)[0]):
+            assert holds(output), f"{name}: {output}"
+    structured_outputs(llm)
+
+
+def stepwise(llm: LLM) -> None:
+    """The engine in the caller's hands: add_request, step, is_finished, abort, abort_all."""
+    kept, dropped = (llm.add_request(PROMPT, SamplingParams(temperature=0)) for _ in range(2))
+    assert llm.abort(dropped) and not llm.is_finished()
+    outputs: list[RequestOutput] = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    assert [(output.request_id, text(output)) for output in outputs] == [(kept, ANSWER)]
+    llm.add_request(PROMPT)
+    llm.abort_all()
+    assert llm.is_finished()
+
+
+def conversation(llm: LLM) -> None:
+    """`chat`, by the checkpoint's template."""
+    message = {"role": "user", "content": PROMPT}
+    (output,) = llm.chat([message], SamplingParams(temperature=0), use_tqdm=False)
+    assert text(output) == ANSWER
+
+
+def streaming(llm: LLM) -> None:
+    """`stream` gives the text in pieces."""
+    pieces = [text(output) for output in llm.stream(PROMPT, SamplingParams(temperature=0))]
+    assert "".join(pieces) == ANSWER and len(pieces) > 1
+
+
+def likelihoods(llm: LLM) -> None:
+    """`score` and `embed`, `beam_search`."""
+    right, wrong = llm.score([PROMPT + ANSWER, PROMPT + "111"], use_tqdm=False)
+    assert right.total_logprob > wrong.total_logprob
+    (vector,) = llm.embed(PROMPT, use_tqdm=False)
+    assert abs(sum(x * x for x in vector.outputs.embedding) - 1) < 1e-5
+    (found,) = llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=4))
+    assert found.sequences[0].text.startswith(PROMPT + ANSWER)
+
+
+def facts(llm: LLM) -> None:
+    """What an engine tells of itself."""
+    assert llm.metrics()["num_finished"] > 0
+    json.dumps(llm.metrics())
+    assert llm.get_tokenizer().decode([ord("a")]) == "a"
+    assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+    llm.reset_prefix_cache()
+    assert not llm.is_closed
+
+
+def closing(llm: LLM) -> None:
+    """`exit`, twice."""
+    llm.exit()
+    llm.exit()
+    assert llm.is_closed
+
+
+# What tries the public methods and properties; `closing` comes last.
+METHODS: dict[Callable[[LLM], None], set[str]] = {
+    fields: {"generate"},
+    stepwise: {"add_request", "step", "is_finished", "abort", "abort_all"},
+    conversation: {"chat"},
+    streaming: {"stream"},
+    likelihoods: {"score", "embed", "beam_search"},
+    facts: {
+        *("metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
+        "is_closed",
+    },
+    closing: {"exit"},
+}
+
+
+def asynchronous() -> None:
+    """Every public method of `AsyncLLM`."""
+    tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params", "metrics"}
+    missing = public(AsyncLLM) ^ (tried | {"exit", "is_closed"})
+    assert not missing, f"methods of AsyncLLM without a trial: {missing}"
+
+    async def last_text(llm: AsyncLLM) -> str:
+        return [text(o) async for o in llm.generate(PROMPT, SamplingParams(temperature=0))][-1]
+
+    async def main() -> None:
+        async with AsyncLLM(TINY, **OPTIONS) as llm:
+            assert await asyncio.gather(*(last_text(llm) for _ in range(3))) == [ANSWER] * 3
+            pieces = [text(o) async for o in llm.stream(PROMPT, SamplingParams(temperature=0))]
+            assert "".join(pieces) == ANSWER
+            assert (await llm.metrics())["num_finished"] == 4
+            assert (await llm.get_tokenizer()).decode([ord("a")]) == "a"
+            assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+        llm.exit()
+        assert llm.is_closed
+
+    asyncio.run(main())
+
+
+def published_checkpoint() -> None:
+    """`generate` without parameters takes those of the checkpoint: top_k and top_p, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = shutil.copytree(TINY, Path(folder) / "model")
+        (path / "generation_config.json").write_text(json.dumps(QWEN3_GENERATION))
+        with LLM(path, **OPTIONS) as llm:
+            params = llm.get_default_sampling_params()
+            assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+            assert text(llm.generate(PROMPT, use_tqdm=False)[0]) == ANSWER
+
+
+def public(owner: type) -> set[str]:
+    """The names that are not private."""
+    return {name for name in dir(owner) if not name.startswith("_")}
+
+
+def main() -> None:
+    """Try everything, and say how much that was."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
+    tried = set().union(*METHODS.values())
+    assert tried == public(LLM), f"methods of LLM without a trial: {tried ^ public(LLM)}"
+    llm = LLM(TINY, **OPTIONS)
+    for trial in METHODS:
+        trial(llm)
+    asynchronous()
+    published_checkpoint()
+    extras = [name for name in ("llguidance", "flash_attn") if importlib.util.find_spec(name)]
+    print(
+        f"{len(FIELDS)} fields and {len(tried)} methods work in Python {sys.version.split()[0]}, "
+        f"with the extras: {', '.join(extras) or 'none'}"
+    )
+
+
+if __name__ == "__main__":
+    main()
