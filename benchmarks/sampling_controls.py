@@ -97,7 +97,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
-        if args.dummy:
+        if options.get("load_format") == "dummy":  # a directory of our own, never the user's
             write_tokenizer(directory)
         llm = LLM(directory, **options)
     vocab_size = llm.model_config.vocab_size

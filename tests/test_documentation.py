@@ -62,6 +62,11 @@ def commands() -> list[str]:
     return sorted(found - OF_CI)
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """Of the files of a directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -114,5 +119,7 @@ def test_shell_commands_run(
         assert "needs a CUDA device" in capsys.readouterr().err
         return
     assert script in SMALL or script in NEED_CUDA, f"{script} has no small size here"
+    before = contents(Path(nanovllm.TINY))
     runpy.run_path(str(ROOT / script), run_name="__main__")
     assert capsys.readouterr().out
+    assert contents(Path(nanovllm.TINY)) == before, "a benchmark has changed the user's checkpoint"
