@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,7 @@ class ModelRunner:
             if not on_cpu:
                 shape = config.max_num_seqs, len(self.model.lm_head.weight)
                 self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+                ahead.submit(self._sampling_variants(self.logits))
             self.extras = Extras(
                 self.model.compute_logits,
                 model_config.vocab_size,
@@ -136,6 +138,15 @@ class ModelRunner:
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
         return self.backend.variants(num_heads, cache, max_context)
+
+    def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
+        """What begins and ends a decode step, of a full batch of zeros."""
+        ids = torch.zeros(len(logits), dtype=torch.int32, device=self.device)
+        metadata = SamplingMetadata(ids.float(), torch.stack([ids, ids]), ids, ids)
+        calls: list[Callable[[], object]] = [partial(fill_in, ids, ids, self.last_tokens)]
+        if self.group.size == 1:  # several ranks sample together
+            calls.append(partial(self.sampler, logits, metadata, self.last_tokens))
+        return calls
 
     def build_model(self) -> None:
         """Build the model on its device, and what lets kernels sum over the ranks. The weights
