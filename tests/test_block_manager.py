@@ -81,6 +81,19 @@ def test_blocks_without_content_are_taken_before_cached_ones(manager):
     assert num_hits(manager, A + B + TAIL) == 2
 
 
+def test_as_few_blocks_are_ever_used_as_are_needed_at_once():
+    """Each short sequence took fresh memory: on a CPU 4 GiB in the end, for a pool nearly empty."""
+    manager, used, needed = BlockManager(100, BLOCK_SIZE), set(), 0
+    for length in (2, 5, 11, 3, 7) * 20:  # those of more than a block leave content behind
+        seqs = [compute(manager, start(manager, [*A, *B, 7, 7, 7][:length])) for _ in range(2)]
+        used |= {block_id for seq in seqs for block_id in seq.block_table}
+        needed = max(needed, manager.num_used_blocks + len(manager.cached_block_ids))
+        manager.check_invariants(seqs)
+        for seq in seqs:
+            manager.deallocate(seq)
+    assert len(used) == needed < 8
+
+
 def test_cached_blocks_are_taken_oldest_first_and_tail_before_head(manager):
     a, b = run_and_free(manager, A + B + TAIL)[:2]
     c, d = run_and_free(manager, C + D + TAIL)[:2]

@@ -2,7 +2,7 @@
 
 A block is in one of three states:
 
-    free      no content anyone could use        in `free_block_ids`
+    free      no content anyone could use        in `free_block_ids`, to be taken from its end
     cached    ref_count 0, published content     in `cached_block_ids`, oldest first
     in use    ref_count >= 1                     in the block tables of its holders
 
@@ -18,7 +18,7 @@ Invariants (`check_invariants` verifies them):
    and a hash collision can never serve another prefix.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
@@ -58,7 +58,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_block_ids: deque[int] = deque(range(num_blocks))
+        # A stack: blocks that have been used are taken before those that never were, so a process
+        # on a CPU, where untouched memory costs nothing, stays as small as its sequences allow.
+        self.free_block_ids = list(reversed(range(num_blocks)))
         self.cached_block_ids: OrderedDict[int, None] = OrderedDict()  # oldest first
         self.hash_to_block_id: dict[int, int] = {}
         self._computing: dict[int, int] = {}  # hash of a block being computed -> seq_id
@@ -164,7 +166,7 @@ class BlockManager:
     def _take_free_block(self) -> int:
         """A block to write: one without content if there is, else the oldest cached one."""
         if self.free_block_ids:
-            block = self.blocks[self.free_block_ids.popleft()]
+            block = self.blocks[self.free_block_ids.pop()]
         else:
             block_id, _ = self.cached_block_ids.popitem(last=False)
             block = self.blocks[block_id]
