@@ -13,8 +13,9 @@ of them ends its sequence; that is noticed a step late, and the superfluous toke
 import bisect
 import logging
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
@@ -90,7 +91,9 @@ class Scheduler:
 
     def _begin(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
-        self.waiting: deque[Sequence] = deque()  # the preempted first, then in order of arrival
+        # A queue, the preempted first, then in order of arrival. Any of them may be aborted at the
+        # cost of one.
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []  # in order of arrival
         self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
         self._num_under_way = 0  # steps between `advance` and `postprocess`
@@ -102,7 +105,7 @@ class Scheduler:
         self._begin(BlockManager(len(old.blocks), old.block_size, old.enable_prefix_caching))
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def is_finished(self) -> bool:
         """Whether no request is left."""
@@ -184,28 +187,38 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[ScheduledSequence]:
         admitted: list[ScheduledSequence] = []
-        if not self.waiting or self.waiting[0] is self._refused:
+        if not self.waiting or self._head() is self._refused:
             return admitted
         if not budget or len(self.running) == self.max_num_seqs:
             return admitted
         admission = AdmissionControl(self.block_manager, self.lengths.remaining, self.running)
         postponed: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+            seq = self._head()
             hits = self.block_manager.find_prefix(seq)
             if self.block_manager.is_being_computed(seq, hits):
-                postponed.append(self.waiting.popleft())
+                del self.waiting[seq]
+                postponed.append(seq)
                 continue
             if not admission.fits(seq, hits):
                 self._refused = seq
                 break
-            self.waiting.popleft()
+            del self.waiting[seq]
             self._start(seq, hits)
             admission.admitted(seq)
             admitted.append(ScheduledSequence.of(seq, budget))
             budget -= admitted[-1].num_tokens
-        self.waiting.extendleft(reversed(postponed))
+        self._put_at_head(postponed)
         return admitted
+
+    def _head(self) -> Sequence:
+        return next(iter(self.waiting))
+
+    def _put_at_head(self, seqs: list[Sequence]) -> None:
+        """Let these wait before all others, in their order."""
+        for seq in reversed(seqs):
+            self.waiting[seq] = None
+            self.waiting.move_to_end(seq, last=False)
 
     def _start(self, seq: Sequence, hits: list[Block]) -> None:
         self.block_manager.allocate(seq, hits)
@@ -220,12 +233,12 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence; it resumes before all that have not started."""
         assert not self._num_under_way, "a step that writes these blocks is under way"
-        self.running.remove(seq)
+        self._stop_running(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         # In order of arrival among the preempted, which come before those never started.
-        ahead = (s for s in self.waiting if s.num_preemptions and s.seq_id < seq.seq_id)
-        self.waiting.insert(sum(1 for _ in ahead), seq)
+        ahead = takewhile(lambda s: s.num_preemptions and s.seq_id < seq.seq_id, self.waiting)
+        self._put_at_head([*ahead, seq])
         seq.num_preemptions += 1
         self.num_preemptions += 1
         if self.num_preemptions == 1:
@@ -316,18 +329,21 @@ class Scheduler:
 
     def abort(self, seqs: Iterable[Sequence]) -> None:
         """Drop those of the sequences that are left, and give their blocks back."""
-        dropped = [seq for seq in seqs if not seq.is_finished]
-        one_by_one = len(dropped) < 8
-        for seq in dropped:
-            if one_by_one:
-                is_running = seq.status is SequenceStatus.RUNNING
-                (self.running if is_running else self.waiting).remove(seq)
+        for seq in seqs:
+            if seq.is_finished:
+                continue
+            if seq.status is SequenceStatus.RUNNING:
+                self._stop_running(seq)
+            else:
+                del self.waiting[seq]
             seq.drop_pending()
             self._release(seq)
             seq.status = SequenceStatus.FINISHED
-        if not one_by_one:
-            self.running = [seq for seq in self.running if not seq.is_finished]
-            self.waiting = deque(seq for seq in self.waiting if not seq.is_finished)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        index = bisect.bisect_left(self.running, _arrival(seq), key=_arrival)
+        assert self.running[index] is seq, f"{seq!r} does not run"
+        del self.running[index]
 
     def forget_steps(self) -> None:
         """The steps under way will not be booked."""
