@@ -94,7 +94,7 @@ def test_progress_is_silent_or_shows_rates(llm, capfd):
     llm.generate(PROMPTS, PARAMS)
     out, err = capfd.readouterr()
     assert out == ""
-    for part in ("5/5", "prefill=", "decode=", "tok/s"):
+    for part in ("5/5", "input=", "output=", "tok/s"):
         assert part in err
 
 
@@ -109,11 +109,11 @@ def test_metrics_explain_a_run(llm):
     """Defect 19: what took effect, and what it did."""
     llm.generate(PROMPTS[:3], greedy(4), use_tqdm=False)
     metrics = llm.metrics()
-    times = (metrics.pop("prefill_seconds"), metrics.pop("decode_seconds"))
-    assert min(times) > 0
+    prefill, decode, steps = (metrics.pop(f"{n}_seconds") for n in ("prefill", "decode", "step"))
+    assert 0 < max(prefill, decode) < steps < prefill + decode
     assert {k: metrics.pop(k)["count"] for k in vars(Latencies())} == {
         "prefill_step_seconds": 2,
-        "decode_step_seconds": 3,
+        "decode_step_seconds": 4,
         "queue_seconds": 3,
         "first_token_seconds": 3,
         "seconds_per_token": 3,
@@ -132,9 +132,10 @@ def test_metrics_explain_a_run(llm):
         "kvcache_usage": 0.0,
         "num_waiting": 0,
         "num_running": 0,
-        "num_steps": 5,  # 115 prompt tokens at 64 a step, then 3 decodes
+        "num_steps": 5,  # 115 prompt tokens at 64 a step, the second with decodes; 3 of decodes
         "num_prefill_tokens": 115,
         "num_decode_tokens": 3 * 3,
+        "num_sampled_tokens": 3 * 4,
         "overlap": False,
         "num_finished": 3,
         "num_aborted": 0,

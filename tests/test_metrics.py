@@ -147,8 +147,10 @@ def test_a_run_counted_by_hand(checkpoint, monkeypatch):
             "num_steps": 4,
             "num_prefill_tokens": 60 + 8,
             "num_decode_tokens": 2 + 1,
+            "num_sampled_tokens": 3 + 2 + 1,
             "prefill_seconds": 2 * 2.0,
             "decode_seconds": 2 * 0.5,
+            "step_seconds": 2 * 2.0 + 2 * 0.5,
             "num_finished": 3,
             "num_aborted": 0,
             "num_finished_by_stop": 1,
@@ -245,8 +247,91 @@ def test_times_of_steps_add_up_to_the_time(checkpoint, monkeypatch):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         metrics, booked_at = llm.metrics(), llm.core._booked_at
     assert metrics["num_steps"] == len(launched_at) > 10
-    total = metrics["prefill_seconds"] + metrics["decode_seconds"]
-    assert total == booked_at - launched_at[0]
+    assert metrics["step_seconds"] == booked_at - launched_at[0]
+
+
+class Bar:
+    """Takes the place of tqdm, and keeps the rates that the newest one shows."""
+
+    disable = False
+    shown: list[dict[str, int]]
+
+    def __init__(self, **options):
+        Bar.shown = []
+
+    def set_postfix(self, rates, refresh):
+        Bar.shown.append({name: int(text.removesuffix(" tok/s")) for name, text in rates.items()})
+
+    def update(self, num_finished):
+        pass
+
+    def close(self):
+        pass
+
+
+LOADS = {  # 64 tokens a step
+    "prefill": ([[1] * 50, [2] * 20, [3] * 90], [greedy(1)] * 3),
+    "decode": ([[1], [2], [3]], [greedy(40)] * 3),
+    "mixed": ([[1] * 8, [2] * 8, [3] * 90, [4] * 110], [greedy(9), *[greedy(7)] * 2, greedy(1)]),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("name", LOADS)
+def test_rates_are_true(name, overlap, checkpoint, monkeypatch):
+    """28,407 tokens decoded a second were shown where 300 came: those of mixed steps counted, and
+    their time did not.
+    """
+    prompts, params = LOADS[name]
+    monkeypatch.setattr("nanovllm.engine.metrics.tqdm", Bar)
+    with LLM(checkpoint, overlap=overlap, **SMALL) as llm:
+        clock, steps, ends = ScriptedSteps(monkeypatch, llm), [], []
+        ended = iter(ends)
+
+        def run(scheduled, known):
+            prompt = sum(
+                min(item.start + item.num_tokens, item.seq.num_prompt_tokens) - item.start
+                for item in scheduled
+                if item.start < item.seq.num_prompt_tokens
+            )
+            decoded = sum(item.num_tokens for item in scheduled) - prompt
+            seqs = [item.seq for item in scheduled if item.samples]
+            seconds = 2.0 if prompt else 0.5
+            steps.append((prompt, decoded, len(seqs), seconds))
+            ends.append(max([clock.now, *ends[-1:]]) + seconds)  # on a device, a step at a time
+            return PendingTokens(torch.tensor([clock.token(seq) for seq in seqs]))
+
+        def wait(tokens):
+            clock.now = max(clock.now, next(ended))
+            return tokens.wait()
+
+        monkeypatch.setattr(llm.executor, "run", run)
+        monkeypatch.setattr(llm.executor, "wait", wait)
+        outputs = llm.generate(prompts, params)
+        shown, metrics = Bar.shown, llm.metrics()
+    prompt, decoded, sampled, seconds = zip(*steps, strict=True)
+    num_mixed = sum(p > 0 < d for p, d in zip(prompt, decoded, strict=True))
+    assert (num_mixed >= 3) if name == "mixed" else not num_mixed
+    assert sum(prompt) == sum(map(len, prompts))
+    assert sum(sampled) == sum(len(output["token_ids"]) for output in outputs)
+    if not overlap:
+        assert len(shown) == len(steps)
+        for n, rates in enumerate(shown, start=1):
+            assert rates == {
+                "input": round(sum(prompt[:n]) / sum(seconds[:n])),
+                "output": round(sum(sampled[:n]) / sum(seconds[:n])),
+            }
+    totals = {"input": sum(prompt), "output": sum(sampled)}
+    assert shown[-1] == {kind: round(n / sum(seconds)) for kind, n in totals.items()}
+    expected = {
+        "num_prefill_tokens": sum(prompt),
+        "num_decode_tokens": sum(decoded),
+        "num_sampled_tokens": sum(sampled),
+        "prefill_seconds": sum(s for n, s in zip(prompt, seconds, strict=True) if n),
+        "decode_seconds": sum(s for n, s in zip(decoded, seconds, strict=True) if n),
+        "step_seconds": sum(seconds),
+    }
+    assert of(metrics, **expected) == expected
 
 
 def test_since_subtracts_counters():
@@ -283,10 +368,10 @@ def assert_consistent(metrics, outputs):
             exact = np.percentile(values, p, method="inverted_cdf")
             assert exact <= found[f"p{p}"] <= max(exact * RESOLUTION, BOUNDS[0])
     for kind in ("prefill", "decode"):
-        steps = metrics[f"{kind}_step_seconds"]
-        assert steps["mean"] * steps["count"] == pytest.approx(metrics[f"{kind}_seconds"])
-    counts = [metrics[f"{kind}_step_seconds"]["count"] for kind in ("prefill", "decode")]
-    assert sum(counts) == metrics["num_steps"] and min(counts) > 0
+        steps, seconds = metrics[f"{kind}_step_seconds"], metrics[f"{kind}_seconds"]
+        assert 0 < steps["count"] <= metrics["num_steps"]
+        assert steps["mean"] * steps["count"] == pytest.approx(seconds)
+        assert seconds <= metrics["step_seconds"] * (1 + 1e-9)
     for name in vars(Latencies()):
         found = metrics[name]
         assert 0 <= found["p50"] <= found["p90"] <= found["p99"] <= found["max"]

@@ -292,7 +292,6 @@ def test_step_times_include_the_work(llm, monkeypatch):
     metrics = llm.metrics()
     assert metrics["num_steps"] == len(launching) > 5
     slack = 1 - 1e-9  # of adding up in another order
-    assert metrics["prefill_seconds"] + metrics["decode_seconds"] >= max(launching) * slack
+    assert metrics["step_seconds"] >= max(launching) * slack
     if not metrics["overlap"]:
-        seconds = metrics["prefill_seconds"] + metrics["decode_seconds"]
-        assert seconds >= sum(launching) * slack
+        assert metrics["step_seconds"] >= sum(launching) * slack

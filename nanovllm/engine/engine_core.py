@@ -90,6 +90,7 @@ class EngineCore:
             with self.reset_on_error():
                 self.under_way.popleft()
                 step.take_results()
+                num_sampled = sum(not seq.is_finished for seq in step.sampled())
                 finished = self._scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)
                 for request_id in dict.fromkeys(seq.request_id for seq in finished):
@@ -97,8 +98,8 @@ class EngineCore:
                         self._end(self.requests.pop(request_id))
             now = time.perf_counter()
             seconds = now - max(step.launched_at, self._booked_at)
-            prefills = self.metrics.count_step(step.scheduled, seconds)
-            self._latencies.add_step(seconds, prefills)
+            num_tokens = self.metrics.count_step(step.scheduled, num_sampled, seconds)
+            self._latencies.add_step(seconds, *num_tokens)
             self._booked_at = now
             self._forget_superfluous()
             for request in listened:  # last: a listener may call the engine

@@ -210,7 +210,7 @@ class LLMEngine:
                 a dictionary with `prompt` or `prompt_token_ids`; lists may mix them.
             sampling_params: one for all prompts, one per prompt, or None for those of
                 `get_default_sampling_params`.
-            use_tqdm: show a progress bar with prefill and decode tokens per second.
+            use_tqdm: show a progress bar, with prompt and output tokens per second since the call.
 
         Returns:
             One output per prompt, in the order of the prompts.

@@ -1,5 +1,6 @@
 """Counters of an engine, its histograms of times, and the progress bar that shows rates."""
 
+import time
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -20,12 +21,19 @@ class Metrics:
     A request counts once, when it ends, however often it was preempted. What an aborted one has
     computed is found in the steps and their tokens only.
 
+    `num_prefill_tokens / prefill_seconds` and `num_decode_tokens / decode_seconds` are the rates
+    of the steps that do either; `num_sampled_tokens / step_seconds` is that of the engine. A step
+    that does both counts with all its time for both, so `prefill_seconds` and `decode_seconds` may
+    add up to more than `step_seconds`.
+
     Attributes:
         num_steps: steps of the model.
         num_prefill_tokens: prompt tokens computed (and whatever a preempted sequence repeats).
         num_decode_tokens: tokens computed one at a time, each giving the next.
+        num_sampled_tokens: tokens that sequences got: the first, too, which a prefill gives.
         prefill_seconds: time of the steps in which a sequence prefilled.
-        decode_seconds: time of the steps that only decoded.
+        decode_seconds: time of the steps in which a sequence decoded.
+        step_seconds: time of all steps.
         num_finished: requests that ended.
         num_aborted: requests that were dropped, by `abort` or after an error.
         num_finished_by_stop: completions of finished requests that ended with "stop".
@@ -38,8 +46,10 @@ class Metrics:
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_sampled_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    step_seconds: float = 0.0
     num_finished: int = 0
     num_aborted: int = 0
     num_finished_by_stop: int = 0
@@ -48,23 +58,29 @@ class Metrics:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 
-    def count_step(self, scheduled: list[ScheduledSequence], seconds: float) -> bool:
+    def count_step(
+        self, scheduled: list[ScheduledSequence], num_sampled: int, seconds: float
+    ) -> tuple[int, int]:
         """Count a step that took `seconds` more than those before it.
 
+        Args:
+            scheduled: the step.
+            num_sampled: tokens that sequences got from it.
+            seconds: its time.
+
         Returns:
-            Whether a sequence prefilled in it.
+            How many tokens it computed for prefills, and for decodes.
         """
-        total = sum(item.num_tokens for item in scheduled)
         decode = sum(item.is_decode for item in scheduled)
-        prefill = total - decode
+        prefill = sum(item.num_tokens for item in scheduled) - decode
         self.num_steps += 1
         self.num_prefill_tokens += prefill
         self.num_decode_tokens += decode
-        if prefill:
-            self.prefill_seconds += seconds
-        else:
-            self.decode_seconds += seconds
-        return prefill > 0
+        self.num_sampled_tokens += num_sampled
+        self.prefill_seconds += seconds if prefill else 0.0
+        self.decode_seconds += seconds if decode else 0.0
+        self.step_seconds += seconds
+        return prefill, decode
 
     def count_finished(self, request: Request) -> None:
         """Count a request that ended."""
@@ -99,7 +115,7 @@ class Latencies:
 
     Attributes:
         prefill_step_seconds: steps in which a sequence prefilled.
-        decode_step_seconds: steps that only decoded.
+        decode_step_seconds: steps in which a sequence decoded; those that do both are in both.
         queue_seconds, first_token_seconds, total_seconds: as in `RequestMetrics`.
         seconds_per_token: likewise; of the requests that have more than one token.
     """
@@ -109,10 +125,12 @@ class Latencies:
         self.queue_seconds, self.first_token_seconds = Histogram(), Histogram()
         self.seconds_per_token, self.total_seconds = Histogram(), Histogram()
 
-    def add_step(self, seconds: float, prefills: bool) -> None:
-        """Add a step."""
-        steps = self.prefill_step_seconds if prefills else self.decode_step_seconds
-        steps.add(seconds)
+    def add_step(self, seconds: float, prefill: int, decode: int) -> None:
+        """Add a step that computed so many tokens for prefills and decodes."""
+        if prefill:
+            self.prefill_step_seconds.add(seconds)
+        if decode:
+            self.decode_step_seconds.add(seconds)
 
     def add_finished(self, metrics: RequestMetrics) -> None:
         """Add a request that ended."""
@@ -128,11 +146,13 @@ class Latencies:
 
 
 class Progress:
-    """A bar over `total` requests, with the rates of `metrics` since it was opened."""
+    """A bar over `total` requests, with rates since it was opened, over all the time that passed:
+    prompt tokens computed and tokens generated.
+    """
 
     def __init__(self, total: int, metrics: Metrics, enabled: bool) -> None:
         self._metrics = metrics
-        self._start = replace(metrics)
+        self._start, self._started_at = replace(metrics), time.perf_counter()
         # `disable=False` would overrule TQDM_DISABLE.
         options: dict[str, Any] = {} if enabled else {"disable": True}
         self._bar = tqdm(total=total, desc="Generating", unit="req", **options)
@@ -141,13 +161,13 @@ class Progress:
         """Show the state after a step in which `num_finished` requests ended."""
         if self._bar.disable:
             return
-        done = self._metrics.since(self._start)
-        rates = {}
-        if done.prefill_seconds:
-            rates["prefill"] = f"{done.num_prefill_tokens / done.prefill_seconds:.0f} tok/s"
-        if done.decode_seconds:
-            rates["decode"] = f"{done.num_decode_tokens / done.decode_seconds:.0f} tok/s"
-        self._bar.set_postfix(rates, refresh=False)
+        done, seconds = self._metrics.since(self._start), time.perf_counter() - self._started_at
+        if done.num_steps:
+            rates = {
+                "input": f"{done.num_prefill_tokens / seconds:.0f} tok/s",
+                "output": f"{done.num_sampled_tokens / seconds:.0f} tok/s",
+            }
+            self._bar.set_postfix(rates, refresh=False)
         self._bar.update(num_finished)
 
     def __enter__(self) -> Self:
