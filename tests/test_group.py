@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from ranks import PATIENCE, connected_groups, on_all_ranks
+from torch import distributed as dist
 
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
-from nanovllm.distributed.store import join, listen
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
 from nanovllm.layers.linear import RowParallelLinear, local_kv_heads, pick
@@ -52,14 +52,12 @@ def test_collectives(size: int) -> None:
 
 def test_defect_12_two_groups_meet_at_ports_of_their_own() -> None:
     """A fixed port let the ranks of two engines meet each other, or one of them fail."""
-    stores = [listen() for _ in range(2)]
-    assert stores[0][1] != stores[1][1]
+    stores = [dist.HashStore() for _ in range(2)]
     groups = [[Group(rank, 2) for rank in range(2)] for _ in stores]
 
     def meet(who: int) -> float:
-        (store, port), rank = stores[who // 2], who % 2
-        group = groups[who // 2][rank]
-        group.connect(store if rank == 0 else join(port), CPU)
+        group = groups[who // 2][who % 2]
+        group.connect(stores[who // 2], CPU)
         return float(group.all_reduce(torch.tensor([10.0 ** (who // 2)])))
 
     assert on_all_ranks(4, meet) == [2, 2, 20, 20]

@@ -23,7 +23,6 @@ from faults import DEADLINE, listeners, wait_until
 from nanovllm.distributed import nccl
 from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.distributed.nccl import Nccl
-from nanovllm.distributed.store import join, listen
 
 DEVICE = torch.device("cuda", 1)
 HANDLE, STREAM = 0x1234_5678_9ABC, 0x7777_0000_0001
@@ -298,10 +297,10 @@ def test_defect_13_abort_while_nccl_connects(library: Library) -> None:
         local = others.enter_context(socket.socket(socket.AF_UNIX))
         local.bind(f"\0{os.getpid()}")
         local.listen()
-        other_store, port = listen()  # of another engine
+        other_store = dist.HashStore()  # of another engine
         before = listeners()
         gloo = Group(1, 2)
-        meeting = threading.Thread(target=lambda: gloo.connect(join(port), torch.device("cpu")))
+        meeting = threading.Thread(target=lambda: gloo.connect(other_store, torch.device("cpu")))
         meeting.start()
         wait_until(lambda: listeners() - before)
         before = listeners()

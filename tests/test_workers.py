@@ -250,23 +250,19 @@ def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypa
     for it without end, and nothing could interrupt that.
     """
     store = f"""\
-    from torch.distributed import Store
-    class Fragile(Store):
-        def __init__(self, store):
-            super().__init__()
-            self.store, self.sets = store, 0
+    from nanovllm.distributed import store
+    class Fragile(store.Store):
+        sets = 0
         def set(self, key, value):
             self.sets += 1
             if self.sets == 2 and {moment!r} == "set":
                 os.kill(os.getpid(), 9)
-            self.store.set(key, value)
+            super().set(key, value)
         def wait(self, *args):
             if self.sets == 2:
                 os.kill(os.getpid(), 9)
-            self.store.wait(*args)
-    from nanovllm.distributed import store
-    join = store.join
-    store.join = lambda port: Fragile(join(port))"""
+            super().wait(*args)
+    store.Store = Fragile"""
     inject(SERVE, textwrap.indent(textwrap.dedent(store), "    ").strip())
     monkeypatch.setattr(gloo, "MEETING", timedelta(seconds=1))
     with pytest.raises(WorkerError, match="SIGKILL"):
@@ -521,6 +517,7 @@ from pathlib import Path
 started = []
 {at_exit}  # after what is registered later
 from nanovllm import LLM, SamplingParams, WorkerError
+from nanovllm.distributed.group import Group
 from nanovllm.engine import workers
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
@@ -584,6 +581,7 @@ CRASHES = {
 # Where the caller is: `reach` prints the processes, and crashes when it is told to.
 MOMENTS = {
     "while workers start": "Executor._connect = lambda *args: reach(); build()",
+    "while the ranks meet": "Group.connect = lambda *args: reach(); build()",
     "while workers load": "ModelRunner.load = lambda self: reach(); build()",
     "idle": "llm = build(); reach()",
     "within a step": "llm = build(); llm.model_runner.run = lambda *args: reach(); generate(llm)",
@@ -604,7 +602,7 @@ def test_defect_12_crash_of_the_caller_leaves_nothing(start_script, checkpoint):
     """Workers of a crashed caller ran on, and the name of their memory made later starts fail. A
     child that it forked holds all of its sockets open.
     """
-    pairs = zip(MOMENTS, [*CRASHES, "SIGKILL"], strict=True)
+    pairs = zip(MOMENTS, [*CRASHES, "SIGKILL", "SIGKILL"], strict=True)
     scripts = {}
     for moment, crash in pairs:
         code = f"""
@@ -627,7 +625,8 @@ def reach(child=0):
             os.close(pidfd)
             if child:
                 os.kill(child, signal.SIGKILL)
-        script.communicate(timeout=DEADLINE)  # nobody holds its pipes
+        _, err = script.communicate(timeout=DEADLINE)  # nobody holds its pipes
+        assert not err, name  # PyTorch's store wrote a stack trace where the ranks met
     with LLM(checkpoint, **TP2) as llm:
         assert_usable(llm, checkpoint)
 
@@ -765,17 +764,6 @@ atexit.register(count)"""
             assert last_line or not err, (name, err)
 
 
-@pytest.mark.parametrize("wanted", [None, pytest.param("INFO", marks=pytest.mark.slow)])
-def test_libraries_of_workers_are_quiet(wanted, checkpoint, monkeypatch):
-    """PyTorch's store wrote a stack trace where rank 0 had ended while they met."""
-    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    if wanted is not None:
-        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", wanted)
-    with LLM(checkpoint, **TP2) as llm:
-        environment = Path(f"/proc/{pids(llm)[0]}/environ").read_text().split("\0")
-    assert f"TORCH_CPP_LOG_LEVEL={wanted or 'FATAL'}" in environment
-
-
 # -- several engines, slow workers -----------------------------------------------------------------
 
 
@@ -803,6 +791,24 @@ def test_defect_12_engines_share_nothing(checkpoint):
                 assert not named
             one.exit()
             assert_usable(two, checkpoint)
+
+
+def test_nobody_else_can_reach_what_the_ranks_tell_each_other(checkpoint, monkeypatch):
+    """The store through which they met listened on 127.0.0.1, without a secret, for the engine's
+    life: other users of the machine could list and change its keys.
+    """
+    arrive, before = group.Group.arrive, []
+
+    def recording(self, *args):  # when all ranks are there and wait to meet
+        before.extend(listeners(pid) for pid in ("self", *children()))
+        arrive(self, *args)
+
+    monkeypatch.setattr(group.Group, "arrive", recording)
+    with LLM(checkpoint, **TP2) as llm:
+        assert before == [set(), set()]
+        after = [listeners(pid) for pid in ("self", *pids(llm))]
+        assert [len(addresses) for addresses in after] == [1, 1], "more than Gloo's own"
+        assert_usable(llm, checkpoint)
 
 
 def test_defect_11_stuck_worker_loses_no_message(checkpoint):

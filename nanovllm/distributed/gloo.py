@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from nanovllm.distributed.store import FOREVER
-
-MEETING = timedelta(seconds=10)  # for an address once, for a connection five times
+MEETING = timedelta(seconds=10)  # for a connection, five times
+FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
 
 
 class Gloo:

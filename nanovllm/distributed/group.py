@@ -50,7 +50,7 @@ class Group:
         """Tell the other ranks that this one is ready to meet them."""
         # Rank 1 brings NCCL's id, not 0: what waits for all ranks by it ends with the process.
         brings_id = self.rank == 1 and device.type == "cuda"
-        store.set(arrival(self.rank), get_unique_id().hex() if brings_id else "")
+        store.set(arrival(self.rank), get_unique_id() if brings_id else b"")  # type: ignore[arg-type]
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meet the other ranks, which must have arrived."""
@@ -58,7 +58,7 @@ class Group:
         if device.type == "cuda":
             self.name, self._backend = "nccl", Nccl(device, self.rank, self.size)
             with self._losing_contact():
-                self._backend.connect(bytes.fromhex(store.get(arrival(1)).decode()))
+                self._backend.connect(store.get(arrival(1)))
         else:
             self.name = "gloo"
             with self._losing_contact():

@@ -1,29 +1,51 @@
-"""The store through which ranks meet."""
+"""`Store`: what the ranks tell each other while they meet.
 
-import socket
+Rank 0's `Workers` keep the values, and the other ranks ask for them through the socket pairs that
+they have in any case: nothing listens, so no other process of the machine can read or change them.
+Once the ranks have met, the sockets have other uses, and nobody asks any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch import distributed as dist
 
-FOREVER = timedelta(days=365)  # a rank that has died is noticed by its process, not by a time limit
+POLL_SECONDS = 0.01
 
 
-def listen() -> tuple[dist.Store, int]:
-    """The store through which ranks meet, on this machine only, and its port."""
-    listener = socket.create_server(("127.0.0.1", 0))  # a port that nobody uses
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=FOREVER,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    return store, port
+class Store(dist.Store):
+    """One rank's access to the values. Gloo calls `set`, `wait` and `get` from C++.
 
+    No method has a time limit: a rank that waits for one that has died is ended by rank 0, whose
+    own `ask` raises then.
 
-def join(port: int) -> dist.Store:
-    """The same store in another process."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=FOREVER)
+    Args:
+        ask: sets the value of a key, if it is given one. Returns the value, None if there is none.
+    """
+
+    def __init__(self, ask: Callable[[str, bytes | None], bytes | None]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Let all ranks know a value."""
+        self._ask(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, as soon as it has one."""
+        while (value := self._ask(key, None)) is None:
+            time.sleep(POLL_SECONDS)
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Return when all keys have a value."""
+        for key in keys:
+            self.get(key)
 
 
 def arrival(rank: int) -> str:
-    """The key that a rank sets in the store when it is ready to meet the others."""
+    """The key that a rank sets when it is ready to meet the others."""
     return f"rank {rank} is there"

@@ -6,19 +6,17 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.store import arrival, join, listen
+from nanovllm.distributed.store import Store, arrival
 from nanovllm.engine.controls import ControlTable, KnownTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, max_plan_bytes
@@ -28,11 +26,8 @@ from nanovllm.engine.workers import PATIENCE, WorkerError, Workers
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 OVERHEAD = 4096  # bytes of a message beside the plan's arrays
-POLL_SECONDS = 0.005  # while the workers start
+POLL_SECONDS = 0.005  # while the ranks meet
 
 
 class Executor:
@@ -53,8 +48,6 @@ class Executor:
             config.max_num_seqs, model_config.vocab_size, partial(host_array, self._device)
         )
         self._workers: Workers | None = None
-        self._store: Store | None = None
-        self._port = 0  # of the store
         self._meeting: threading.Thread | None = None
         self._meeting_error: BaseException | None = None
         if config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
@@ -75,11 +68,9 @@ class Executor:
             -(-max_len // config.kvcache_block_size),
         )
         with _uninterrupted():
-            self._store, self._port = listen()
             self._workers = Workers(
                 config,
                 self._model_config,
-                self._port,
                 max(1, torch.get_num_threads() // size),
                 plan_bytes + OVERHEAD,
                 on_failure=self._group.abort,
@@ -109,14 +100,11 @@ class Executor:
         workers = self._workers
         if workers is None:
             return
-        assert self._store is not None
-        arrivals = [arrival(rank) for rank in range(1, self._group.size)]
-        while not self._store.check(arrivals):
-            workers.check()
-            time.sleep(POLL_SECONDS)
+        store = Store(workers.ask)
+        store.wait([arrival(rank) for rank in range(1, self._group.size)])
         quiet()
-        self._group.arrive(self._store, self._device)
-        self._meeting = threading.Thread(target=self._meet, daemon=True)
+        self._group.arrive(store, self._device)
+        self._meeting = threading.Thread(target=self._meet, args=(store,), daemon=True)
         self._meeting.start()
         while self._meeting.is_alive():
             workers.check()
@@ -124,11 +112,11 @@ class Executor:
         if self._meeting_error is not None:
             raise self._meeting_error
 
-    def _meet(self) -> None:
+    def _meet(self, store: Store) -> None:
         try:
-            # As one of the store's clients, which fails when `close` drops the store. If a worker
-            # dies just before it connects, NCCL is stopped by `abort`, Gloo by its time limit.
-            self._group.connect(join(self._port), self._device)
+            # If a worker dies just before it connects, NCCL is stopped by `abort`, Gloo by its time
+            # limit.
+            self._group.connect(store, self._device)
         except BaseException as error:
             self._meeting_error = error
 
@@ -196,7 +184,7 @@ class Executor:
         in_order = runner is not None and not self.is_broken
         with _uninterrupted(), ExitStack() as finally_:  # the last of these is done first
             finally_.callback(self._group.close)
-            finally_.callback(self._leave_store)
+            finally_.callback(self._end_meeting)
             if workers is not None:
                 self._workers = None
                 in_order = in_order and workers.failure is None
@@ -210,8 +198,7 @@ class Executor:
         if workers is not None and runner is not None and not self.is_broken:
             workers.check()
 
-    def _leave_store(self) -> None:
-        self._store = None
+    def _end_meeting(self) -> None:
         if self._meeting is not None:
             self._meeting.join(PATIENCE)
             self._meeting_error = None

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
@@ -24,7 +25,6 @@ class Setup(NamedTuple):
     rank: int
     config: Config
     model_config: ModelConfig
-    port: int  # of the store through which the ranks meet
     channel_fd: int
     channel_capacity: int
     num_threads: int  # of PyTorch on the CPU
@@ -59,7 +59,7 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     import torch
 
     from nanovllm.distributed.group import Group
-    from nanovllm.distributed.store import FOREVER, arrival, join
+    from nanovllm.distributed.store import Store, arrival
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.utils.device import resolve_device
 
@@ -68,15 +68,21 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     size = setup.config.tensor_parallel_size
     group = Group(setup.rank, size)
     device = resolve_device(setup.config.device, setup.rank, size)
-    store = join(setup.port)
+    store = Store(partial(_ask, sock))
     group.arrive(store, device)
-    store.wait([arrival(0)], FOREVER)  # rank 0 is there when all are
+    store.wait([arrival(0)])  # rank 0 is there when all are
     group.connect(store, device)
     runner = ModelRunner(setup.config, setup.model_config, group)
     channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
     while sock.recv(1):
         method, args = pickle.loads(channel.read(setup.rank - 1))
         getattr(runner, method)(*args)
+
+
+def _ask(sock: socket.socket, key: str, value: bytes | None) -> bytes | None:
+    """What a worker's `Store` calls: rank 0's `Workers` answer."""
+    send_object(sock, (key, value))
+    return receive_object(sock)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -91,7 +97,7 @@ def _end_with_parent(parent: int) -> None:
 def send_object(sock: socket.socket, value: Any) -> None:
     """Send a value and its length before it."""
     data = pickle.dumps(value)
-    sock.sendall(len(data).to_bytes(8, "little") + data)
+    sock.sendall(len(data).to_bytes(8, "little") + data, socket.MSG_NOSIGNAL)
 
 
 def receive_object(sock: socket.socket) -> Any:

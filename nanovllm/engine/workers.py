@@ -2,7 +2,8 @@
 
 They are processes of their own (`python -c`), not forks, and do not import the caller's script, so
 a script needs no `if __name__ == "__main__"`. A worker ends when its socket to rank 0 is closed, or
-when rank 0's process is gone; a thread here notices when a worker ends.
+when rank 0's process is gone; a thread here answers what a worker asks for while the ranks meet,
+and notices when it ends.
 """
 
 import contextlib
@@ -70,7 +71,6 @@ class Workers:
 
     Args:
         config, model_config: what each gets, the same for all.
-        port: of the store through which the ranks meet.
         num_threads: of PyTorch in each, on the CPU.
         message_bytes: the longest message of `call`.
         on_failure: called when a worker has died, from a thread of ours.
@@ -83,7 +83,6 @@ class Workers:
         self,
         config: Config,
         model_config: ModelConfig,
-        port: int,
         num_threads: int,
         message_bytes: int,
         on_failure: Callable[[], None],
@@ -94,13 +93,14 @@ class Workers:
         self._blame = threading.Lock()  # of who decides which worker is the cause
         self._blamed, self._failed = threading.Event(), threading.Event()
         self._closing = self._killed = False  # by `close`
+        self._told: dict[str, bytes] = {}  # what the ranks' `Store`s hold
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:
                 self._start(
-                    Setup(rank, config, model_config, port, channel_fd, message_bytes, num_threads)
+                    Setup(rank, config, model_config, channel_fd, message_bytes, num_threads)
                 )
         except BaseException:
             self.close(kill=True)
@@ -150,6 +150,22 @@ class Workers:
             self.check()
             time.sleep(1e-4)
 
+    def ask(self, key: str, value: bytes | None) -> bytes | None:
+        """What rank 0's `Store` calls.
+
+        Raises:
+            RuntimeError: if a worker has died, or after `close`.
+        """
+        if self._closing or self.failure is not None:
+            # Not `failure` itself: the frames of whoever waits here would live as long as it.
+            raise RuntimeError("the ranks do not meet any more")
+        return self._tell(key, value)
+
+    def _tell(self, key: str, value: bytes | None) -> bytes | None:
+        if value is not None:
+            self._told[key] = value
+        return self._told.get(key)
+
     def check(self) -> None:
         """WorkerError if a worker has died."""
         if self.failure is not None:
@@ -166,10 +182,14 @@ class Workers:
         return self.failure or error
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        """Wait for the end of a worker. The first that ends, but for lost contact, is to blame."""
+        """Answer a worker's `Store`, and wait for its end. The first that ends, but for lost
+        contact, is to blame.
+        """
         report = Report("", lost_contact=False)
         with contextlib.suppress(EOFError, OSError):  # it left none
-            report = receive_object(sock)
+            while not isinstance(message := receive_object(sock), Report):
+                send_object(sock, self._tell(*message))
+            report = message
         if report.lost_contact:
             self._blamed.wait(GRACE)
         with self._blame:
@@ -228,8 +248,7 @@ def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
         pass_fds=(fd, channel_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # PyTorch's store writes a stack trace where rank 0 ends while they meet.
-        env={"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ, "TQDM_DISABLE": "1"},
+        env={**os.environ, "TQDM_DISABLE": "1"},
         start_new_session=True,  # Ctrl-C is for rank 0
     )
 
