@@ -73,4 +73,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(LAZY[name]), name)
+    try:
+        module = importlib.import_module(LAZY[name])
+    except AttributeError as error:  # of which Python would say only "cannot import name"
+        raise ImportError(f"{LAZY[name]} cannot be imported: AttributeError: {error}") from error
+    return getattr(module, name)

@@ -37,6 +37,20 @@ def test_the_engine_imports_torch_alone():
     assert imported("from nanovllm import LLM", ["torch", *NEVER]) == ["torch"]
 
 
+def test_error_inside_a_lazy_import_is_shown(tmp_path):
+    """Python turns an AttributeError there into "cannot import name 'LLM'", without its cause."""
+    (tmp_path / "torch.py").write_text("import math; math.no_such_function")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from nanovllm import LLM"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    cause, _, error = done.stderr.strip().partition("The above exception was the direct cause")
+    assert str(tmp_path / "torch.py") in cause, "where it happened"
+    assert error.splitlines()[-1] == (
+        "ImportError: nanovllm.llm cannot be imported: AttributeError: "
+        "module 'math' has no attribute 'no_such_function'"
+    )
+
+
 def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
     """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and
     llguidance, which a plain install lacks, is for structured outputs alone.
