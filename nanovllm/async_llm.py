@@ -40,6 +40,7 @@ class AsyncLLM:
     @takes_options
     def __init__(self, model: str | Path, **options: Any) -> None:
         llm = LLM(model, **options)
+        self._shown = repr(llm)
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -47,6 +48,11 @@ class AsyncLLM:
         self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, self._commands.put, None)
+
+    def __repr__(self) -> str:
+        if "_close" not in vars(self):  # half built
+            return "AsyncLLM()"
+        return f"AsyncLLM({self._shown}{', closed' if self.is_closed else ''})"
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None

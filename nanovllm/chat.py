@@ -4,10 +4,10 @@ Imports no torch, and transformers only for tools that are functions; the tokeni
 engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from nanovllm.engine.inputs import encode
+from nanovllm.engine.inputs import encode, listed
 from nanovllm.utils.checks import check_bool
 
 Message: TypeAlias = Mapping[str, Any]
@@ -82,21 +82,11 @@ class ChatRenderer:
             "continue_final_message": continue_final_message,
         }
 
-    def render_all(
-        self, messages: Conversation | Sequence[Conversation]
-    ) -> dict[str, dict[str, Any]]:
-        """The prompts of one conversation or many, by what errors call the conversations."""
-        # All are checked before one is rendered.
-        return {
-            name: self._render(conversation, name)
-            for name, conversation in read_conversations(messages).items()
-        }
-
-    def _render(self, conversation: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    def render(self, conversation: Any, name: str) -> dict[str, Any]:
+        """The prompt that a conversation becomes; `name` is what errors call it."""
+        messages = _read_conversation(conversation, name)
         try:
-            text = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, **self._options
-            )
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
         except Exception as error:  # whatever the code in the template raises
             raise ValueError(
                 f"`{name}` cannot be rendered by the chat template "
@@ -107,27 +97,26 @@ class ChatRenderer:
         return {"prompt": text, "prompt_token_ids": token_ids}
 
 
-def read_conversations(messages: Any) -> dict[str, list[dict[str, Any]]]:
-    """One conversation or many, checked, by what errors call them."""
-    if not _is_list(messages):
+def name_conversations(messages: Any) -> dict[str, Any]:
+    """One conversation or many, by what errors call them."""
+    items = listed(messages)
+    if items is None:
         raise TypeError(
             "`messages` must be a list of messages or a list of conversations, "
             f"got {type(messages).__name__}"
         )
-    if messages and _is_list(messages[0]):
-        return {
-            f"messages[{i}]": _read_conversation(conversation, f"messages[{i}]")
-            for i, conversation in enumerate(messages)
-        }
-    return {"messages": _read_conversation(messages, "messages")}
+    if items and isinstance(items[0], Iterable) and not isinstance(items[0], (str, bytes, Mapping)):
+        return {f"messages[{i}]": conversation for i, conversation in enumerate(items)}
+    return {"messages": items}
 
 
 def _read_conversation(conversation: Any, name: str) -> list[dict[str, Any]]:
-    if not _is_list(conversation):
+    messages = listed(conversation)
+    if messages is None:
         raise TypeError(f"`{name}` must be a list of messages, got {type(conversation).__name__}")
-    if not conversation:
+    if not messages:
         raise ValueError(f"`{name}` must have at least one message, got none")
-    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(conversation)]
+    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
 
 
 def _read_message(message: Any, name: str) -> dict[str, Any]:

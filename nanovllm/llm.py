@@ -1,14 +1,15 @@
 """`LLM`: the user's class."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.beam_search import Candidates, beam_search
-from nanovllm.chat import ChatRenderer, Conversation, Tool
-from nanovllm.engine.inputs import Prompts
+from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
+from nanovllm.engine.inputs import Params, ParsedPrompt, Prompts, name_prompts
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request_maker import Refusal
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -33,7 +34,9 @@ class LLM(LLMEngine):
     `exit()`, to give the memory back at a known time.
     """
 
-    def score(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[ScoreOutput]:
+    def score(
+        self, prompts: Prompts, *, use_tqdm: bool = True, on_error: str = "raise"
+    ) -> list[ScoreOutput]:
         """How likely texts are, token by token: for perplexity, and to compare answers.
 
         (vLLM's `score` is another thing: it compares pairs of texts by models for that.)
@@ -43,6 +46,7 @@ class LLM(LLMEngine):
         Args:
             prompts: as for `generate`; each leaves room for one token within `max_model_len`.
             use_tqdm: show a progress bar.
+            on_error: as for `generate`.
 
         Returns:
             One for each prompt, in their order.
@@ -52,11 +56,12 @@ class LLM(LLMEngine):
         """
         params = replace(ONE_TOKEN, prompt_logprobs=0)
         outputs = []
-        for output in self.generate(prompts, params, use_tqdm):
+        for output in self.generate(prompts, params, use_tqdm, on_error=on_error):
             token_ids, places = output.prompt_token_ids, output.prompt_logprobs
-            assert places is not None
-            logprobs = [places[i][token_ids[i]].logprob for i in range(1, len(token_ids))]
-            outputs.append(ScoreOutput(token_ids, logprobs))
+            assert places is not None or output.error
+            own = [places[i][token_ids[i]] for i in range(1, len(token_ids))] if places else []
+            logprobs, ranks = [item.logprob for item in own], [item.rank for item in own]
+            outputs.append(ScoreOutput(token_ids, logprobs, ranks, output.error))
         return outputs
 
     def embed(
@@ -66,6 +71,7 @@ class LLM(LLMEngine):
         *,
         normalize: bool = True,
         use_tqdm: bool = True,
+        on_error: str = "raise",
     ) -> list[EmbeddingRequestOutput]:
         """Texts as vectors: hidden states behind the final norm.
 
@@ -74,6 +80,7 @@ class LLM(LLMEngine):
             pooling: "last" takes that of the last token, "mean" the mean over all tokens.
             normalize: scale each vector to length 1.
             use_tqdm: show a progress bar.
+            on_error: as for `generate`.
 
         Returns:
             One for each prompt, in their order.
@@ -83,27 +90,27 @@ class LLM(LLMEngine):
         """
         check_choice("pooling", pooling, POOLING)
         check_bool("normalize", normalize)
-        checked = self._maker.check_all(prompts, ONE_TOKEN)
+        checked = self._maker.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
         outputs = []
         for output in self._complete(checked, use_tqdm, pooling):
             vector = output.embedding
-            assert vector is not None
-            if normalize:
+            assert vector is not None or output.error
+            if vector and normalize:
                 length = math.hypot(*vector) or 1.0
                 vector = [value / length for value in vector]
+            embedding, token_ids = EmbeddingOutput(vector or []), output.prompt_token_ids
             outputs.append(
-                EmbeddingRequestOutput(
-                    output.request_id, EmbeddingOutput(vector), output.prompt_token_ids, True
-                )
+                EmbeddingRequestOutput(output.request_id, embedding, token_ids, True, output.error)
             )
         return outputs
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        on_error: str = "raise",
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -113,11 +120,13 @@ class LLM(LLMEngine):
         """Answer conversations.
 
         Args:
-            messages: one conversation or a list of them. A conversation is a list of dictionaries
-                with `role` and `content`: a string, or a list of `{"type": "text", "text": ...}`,
-                which become its lines. Other keys are the template's.
+            messages: one conversation or a list of them, or another iterable. A conversation is a
+                list of dictionaries with `role` and `content`: a string, or a list of
+                `{"type": "text", "text": ...}`, which become its lines. Other keys are the
+                template's.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
+            on_error: as in `generate`; conversations are refused likewise.
             chat_template: a Jinja template; None for the checkpoint's own.
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: leave the last message open, for the model to go on with; needs
@@ -140,14 +149,21 @@ class LLM(LLMEngine):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        reader = self._maker.prompts
-        prompts = [
-            reader.parse(prompt, name) for name, prompt in renderer.render_all(messages).items()
-        ]
-        return self._complete(self._maker.check_parsed(prompts, sampling_params), use_tqdm)
+
+        def read(conversation: Any, name: str) -> ParsedPrompt:
+            return self._maker.prompts.parse(renderer.render(conversation, name), name)
+
+        conversations = name_conversations(messages)
+        checked = self._maker.check_all(conversations, sampling_params, on_error, read)
+        return self._complete(checked, use_tqdm)
 
     def beam_search(
-        self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        *,
+        on_error: str = "raise",
     ) -> list[BeamSearchOutput]:
         """Find likely continuations of prompts by beam search.
 
@@ -158,6 +174,7 @@ class LLM(LLMEngine):
             prompts: as in `generate`.
             params: for all prompts.
             use_tqdm: show a progress bar.
+            on_error: as in `generate`.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -177,15 +194,20 @@ class LLM(LLMEngine):
 
         with self._lock:
             self._check_open()
+            checked = self._maker.check_all(name_prompts(prompts), one_token, on_error)
             found = beam_search(
-                [prompt.token_ids for prompt in self._maker.prompts.parse_all(prompts)],
+                [item.token_ids for item in checked if not isinstance(item, Refusal)],
                 params,
                 next_tokens,
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 use_tqdm=use_tqdm,
             )
-            return [BeamSearchOutput([self._with_text(beam) for beam in beams]) for beams in found]
+            outputs = (BeamSearchOutput([*map(self._with_text, beams)]) for beams in found)
+            return [
+                BeamSearchOutput([], item.error) if isinstance(item, Refusal) else next(outputs)
+                for item in checked
+            ]
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         return replace(beam, text=self._maker.decoder(beam.tokens, skip_special_tokens=False))

@@ -2,21 +2,23 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-KEYS = ("text", "token_ids")  # of a RequestOutput as a mapping
+from nanovllm.utils.record import Record, Row
+
+MAX_PLACES = 4  # of TokenLogprobs, that a repr shows
 
 
-@dataclass(frozen=True)
-class Logprob:
+@dataclass(frozen=True, repr=False)
+class Logprob(Record):
     """How likely a token is at its place, by the model alone.
 
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token.
-        decoded_token: the token as text, None without a tokenizer.
+        decoded_token: the token as text; None without a tokenizer or `detokenize`.
     """
 
     logprob: float
@@ -82,11 +84,12 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(list(self))
+        shown, more = repr(self[:MAX_PLACES]), len(self) - MAX_PLACES
+        return shown if more <= 0 else f"{shown[:-1]}, <{more} more>]"
 
 
-@dataclass(frozen=True)
-class CompletionOutput:
+@dataclass(frozen=True, repr=False)
+class CompletionOutput(Record):
     """One completion of a prompt.
 
     Attributes:
@@ -114,18 +117,26 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
-class ScoreOutput:
+@dataclass(frozen=True, repr=False)
+class ScoreOutput(Row):
     """How likely a text is, by the model (`LLM.score`).
+
+    What follows a context of c tokens has the log-probabilities `logprobs[c - 1 :]`, and is what
+    greedy decoding gives where `ranks[c - 1 :]` are all 1.
 
     Attributes:
         prompt_token_ids: the text as token ids.
         logprobs: natural logarithm of the probability of each token but the first, after those
             before it.
+        ranks: the places of these tokens among all, by their probability; 1 for the most likely,
+            and for all that are equally likely.
+        error: why the text was refused, with `on_error="return"`; None else.
     """
 
     prompt_token_ids: list[int]
     logprobs: list[float]
+    ranks: list[int]
+    error: str | None = None
 
     @property
     def total_logprob(self) -> float:
@@ -133,20 +144,33 @@ class ScoreOutput:
         return sum(self.logprobs)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether each token but the first is the most likely one."""
+        return self.error is None and all(rank == 1 for rank in self.ranks)
+
+    @property
     def perplexity(self) -> float:
         """exp of the mean negative log-probability; NaN for a single token."""
         return math.exp(-self.total_logprob / len(self.logprobs)) if self.logprobs else math.nan
 
+    def _row(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "total_logprob": self.total_logprob,
+            "perplexity": self.perplexity,
+            "is_greedy": self.is_greedy,
+        }
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """A text as a vector: `embedding`, as long as the model's hidden states."""
+
+@dataclass(frozen=True, repr=False)
+class EmbeddingOutput(Record):
+    """A text as a vector: `embedding`, as long as the model's hidden states; empty if refused."""
 
     embedding: list[float]
 
 
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
+@dataclass(frozen=True, repr=False)
+class EmbeddingRequestOutput(Row):
     """What `LLM.embed` returns for a prompt.
 
     Attributes:
@@ -154,16 +178,26 @@ class EmbeddingRequestOutput:
         outputs: the vector.
         prompt_token_ids: the prompt as token ids.
         finished: always True.
+        error: why the prompt was refused, with `on_error="return"`; None else.
     """
 
     request_id: int
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     finished: bool
+    error: str | None = None
+
+    def _row(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "embedding": self.outputs.embedding,
+            "num_prompt_tokens": len(self.prompt_token_ids),
+            "error": self.error,
+        }
 
 
-@dataclass(frozen=True)
-class RequestMetrics:
+@dataclass(frozen=True, repr=False)
+class RequestMetrics(Record):
     """Where the time of a request went, in seconds since it was queued.
 
     Attributes:
@@ -189,20 +223,25 @@ class RequestMetrics:
         return self.decode_seconds / self.num_decode_tokens if self.num_decode_tokens else None
 
 
-@dataclass(frozen=True)
-class RequestOutput(Mapping[str, Any]):
+@dataclass(frozen=True, repr=False)
+class RequestOutput(Row):
     """A finished request. Reads like vLLM's (`o.outputs[0].text`) and nano-vLLM's (`o["text"]`).
+
+    As a mapping, and a row of a table, it shows the first of its completions: `text`, `token_ids`,
+    `finish_reason` and `num_generated_tokens`. A prompt that was refused has none; they are "", [],
+    "error" and 0 there.
 
     Attributes:
         request_id: what `add_request` returned.
         prompt: the prompt as text, None when it came as token ids.
         prompt_token_ids: the prompt as token ids; what a stream gives of it shares one list.
-        outputs: its completions.
+        outputs: its completions; none if the prompt was refused.
         finished: whether it has ended; what `LLM.stream` gives before has the news only.
         num_cached_tokens: prompt tokens that the prefix cache served.
         prompt_logprobs: for each prompt token, None for the first, if asked for.
         embedding: the prompt's hidden states as one vector, for `LLM.embed`.
         metrics: where its time went.
+        error: why the prompt was refused, with `on_error="return"`; None else.
     """
 
     request_id: int
@@ -213,23 +252,26 @@ class RequestOutput(Mapping[str, Any]):
     num_cached_tokens: int
     prompt_logprobs: TokenLogprobs | None = None
     embedding: list[float] | None = None
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = field(default=None, repr=False)
+    error: str | None = None
 
-    def __getitem__(self, key: str) -> Any:
-        """`output["text"]` and `output["token_ids"]`: the first completion, as in nano-vLLM."""
-        if key not in KEYS:
-            raise KeyError(f"{key!r}; the keys are 'text' and 'token_ids'")
-        return getattr(self.outputs[0], key)
+    def _row(self) -> dict[str, Any]:
+        first = self.outputs[0] if self.outputs else CompletionOutput(0, "", [], "error")
+        return {
+            "request_id": self.request_id,
+            "prompt": self.prompt,
+            "text": first.text,
+            "token_ids": first.token_ids,
+            "finish_reason": first.finish_reason,
+            "num_prompt_tokens": len(self.prompt_token_ids),
+            "num_generated_tokens": len(first.token_ids),
+            "num_cached_tokens": self.num_cached_tokens,
+            "error": self.error,
+        }
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(KEYS)
 
-    def __len__(self) -> int:
-        return len(KEYS)
-
-
-@dataclass(frozen=True)
-class BeamSearchSequence:
+@dataclass(frozen=True, repr=False)
+class BeamSearchSequence(Record):
     """A sequence that a beam search has found.
 
     Attributes:
@@ -248,8 +290,18 @@ class BeamSearchSequence:
     stop_reason: int | None = None
 
 
-@dataclass(frozen=True)
-class BeamSearchOutput:
-    """The best sequences for a prompt, the best first."""
+@dataclass(frozen=True, repr=False)
+class BeamSearchOutput(Row):
+    """What a beam search has found for a prompt. As a mapping it shows the best sequence.
+
+    Attributes:
+        sequences: the best first; none if the prompt was refused.
+        error: why it was refused, with `on_error="return"`; None else.
+    """
 
     sequences: list[BeamSearchSequence]
+    error: str | None = None
+
+    def _row(self) -> dict[str, Any]:
+        refused = BeamSearchSequence([], math.nan, finish_reason="error")
+        return {**vars(self.sequences[0] if self.sequences else refused), "error": self.error}

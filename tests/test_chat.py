@@ -6,6 +6,8 @@ import re
 from collections import UserDict
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from checkpoints import (
@@ -114,7 +116,14 @@ def test_one_and_many_conversations(llm):
     assert tokens(outputs) == expected
     assert [output.prompt for output in outputs] == texts
     assert [output.prompt_token_ids for output in outputs] == [token_ids(text) for text in texts]
-    assert tokens(llm.chat((tuple(HELLO),), params[0], use_tqdm=False)) == expected[:1]
+    for form in (
+        (tuple(HELLO),),
+        iter(HELLO),
+        iter([iter(HELLO)]),
+        pd.Series([HELLO]),
+        np.array([*HELLO, None])[:1],  # as tables keep lists
+    ):
+        assert tokens(llm.chat(form, params[0], use_tqdm=False)) == expected[:1]
     assert_idle(llm)
 
 
@@ -233,7 +242,7 @@ REFUSED = [
             "`messages` must be a list of messages or a list of conversations, "
             f"got {type(messages).__name__}",
         )
-        for messages in ("Hi", USER, None, 5, iter([USER]))
+        for messages in ("Hi", USER, None, 5, {1})
     ),
     ({"messages": []}, ValueError, "`messages` must have at least one message, got none"),
     (

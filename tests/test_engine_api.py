@@ -24,7 +24,8 @@ from checkpoints import (
     references,
     run_steps,
 )
-from nanovllm import LLM, CompletionOutput, SamplingParams
+from nanovllm import LLM, AsyncLLM, CompletionOutput, SamplingParams
+from nanovllm.engine import llm_engine
 from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.step_inputs import PendingTokens
 
@@ -43,13 +44,45 @@ def test_output_reads_both_ways(llm, checkpoint):
     assert (output.prompt, output.prompt_token_ids, output.finished) == (None, prompt, True)
     assert (first.num_cached_tokens, output.num_cached_tokens) == (0, 32)
     assert output.request_id > first.request_id
-    assert dict(output) == {**output} == {"text": "", "token_ids": expected}
-    assert list(output) == list(output.keys()) == ["text", "token_ids"] and len(output) == 2
-    assert "text" in output and "logprobs" not in output
+    assert {**output} == {
+        "request_id": output.request_id,
+        "prompt": None,
+        "text": "",
+        "token_ids": expected,
+        "finish_reason": "length",
+        "num_prompt_tokens": 40,
+        "num_generated_tokens": 5,
+        "num_cached_tokens": 32,
+        "error": None,
+    }
+    assert "text" in output and "logprobs" not in output and len(output) == len([*output]) == 9
     assert (output.get("token_ids"), output.get("logprobs", 7)) == (expected, 7)
-    for key in ("logprobs", "prompt", 0, None):
-        with pytest.raises(KeyError, match="the keys are 'text' and 'token_ids'"):
+    for key in ("logprobs", "prompts", 0, None):
+        with pytest.raises(KeyError, match="the keys are request_id, prompt, text"):
             output[key]
+
+
+def test_repr_says_what_it_is_in_a_line(checkpoint, monkeypatch):
+    path, facts = repr(str(checkpoint)), "float32 on cpu, torch attention, 32 blocks of 16"
+    with LLM(checkpoint, **SMALL) as llm:
+        assert repr(llm) == f"LLM({path}, Qwen3ForCausalLM, {facts})"
+    assert repr(llm) == f"LLM({path}, Qwen3ForCausalLM, {facts}, closed)"
+    engine = AsyncLLM(checkpoint, **SMALL)
+    assert repr(engine) == f"AsyncLLM(LLM({path}, Qwen3ForCausalLM, {facts}))"
+    engine.exit()
+    assert repr(engine).endswith(f"{facts}), closed)")
+    # half built: with nothing, then where the executor fails
+    assert [repr(object.__new__(kind)) for kind in (LLM, AsyncLLM)] == ["LLM()", "AsyncLLM()"]
+    built = []
+
+    def fail(self):
+        built.append(self)
+        raise MemoryError
+
+    monkeypatch.setattr(llm_engine.LLMEngine, "_start", fail)
+    with pytest.raises(MemoryError):
+        LLM(checkpoint, **SMALL)
+    assert repr(built[0]) == f"LLM({path}, Qwen3ForCausalLM, closed)"
 
 
 @pytest.mark.parametrize("eos", [258, 256], ids=["of-tokenizer", "of-generation-config"])

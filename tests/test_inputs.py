@@ -1,12 +1,18 @@
 """Prompts and sampling parameters in every accepted form, and what is refused before queueing."""
 
 import copy
+import functools
 import logging
+import operator
 import re
+from array import array
+from collections import deque
 from types import MappingProxyType
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 from checkpoints import (
     PROMPT,
@@ -18,13 +24,15 @@ from checkpoints import (
     greedy,
     reference,
 )
-from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanovllm import LLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.engine.inputs import (
     PromptReader,
     SamplingParamsReader,
     bad_word_tokens,
+    name_prompts,
     spread_sampling_params,
 )
+from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_MODEL_LEN, POOL_TOKENS = 12, 16
@@ -51,6 +59,10 @@ class Pieces:
             ids.append(self.PIECES.index(piece))
             text = text.removeprefix(piece)
         return ids
+
+
+def parse_all(reader, prompts):
+    return [reader.parse(prompt, name) for name, prompt in name_prompts(prompts).items()]
 
 
 @pytest.fixture
@@ -108,10 +120,33 @@ ABC, AB, ONE_TWO = ("abc", [0, 1, 2]), ("ab", [0, 1]), (None, [1, 2])
         ((), []),
         (list(range(11)), [(None, list(range(11)))]),  # one below max_model_len
         ([[0], [19]], [(None, [0]), (None, [19])]),
+        # one prompt of tokens
+        (torch.tensor([1, 2]), [ONE_TWO]),
+        (torch.tensor([1, 2], dtype=torch.int32), [ONE_TWO]),
+        (pd.Series([1, 2], index=["x", "y"]), [ONE_TWO]),
+        (array("q", [1, 2]), [ONE_TWO]),
+        (iter([1, 2]), [ONE_TWO]),
+        ({"prompt_token_ids": torch.tensor([1, 2])}, [ONE_TWO]),
+        ({"prompt_token_ids": iter([1, 2])}, [ONE_TWO]),
+        # many prompts
+        ((text for text in ["abc", "ab"]), [ABC, AB]),
+        (map(str, ["abc", "ab"]), [ABC, AB]),
+        (pd.Series(["abc", "ab"], index=[7, 0]), [ABC, AB]),
+        (pd.Series(["abc", [1, 2]]), [ABC, ONE_TWO]),
+        (pd.DataFrame({"a": ["abc", "ab"]})["a"], [ABC, AB]),
+        (np.array(["abc", "ab"]), [ABC, AB]),
+        (np.array(["abc", {"prompt": "ab"}], dtype=object), [ABC, AB]),
+        ({"abc": 0, "ab": 1}.keys(), [ABC, AB]),
+        ({0: "abc", 1: "ab"}.values(), [ABC, AB]),
+        (deque(["abc", "ab"]), [ABC, AB]),
+        (torch.tensor([[1, 2], [1, 2]]), [ONE_TWO, ONE_TWO]),
+        ([torch.tensor([1, 2]), pd.Series([1, 2])], [ONE_TWO, ONE_TWO]),
+        (iter(()), []),
+        (pd.Series([], dtype=object), []),
     ],
 )
 def test_every_form_of_prompts_is_read(prompts, parsed, reader):
-    result = reader.parse_all(prompts)
+    result = parse_all(reader, prompts)
     assert result == parsed
     assert all(type(i) is int for prompt in result for i in prompt.token_ids)
 
@@ -146,7 +181,12 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         (None, TypeError, f"`prompts` {STRINGS_OR} NoneType"),
         (3, TypeError, f"`prompts` {STRINGS_OR} int"),
         ({1, 2}, TypeError, f"`prompts` {STRINGS_OR} set"),
-        ((p for p in ["ab"]), TypeError, f"`prompts` {STRINGS_OR} generator"),
+        (frozenset(["ab"]), TypeError, f"`prompts` {STRINGS_OR} frozenset"),
+        (pd.DataFrame({"prompt": ["ab"]}), TypeError, f"`prompts` {STRINGS_OR} DataFrame"),
+        (pd.Series(["ab", None]), TypeError, f"`prompts[1]` {STRING_OR} float"),
+        (torch.tensor(5), TypeError, f"`prompts` {STRINGS_OR} Tensor"),
+        (torch.tensor([0.5]), TypeError, f"`prompts[0]` {STRING_OR} float"),
+        ((p for p in ["ab", ""]), ValueError, "`prompts[1]` must have at least one token"),
         ({}, ValueError, f"`prompts` {KEYS} []"),
         ({"text": "ab"}, ValueError, f"`prompts` {KEYS} ['text']"),
         ([{"prompt": "a", "n": 1}], ValueError, f"`prompts[0]` {KEYS} ['n', 'prompt']"),
@@ -167,7 +207,7 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
 )
 def test_defect_17_bad_prompt_is_named(prompts, error, message, reader):
     with pytest.raises(error, match=re.escape(message)):
-        reader.parse_all(prompts)
+        parse_all(reader, prompts)
 
 
 def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
@@ -212,10 +252,10 @@ def test_text_without_tokenizer_is_refused_with_remedy():
     reader = PromptReader(None, 20, MAX_MODEL_LEN, POOL_TOKENS)
     for prompts in ("ab", {"prompt": "ab"}):
         with pytest.raises(ValueError, match=r"`prompts` is text, .* no tokenizer: pass token ids"):
-            reader.parse_all(prompts)
+            parse_all(reader, prompts)
     # text beside token ids is only carried along
     both = {"prompt": "shown", "prompt_token_ids": [1]}
-    assert reader.parse_all([both]) == [("shown", [1])]
+    assert parse_all(reader, [both]) == [("shown", [1])]
 
 
 # -- sampling parameters --------------------------------------------------------------------------
@@ -223,11 +263,15 @@ def test_text_without_tokenizer_is_refused_with_remedy():
 
 def test_sampling_params_are_spread():
     one, two = SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)
-    assert spread_sampling_params(None, 2) == [SamplingParams(), SamplingParams()]
-    assert spread_sampling_params(one, 3) == [one, one, one]
-    assert spread_sampling_params([one, two], 2) == [one, two]
-    assert spread_sampling_params((two, one), 2) == [two, one]
+    default = SamplingParams(max_tokens=3)
+    for_all = "sampling_params"
+    assert spread_sampling_params(None, 2, default) == [(for_all, default), (for_all, default)]
+    assert spread_sampling_params(one, 2) == [(for_all, one), (for_all, one)]
     assert spread_sampling_params(one, 0) == spread_sampling_params([], 0) == []
+    named = [("sampling_params[0]", one), ("sampling_params[1]", two)]
+    both = [one, two]
+    for params in (both, tuple(both), iter(both), pd.Series(both), np.array(both), deque(both)):
+        assert spread_sampling_params(params, 2) == named
 
 
 @pytest.mark.parametrize(
@@ -250,6 +294,12 @@ def test_bad_item_of_sampling_params_is_named():
         spread_sampling_params([SamplingParams(), None], 2)  # type: ignore[list-item]
 
 
+def pieces_maker(default):
+    prompts = PromptReader(Letters(), 100, MAX_MODEL_LEN, POOL_TOKENS)
+    params = SamplingParamsReader(Pieces(), 9, default)
+    return RequestMaker(prompts, params, Pieces(), 9, (), block_size=16, seed=0)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -263,13 +313,16 @@ def test_bad_item_of_sampling_params_is_named():
     ],
 )
 def test_sampling_params_that_the_model_cannot_meet_are_named(params, message):
-    reader = SamplingParamsReader(Pieces(), 9, SamplingParams())
+    maker = pieces_maker(SamplingParams())
     good, bad = SamplingParams(), SamplingParams(**params)
+    two, four = (name_prompts(["x"] * count) for count in (2, 4))
     for call, name in (
-        (lambda: reader.parse(bad), "sampling_params"),
-        (lambda: reader.parse_all(bad, 2), "sampling_params"),
-        (lambda: reader.parse_all([bad, good], 2), "sampling_params[0]"),
-        (lambda: reader.parse_all([good, good, bad, bad], 4), "sampling_params[2]"),
+        (lambda: maker.params.parse(bad), "sampling_params"),
+        (lambda: maker.check("x", bad), "sampling_params"),
+        (lambda: maker.check_all(two, bad), "sampling_params"),
+        (lambda: maker.check_all(two, bad, "return"), "sampling_params"),  # wrong for all
+        (lambda: maker.check_all(two, [bad, good]), "sampling_params[0]"),
+        (lambda: maker.check_all(four, [good, good, bad, bad]), "sampling_params[2]"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(f"`{name}.{message}")):
             call()
@@ -295,12 +348,14 @@ def test_sampling_params_that_the_model_meets_pass():
     guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
     assert reader.parse(params).params is params
     assert reader.parse(guided).params is guided
-    assert [item.params for item in reader.parse_all([params, default], 2)] == [params, default]
-    assert reader.parse_all(params, 0) == []
     assert reader.parse(None).params is default
-    first, second = reader.parse_all(None, 2)
-    assert first is second and first.params is default
-    assert first.controls.filters == (3, 1.0, 0.0)
+    maker, two = pieces_maker(default), name_prompts(["x", "x"])
+    checked = maker.check_all(two, [params, default])
+    assert [item.params for item in checked] == [params, default]
+    assert maker.check_all({}, params) == []
+    first, second = maker.check_all(two, None)
+    assert first.params is second.params is default
+    assert first.controls is second.controls and first.controls.filters == (3, 1.0, 0.0)
     with pytest.raises(TypeError, match="`sampling_params` must be a SamplingParams, got dict"):
         reader.parse({"top_k": 3})
     with pytest.raises(TypeError, match=r"a SamplingParams, got list: there is one prompt for th"):
@@ -481,3 +536,134 @@ def test_callers_lists_are_neither_changed_nor_aliased(engine, checkpoint):
         pass
     assert (finished[0].request_id, finished[0].prompt_token_ids) == (request_id, PROMPT)
     assert_usable(engine, checkpoint)
+
+
+def test_iterable_that_raises_queues_nothing(engine, checkpoint):
+    def prompts():
+        yield PROMPT
+        raise TypeError("the file has ended")
+
+    before = engine.metrics()
+    for on_error in ("raise", "return"):  # the error is no prompt's
+        for call in (engine.generate, engine.stream, engine.score, engine.embed):
+            with pytest.raises(TypeError, match="the file has ended"):
+                call(prompts(), on_error=on_error)
+        with pytest.raises(TypeError, match="the file has ended"):
+            engine.generate([PROMPT], (greedy(1) for _ in prompts()), on_error=on_error)
+    assert engine.metrics() == before
+    outputs = engine.generate(
+        iter([PROMPT, PROMPT[:2]]), map(greedy, [3, 4]), use_tqdm=False, on_error="raise"
+    )
+    assert [len(output["token_ids"]) for output in outputs] == [3, 4]
+    assert_usable(engine, checkpoint)
+
+
+# -- prompts that are refused alone ---------------------------------------------------------------
+
+WRONG = [[VOCAB], "text", [], [1] * 48, [1] * 128, None, {"text": "a"}, {"prompt": "text"}]
+MIXED = [*WRONG[:3], PROMPT, *WRONG[3:], PROMPT[:2]]  # what is right is at 3 and at the end
+RIGHT = {3: PROMPT, len(MIXED) - 1: PROMPT[:2]}
+
+
+def words_of(call):
+    """What is wrong with each of the wrong prompts, in the words of the error that it raises."""
+    words = {}
+    for i, prompt in enumerate(MIXED):
+        if i not in RIGHT:
+            prompts = [PROMPT] * len(MIXED)
+            prompts[i] = prompt
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call(prompts)
+            words[i] = str(caught.value)
+            assert f"`prompts[{i}]" in words[i]
+    return [words.get(i) for i in range(len(MIXED))]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_refused_prompts_keep_their_places(overlap, checkpoint, capfd):
+    with LLM(checkpoint, overlap=overlap, **{**SMALL, "num_kvcache_blocks": 3}) as llm:
+        errors = words_of(lambda prompts: llm.generate(prompts, greedy(3)))
+        assert llm.metrics()["num_steps"] == 0
+        capfd.readouterr()
+        outputs = llm.generate(MIXED, greedy(3), on_error="return")
+        assert f"{len(MIXED)}/{len(MIXED)}" in capfd.readouterr().err
+        assert [output.error for output in outputs] == errors
+        ids = [output.request_id for output in outputs]
+        assert ids == sorted(set(ids))
+        for i, output in enumerate(outputs):
+            assert output.finished
+            if i in RIGHT:
+                assert output["token_ids"] == reference(checkpoint, RIGHT[i], 3)
+                continue
+            assert (output.prompt_token_ids, output.outputs) == ([], [])
+            assert output.prompt == ("text" if i in (1, 8) else None)
+            assert output["finish_reason"] == "error"
+            assert (output["text"], output["token_ids"], output["num_generated_tokens"]) == (
+                "",
+                [],
+                0,
+            )
+        streamed = {}
+        for output in llm.stream(MIXED, greedy(3), on_error="return"):
+            streamed.setdefault(output.request_id, []).append(output)
+        assert len(streamed) == len(MIXED) and all(news[-1].finished for news in streamed.values())
+        assert [streamed[i][-1].error for i in sorted(streamed)] == errors
+        drawn = [[t for o in streamed[i] for t in o["token_ids"]] for i in sorted(streamed)]
+        assert drawn == [output["token_ids"] for output in outputs]
+        assert [o.error for o in llm.stream([[]], on_error="return")] == [
+            "`prompts[0]` must have at least one token, got none"
+        ]
+        assert_usable(llm, checkpoint)
+
+
+def test_other_calls_refuse_prompts_alone(engine, checkpoint):
+    beams = BeamSearchParams(2, 3)
+    for call, found in (
+        (engine.score, "ranks"),
+        (engine.embed, "outputs.embedding"),
+        (functools.partial(engine.beam_search, params=beams), "sequences"),
+    ):
+        errors = words_of(call)
+        outputs = call(MIXED, on_error="return")
+        assert [output.error for output in outputs] == errors
+        assert [bool(operator.attrgetter(found)(o)) for o in outputs] == [not e for e in errors]
+    assert_usable(engine, checkpoint)
+
+
+def test_conversations_are_refused_alone(tiny):
+    hello = [{"role": "user", "content": "Hi"}]
+    conversations = [hello, [], [{"role": "user"}], [{"role": "user", "content": "a" * 200}], hello]
+    outputs = tiny.chat(conversations, greedy(3), use_tqdm=False, on_error="return")
+    errors = [output.error or "" for output in outputs]
+    for error, words in zip(
+        errors, ("^$", "one message", "`content`", "got 2.. tokens", "^$"), strict=True
+    ):
+        assert re.search(words, error)
+    assert [error.startswith(f"`messages[{i}]") for i, error in enumerate(errors)] == [
+        *(False, True, True, True, False)
+    ]
+    assert outputs[0]["token_ids"] == outputs[4]["token_ids"] != []
+    with pytest.raises(
+        ValueError, match=r'got 2.. tokens: .*; on_error="return" completes the oth'
+    ):
+        tiny.chat(conversations[3:], greedy(3))
+
+
+def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
+    good, bad = greedy(3), greedy(3, stop_token_ids=[10**6])
+    form = greedy(3, structured_outputs=StructuredOutputsParams(regex="("))
+    params = [good, bad, form, bad, good]
+    outputs = tiny.generate(["ab"] * 5, params, use_tqdm=False, on_error="return")
+    assert [output.error is None for output in outputs] == [True, False, False, False, True]
+    assert "`sampling_params[3].stop_token_ids` must" in outputs[3].error
+    before = tiny.metrics()
+    for common in (bad, form, [good], [good, 1], 5):
+        with pytest.raises((TypeError, ValueError)):
+            tiny.generate(["ab", ""], common, on_error="return")
+    for option in ("skip", None, True):
+        for call in (tiny.generate, tiny.stream, tiny.score, tiny.embed, tiny.chat):
+            with pytest.raises(ValueError, match="`on_error` must be one of raise, return, got"):
+                call(["ab"], on_error=option)
+    with pytest.raises(TypeError, match="`prompts` must be"):
+        tiny.generate(5, on_error="return")
+    assert tiny.metrics() == before

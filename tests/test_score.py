@@ -304,6 +304,42 @@ def test_score_is_the_loss_of_transformers(options: dict[str, Any], checkpoint: 
         assert_usable(llm, checkpoint)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 8}], ids=["whole", "chunks"])
+def test_score_ranks_what_evaluations_ask_for(options: dict[str, Any], checkpoint: Any) -> None:
+    """The likelihood of a continuation, and whether greedy decoding gives it."""
+    context, start = PROMPTS[0], PROMPTS[0][:1]
+    greedy_end, whole = reference(checkpoint, context, 6), reference(checkpoint, start, 6)
+    other_end = [*greedy_end[:-1], (greedy_end[-1] + 1) % 128]
+    texts = [[*context, *greedy_end], [*context, *other_end], [*start, *whole]]
+    with LLM(checkpoint, **{**SMALL, **options}) as llm:
+        scores = llm.score(texts, use_tqdm=False)
+        alone = llm.score([5], use_tqdm=False)
+    for score in scores:
+        places = zip(
+            reference_logprobs(checkpoint, score.prompt_token_ids), score.ranks, strict=False
+        )
+        for token, (row, rank) in zip(score.prompt_token_ids[1:], places, strict=True):
+            above = int((row > row[token] + TOLERANCE).sum())
+            assert above < rank <= int((row > row[token] - TOLERANCE).sum())
+        assert len(score.ranks) == len(score.logprobs) == len(score.prompt_token_ids) - 1
+    ends = [score.ranks[len(context) - 1 :] for score in scores[:2]]
+    assert ends[0] == [1] * 6 and ends[1][:-1] == [1] * 5 and ends[1][-1] > 1
+    assert [score.is_greedy for score in scores] == [False, False, True]
+    assert (alone[0].ranks, alone[0].is_greedy) == ([], True)
+
+
+@pytest.mark.parametrize("calls", ["generate", "stream"])
+def test_tokens_are_not_decoded_without_detokenize(calls: str, monkeypatch: Any) -> None:
+    with LLM(TINY, device="cpu", num_kvcache_blocks=8) as llm:
+        params = greedy(4, logprobs=2, prompt_logprobs=2, detokenize=False)
+        monkeypatch.setattr(llm.tokenizer, "decode", lambda *_, **__: pytest.fail("decoded"))
+        for output in getattr(llm, calls)("127+345=", params):
+            places = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            items = [item for place in places for item in place.values()]
+            assert len(items) > 8 and {item.decoded_token for item in items} == {None}
+            assert pickle.loads(pickle.dumps(output)) == output
+
+
 def test_score_of_text(tiny: str, reference: Any) -> None:
     texts = ["127+345=472", "127+345=999", "The answer"]
     with LLM(tiny, device="cpu", num_kvcache_blocks=8) as llm:

@@ -4,19 +4,21 @@ Everything is checked here, before anything is queued. Imports no torch.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.controls import RequestControls, request_controls
 from nanovllm.sampling_params import SamplingParams
 
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
+Prompt: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"
+Prompts: TypeAlias = "Prompt | Iterable[Prompt]"
+Params: TypeAlias = "SamplingParams | Iterable[SamplingParams] | None"
 
+OTHERS = '; on_error="return" completes the others'
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 TEXT_FIELDS = {  # of sampling parameters, and what there is for token ids
     "stop": "pass stop_token_ids",
@@ -69,17 +71,6 @@ class PromptReader:
         self._max_model_len = max_model_len
         self._pool_tokens = pool_tokens
 
-    def parse_all(self, prompts: Prompts) -> list[ParsedPrompt]:
-        """One prompt or many; see `LLMEngine.generate`."""
-        if isinstance(prompts, (str, Mapping)) or _is_token_list(prompts):
-            return [self.parse(prompts, "prompts")]
-        if not _is_sequence(prompts):
-            raise TypeError(
-                "`prompts` must be a string, token ids, a dictionary, or a list of those, "
-                f"got {type(prompts).__name__}"
-            )
-        return [self.parse(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-
     def parse(self, prompt: Any, name: str = "prompt") -> ParsedPrompt:
         """One prompt; `name` is what errors call it.
 
@@ -94,25 +85,24 @@ class PromptReader:
                     f"`{name}` must have the keys `prompt` or `prompt_token_ids`, "
                     f"got {sorted(map(str, prompt))}"
                 )
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if token_ids is None and "prompt" in prompt:
+            text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if given is None and "prompt" in prompt:
                 token_ids = text
-            elif not _is_sequence(token_ids):
+            elif (token_ids := listed(given)) is None:
                 raise TypeError(
-                    f'`{name}["prompt_token_ids"]` must hold token ids, '
-                    f"got {type(token_ids).__name__}"
+                    f'`{name}["prompt_token_ids"]` must hold token ids, got {type(given).__name__}'
                 )
             if not isinstance(text, (str, type(None))) or token_ids is None:
                 raise TypeError(f'`{name}["prompt"]` must be a string, got {type(text).__name__}')
         if isinstance(token_ids, str):
-            text = token_ids
-            token_ids = self._encode(text, name)
-        elif not _is_sequence(token_ids):
+            return ParsedPrompt(token_ids, self._check(self._encode(token_ids, name), name))
+        items = listed(token_ids)
+        if items is None:
             raise TypeError(
                 f"`{name}` must be a string, a list of token ids or a dictionary, "
                 f"got {type(token_ids).__name__}"
             )
-        return ParsedPrompt(text, self._check(token_ids, name))
+        return ParsedPrompt(text, self._check(items, name))
 
     def _encode(self, text: str, name: str) -> list[int]:
         if self._tokenizer is None:
@@ -121,30 +111,31 @@ class PromptReader:
             )
         return encode(self._tokenizer, text, name)
 
-    def _check(self, token_ids: Sequence[Any], name: str) -> list[int]:
-        if len(token_ids) == 0:
+    def _check(self, token_ids: list[Any], name: str) -> list[int]:
+        if not token_ids:
             raise ValueError(f"`{name}` must have at least one token, got none")
         if set(map(type, token_ids)) == {int}:
             ids = list(token_ids)
         else:  # numpy's integers, say
             wrong = [token for token in token_ids if not _is_int(token)]
             if wrong:
-                is_prompt = isinstance(wrong[0], (str, Mapping)) or _is_sequence(wrong[0])
+                is_prompt = isinstance(wrong[0], (str, Mapping)) or listed(wrong[0]) is not None
                 remedy = ": it is one prompt, no list of them" if is_prompt else ""
                 raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}{remedy}")
             ids = [int(token) for token in token_ids]
         _check_vocabulary(name, ids, self._vocab_size)
+        others = OTHERS if name.endswith("]") else ""  # there may be some
         if len(ids) >= self._max_model_len:
             raise ValueError(
                 f"`{name}` must leave room for one token within max_model_len "
                 f"{self._max_model_len}, got {len(ids)} tokens: shorten it, or raise "
-                "max_model_len if the model allows it"
+                f"max_model_len if the model allows it{others}"
             )
         if len(ids) >= self._pool_tokens:
             raise ValueError(
                 f"`{name}` must fit the KV cache of {self._pool_tokens} tokens and leave room for "
                 f"one more, got {len(ids)} tokens: shorten it, or raise num_kvcache_blocks or "
-                "the memory for the cache"
+                f"the memory for the cache{others}"
             )
         return ids
 
@@ -162,7 +153,7 @@ class SamplingParamsReader:
     Args:
         tokenizer: None if the model directory has none; what is about text is refused then.
         vocab_size: token ids must be below it.
-        default: what None stands for.
+        default: what None stands for; kept in the attribute of that name.
         eos_token_ids: tokens that end a text.
     """
 
@@ -175,21 +166,8 @@ class SamplingParamsReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._default = default
+        self.default = default
         self._eos_token_ids = eos_token_ids
-
-    def parse_all(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[ParsedParams]:
-        """One per prompt; see `LLMEngine.generate`."""
-        spread = spread_sampling_params(params, count, self._default)
-        is_list = params is not None and not isinstance(params, SamplingParams)
-        parsed: dict[int, ParsedParams] = {}  # by their identity: most often they are one object
-        for i, item in enumerate(spread):
-            if id(item) not in parsed:
-                name = f"sampling_params[{i}]" if is_list else "sampling_params"
-                parsed[id(item)] = self.parse(item, name)
-        return [parsed[id(item)] for item in spread]
 
     def parse(self, params: Any, name: str = "sampling_params") -> ParsedParams:
         """Those of one prompt; `name` is what errors call them.
@@ -198,7 +176,7 @@ class SamplingParamsReader:
             TypeError, ValueError: naming what is wrong with them.
         """
         if params is None:
-            params = self._default
+            params = self.default
         bad_words = self._check(params, name)
         return ParsedParams(
             params, request_controls(params, self._vocab_size, self._eos_token_ids, bad_words)
@@ -207,7 +185,7 @@ class SamplingParamsReader:
     def _check(self, params: Any, name: str) -> list[tuple[int, ...]]:
         """Returns the tokens of bad words."""
         if not isinstance(params, SamplingParams):
-            remedy = ": there is one prompt for them" if _is_sequence(params) else ""
+            remedy = ": there is one prompt for them" if listed(params) is not None else ""
             raise TypeError(
                 f"`{name}` must be a SamplingParams, got {type(params).__name__}{remedy}"
             )
@@ -227,32 +205,50 @@ class SamplingParamsReader:
         return words
 
 
+def name_prompts(prompts: Prompts) -> dict[str, Any]:
+    """One prompt or many, by what errors call them."""
+    if isinstance(prompts, (str, Mapping)):
+        return {"prompts": prompts}
+    items = listed(prompts)
+    if items is None:
+        raise TypeError(
+            "`prompts` must be a string, token ids, a dictionary, or a list of those, "
+            f"got {type(prompts).__name__}"
+        )
+    if items and _is_int(items[0]):
+        return {"prompts": items}
+    return {f"prompts[{i}]": prompt for i, prompt in enumerate(items)}
+
+
 def spread_sampling_params(
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: Params,
     count: int,
     default: SamplingParams = SamplingParams(),  # noqa: B008 (it is frozen)
-) -> list[SamplingParams]:
-    """One `SamplingParams` per prompt, from one for all, one each, or None for the default."""
+) -> list[tuple[str, SamplingParams]]:
+    """Those of each prompt, from one for all, one each, or None for the default, behind what errors
+    call them.
+    """
     if params is None:
         params = default
     if isinstance(params, SamplingParams):
-        return [params] * count
-    if not _is_sequence(params):
+        return [("sampling_params", params)] * count
+    items = listed(params)
+    if items is None:
         raise TypeError(
             "`sampling_params` must be a SamplingParams, a list of them or None, "
             f"got {type(params).__name__}"
         )
-    if len(params) != count:
+    if len(items) != count:
         raise ValueError(
-            f"`sampling_params` must be one for all or one per prompt, got {len(params)} for "
+            f"`sampling_params` must be one for all or one per prompt, got {len(items)} for "
             f"{count} prompts"
         )
-    for i, item in enumerate(params):
+    for i, item in enumerate(items):
         if not isinstance(item, SamplingParams):
             raise TypeError(
                 f"`sampling_params[{i}]` must be a SamplingParams, got {type(item).__name__}"
             )
-    return list(params)
+    return [(f"sampling_params[{i}]", item) for i, item in enumerate(items)]
 
 
 def bad_word_tokens(
@@ -304,15 +300,27 @@ def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) ->
         )
 
 
-def _is_sequence(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+def listed(value: Any) -> list[Any] | None:
+    """What an iterable gives, in a list (a list as it is).
+
+    None for what is no list of anything: texts, mappings, tables (which give the names of their
+    columns), and sets, which have no order.
+    """
+    if isinstance(value, list):
+        return value
+    if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)):
+        return None
+    if hasattr(value, "tolist"):  # arrays of numpy, torch and pandas: Python's own numbers
+        items = value.tolist()
+        return items if isinstance(items, list) else None
+    if hasattr(value, "keys"):
+        return None
+    try:
+        items = iter(value)
+    except TypeError:
+        return None
+    return list(items)
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_token_list(prompts: Any) -> bool:
-    return _is_sequence(prompts) and len(prompts) > 0 and _is_int(prompts[0])
+    return isinstance(value, Integral) and not isinstance(value, bool)

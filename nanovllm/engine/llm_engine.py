@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,10 +19,16 @@ from nanovllm.config import Config, check_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import PromptReader, Prompts, SamplingParamsReader
+from nanovllm.engine.inputs import (
+    Params,
+    PromptReader,
+    Prompts,
+    SamplingParamsReader,
+    name_prompts,
+)
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.request import Listener
-from nanovllm.engine.request_maker import CheckedRequest, RequestMaker
+from nanovllm.engine.request_maker import CheckedRequest, Refusal, RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
@@ -109,6 +114,18 @@ class LLMEngine:
         if overlap is None:
             overlap = self.model_runner.device.type == "cuda"
         self.core = EngineCore(self.executor, self.scheduler, lookahead=int(overlap))
+
+    def __repr__(self) -> str:
+        known, facts = vars(self), []  # all the facts, unless it is half built
+        if "model_config" in known:
+            facts += [repr(self.config.model), self.model_config.architecture]
+        if "model_runner" in known:
+            runner, size = self.model_runner, self.config.kvcache_block_size
+            facts += [f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"]
+            facts += [f"{runner.backend.name} attention", f"{runner.num_blocks} blocks of {size}"]
+        if "_close" in known and self.is_closed:
+            facts += ["closed"]
+        return f"{type(self).__name__}({', '.join(facts)})"
 
     # -- the step API ---------------------------------------------------------------------------
 
@@ -200,17 +217,23 @@ class LLMEngine:
     def generate(
         self,
         prompts: Prompts,
-        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
+        *,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
         Args:
             prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or
-                a dictionary with `prompt` or `prompt_token_ids`; lists may mix them.
+                a dictionary with `prompt` or `prompt_token_ids`; lists may mix them. In the place
+                of a list any iterable will do: an array, a column of pandas, a generator.
             sampling_params: one for all prompts, one per prompt, or None for those of
                 `get_default_sampling_params`.
             use_tqdm: show a progress bar, with prompt and output tokens per second since the call.
+            on_error: "raise" refuses all prompts where something is wrong with one of them (it is
+                too long, say), or with its own parameters; "return" completes the others, and that
+                one's output says in `error` what is wrong.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -221,12 +244,15 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            return self._complete(self._maker.check_all(prompts, sampling_params), use_tqdm)
+            checked = self._maker.check_all(name_prompts(prompts), sampling_params, on_error)
+            return self._complete(checked, use_tqdm)
 
     def stream(
         self,
         prompts: Prompts,
-        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        sampling_params: Params = None,
+        *,
+        on_error: str = "raise",
     ) -> Iterator[RequestOutput]:
         """Complete prompts, and give what is new after each step.
 
@@ -238,7 +264,7 @@ class LLMEngine:
         Leaving the loop drops what is not finished. Between its steps other requests may be added.
 
         Args:
-            prompts, sampling_params: as for `generate`.
+            prompts, sampling_params, on_error: as for `generate`.
 
         Yields:
             Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
@@ -248,19 +274,24 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(prompts, sampling_params)
+            checked = self._maker.check_all(name_prompts(prompts), sampling_params, on_error)
         return self._stream(checked)
 
-    def _stream(self, checked: list[CheckedRequest]) -> Iterator[RequestOutput]:
+    def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:
         news: deque[RequestOutput] = deque()
         left: set[int] = set()
         try:
             with self._lock:
-                requests = [self._maker.make(item, listener=news.append) for item in checked]
+                requests = []
+                for item in checked:
+                    if isinstance(item, Refusal):
+                        news.append(self._maker.refused(item))
+                    else:
+                        requests.append(self._maker.make(item, listener=news.append))
                 left.update(request.request_id for request in requests)  # before any is queued
                 for request in requests:
                     self.core.add(request)
-            while left:
+            while left or news:
                 with self._lock:
                     if not news:
                         self._check_open()
@@ -273,13 +304,16 @@ class LLMEngine:
                 while news:
                     output = news.popleft()
                     if output.finished:
-                        left.remove(output.request_id)
+                        left.discard(output.request_id)  # which a refused prompt is not in
                     yield output
         finally:
             self.core.abort_later(left)
 
     def _complete(
-        self, checked: list[CheckedRequest], use_tqdm: bool, pooling: str | None = None
+        self,
+        checked: list[CheckedRequest | Refusal],
+        use_tqdm: bool,
+        pooling: str | None = None,
     ) -> list[RequestOutput]:
         """Run checked requests to their end."""
         check_bool("use_tqdm", use_tqdm)
@@ -295,7 +329,15 @@ class LLMEngine:
                 self.core.reset_on_error(),
                 Progress(len(checked), self.core.metrics, use_tqdm) as bar,
             ):
-                ids = [self._add(request, pooling) for request in checked]
+                ids = []
+                for item in checked:
+                    if isinstance(item, Refusal):
+                        output = self._maker.refused(item)
+                        outputs[output.request_id] = output
+                        ids.append(output.request_id)
+                    else:
+                        ids.append(self._add(item, pooling))
+                bar.update(len(outputs))
                 while not self.core.is_idle():
                     finished = self.step()
                     outputs.update((output.request_id, output) for output in finished)

@@ -1,24 +1,28 @@
 """`RequestMaker`: checks what callers pass, and makes requests of it. Imports no torch."""
 
 import itertools
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceABC
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from nanovllm.engine.controls import RequestControls
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import (
+    Params,
     ParsedParams,
     ParsedPrompt,
     PromptReader,
-    Prompts,
     SamplingParamsReader,
+    spread_sampling_params,
 )
 from nanovllm.engine.request import Decoder, Listener, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
-from nanovllm.outputs import TokenLogprobs
+from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_choice
+
+T = TypeVar("T")
+ON_ERROR = ("raise", "return")
 
 
 class CheckedRequest(NamedTuple):
@@ -37,6 +41,13 @@ class CheckedRequest(NamedTuple):
     params: SamplingParams
     controls: RequestControls | None
     grammars: list[Grammar | None]
+
+
+class Refusal(NamedTuple):
+    """In the place of a request: the prompt if it was text, and what is wrong."""
+
+    text: str | None
+    error: str
 
 
 class RequestMaker:
@@ -82,24 +93,59 @@ class RequestMaker:
         return self._checked(self.prompts.parse(prompt), own)
 
     def check_all(
-        self, prompts: Prompts, params: SamplingParams | SequenceABC[SamplingParams] | None
-    ) -> list[CheckedRequest]:
-        """One prompt or many; see `LLMEngine.generate`."""
-        return self.check_parsed(self.prompts.parse_all(prompts), params)
-
-    def check_parsed(
         self,
-        prompts: SequenceABC[ParsedPrompt],
-        params: SamplingParams | SequenceABC[SamplingParams] | None,
-    ) -> list[CheckedRequest]:
-        """The same for prompts that have been read."""
-        spread = self.params.parse_all(params, len(prompts))
-        return [self._checked(*pair) for pair in zip(prompts, spread, strict=True)]
+        prompts: Mapping[str, T],
+        params: Params,
+        on_error: str = "raise",
+        read: Callable[[T, str], ParsedPrompt] | None = None,
+    ) -> list[CheckedRequest | Refusal]:
+        """Many prompts; see `LLMEngine.generate`.
+
+        Args:
+            prompts: by what errors call them.
+            params: for all, for each, or None.
+            on_error: "return" gives a `Refusal` in the place of a prompt with which, or with whose
+                own parameters, something is wrong.
+            read: makes prompts of what has their place; None: they are prompts.
+
+        Raises:
+            TypeError, ValueError: naming what is wrong, with one prompt or with the whole call.
+        """
+        check_choice("on_error", on_error, ON_ERROR)
+        read = read or self.prompts.parse
+        spread = spread_sampling_params(params, len(prompts), self.params.default)
+        parsed: dict[int, ParsedParams] = {}  # by their identity: most often they are one object
+        checked: list[CheckedRequest | Refusal] = []
+        for (name, prompt), (params_name, own) in zip(prompts.items(), spread, strict=True):
+            try:
+                if id(own) not in parsed:
+                    parsed[id(own)] = self._parse_params(own, params_name)
+                checked.append(self._checked(read(prompt, name), parsed[id(own)]))
+            except (TypeError, ValueError) as error:
+                concerns_all = id(own) not in parsed and params_name == "sampling_params"
+                if on_error == "raise" or concerns_all:
+                    raise
+                text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+                checked.append(Refusal(text if isinstance(text, str) else None, str(error)))
+        return checked
+
+    def _parse_params(self, params: SamplingParams, name: str) -> ParsedParams:
+        """Including the form that they ask for, though each completion follows its own."""
+        parsed = self.params.parse(params, name)
+        self._grammars(parsed)
+        return parsed
 
     def _checked(self, prompt: ParsedPrompt, parsed: ParsedParams) -> CheckedRequest:
+        return CheckedRequest(*prompt, *parsed, self._grammars(parsed))
+
+    def _grammars(self, parsed: ParsedParams) -> list[Grammar | None]:
         form, n = parsed.params.structured_outputs, parsed.params.n
-        grammars = [None if form is None else self._compiler.compile(form) for _ in range(n)]
-        return CheckedRequest(*prompt, *parsed, grammars)
+        return [None if form is None else self._compiler.compile(form) for _ in range(n)]
+
+    def refused(self, refusal: Refusal) -> RequestOutput:
+        """What a prompt that was refused gets in the place of a result."""
+        request_id = next(self._request_ids)
+        return RequestOutput(request_id, refusal.text, [], [], True, 0, error=refusal.error)
 
     def make(
         self,
@@ -135,14 +181,19 @@ class RequestMaker:
                     params.include_stop_str_in_output,
                     params.skip_special_tokens,
                 )
-            seq.logprobs = self._logprobs(params.logprobs)
+            seq.logprobs = self._logprobs(params.logprobs, params.detokenize)
             seqs.append(seq)
-        seqs[0].prompt_logprobs = self._logprobs(params.prompt_logprobs)
+        seqs[0].prompt_logprobs = self._logprobs(params.prompt_logprobs, params.detokenize)
         if seqs[0].prompt_logprobs is not None:
             seqs[0].prompt_logprobs.append_nothing()
         return Request(request_id, text, token_ids, params, seqs, listener)
 
-    def _logprobs(self, count: int | None) -> TokenLogprobs | None:
+    def _logprobs(self, count: int | None, detokenize: bool) -> TokenLogprobs | None:
         if count is None:
             return None
-        return TokenLogprobs(min(count, self._vocab_size), self.decoder.token)
+        text = self.decoder.token if detokenize else _no_text
+        return TokenLogprobs(min(count, self._vocab_size), text)
+
+
+def _no_text(token_id: int) -> None:
+    """For tokens whose text is not wanted."""

@@ -1,0 +1,76 @@
+"""`Record` and `Row`: what all outputs can do beside holding their fields."""
+
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = 60
+MAX_RECORDS = 3  # of a list, that a repr shows
+
+
+@dataclass(frozen=True)
+class Record:
+    """A dataclass with `to_dict` and a short repr, which `dataclass(repr=False)` keeps."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as dictionaries, lists, strings, numbers and None, as JSON has them.
+
+        A place of `TokenLogprobs` becomes a list of its tokens, each a dictionary with its
+        `token_id`: keys in JSON are strings. `json.dumps` takes the result, but not the output
+        itself, since it knows no other mapping than `dict`; for outputs inside something else,
+        pass it `default=lambda output: output.to_dict()`.
+        """
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    def __repr__(self) -> str:
+        values = {each.name: getattr(self, each.name, None) for each in fields(self) if each.repr}
+        shown = [f"{name}={_short(value)}" for name, value in values.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Row(Record, Mapping[str, Any]):
+    """A record that is also a row of a table: `pandas.DataFrame(outputs)` has its keys as columns.
+
+    (pandas before 3.1 takes the fields instead: give it `map(dict, outputs)`.)
+    """
+
+    def _row(self) -> dict[str, Any]:
+        """The values by their keys."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: str) -> Any:
+        row = self._row()
+        if key not in row:
+            raise KeyError(f"{key!r}; the keys are {', '.join(row)}")
+        return row[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row())
+
+    def __len__(self) -> int:
+        return len(self._row())
+
+
+def _plain(value: Any) -> Any:
+    """The value of a field in JSON's types."""
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, dict):  # a place of TokenLogprobs
+        return [{"token_id": token, **item.to_dict()} for token, item in value.items()]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _short(value: Any) -> str:
+    """A text without its middle, the first records of a list, the length of another list."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        records = [repr(item) for item in value[:MAX_RECORDS] if isinstance(item, Record)]
+        if not records:
+            return f"<{len(value)} items>"
+        if len(value) > len(records):
+            records.append(f"<{len(value) - len(records)} more>")
+        return f"[{', '.join(records)}]"
+    return repr(value) if isinstance(value, Record) else SHORT.repr(value)
