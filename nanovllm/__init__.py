@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import sampling_params
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -22,6 +23,7 @@ from nanovllm.outputs import (
     TokenLogprobs,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import missing_name
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -55,6 +57,13 @@ __all__ = [
     "WorkerError",
 ]
 
+REPLACED = {  # names of vLLM
+    **sampling_params.REPLACED,
+    "AsyncEngineArgs": "pass its options to AsyncLLM",
+    "AsyncLLMEngine": "use AsyncLLM",
+    "EngineArgs": "pass its options to LLM",
+    "PoolingParams": "pass pooling and normalize to embed()",
+}
 LAZY = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
@@ -72,7 +81,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_name(__name__, name, REPLACED)
     try:
         module = importlib.import_module(LAZY[name])
     except AttributeError as error:  # of which Python would say only "cannot import name"

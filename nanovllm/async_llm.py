@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from nanovllm.config import takes_options
+from nanovllm.config import Options, takes_options
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class AsyncLLM:
     """
 
     @takes_options
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         llm = LLM(model, **options)
         self._shown = repr(llm)
         self._tokenizer = llm.get_tokenizer()
@@ -155,6 +155,10 @@ class AsyncLLM:
         with self._lock:
             self._close()
         self._thread.join()
+
+    def shutdown(self) -> None:
+        """`exit`, as vLLM calls it."""
+        self.exit()
 
     async def __aenter__(self) -> Self:
         self._check_open()

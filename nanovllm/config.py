@@ -3,16 +3,21 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from numbers import Real
+from typing import Any, TypeVar, get_type_hints
+
+from typing_extensions import TypedDict
 
 from nanovllm.utils.checks import (
+    Foreign,
     check_bool,
     check_choice,
     check_float,
     check_int,
-    check_names,
+    only,
+    own_options,
     plain_numbers,
 )
 
@@ -23,12 +28,99 @@ DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
-REMEDIES = {  # for options of vLLM
-    "download_dir": "not needed: nothing is downloaded",
-    "swap_space": "not needed: what a preempted request had is computed again",
-    "tokenizer": "the tokenizer is read from the model's directory",
-    "trust_remote_code": "not needed: no code of a checkpoint is run",
+NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
+NO_REVISION = "pass the directory of the revision"
+ONE_TOKENIZER = "the tokenizer is read from the model's directory"
+TEXT_ONLY = "prompts are text or token ids"
+FOREIGN_OPTIONS: Foreign = {
+    **{
+        name: (only(None), "leave it out for the default")
+        for name in ("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "seed")
+    },
+    "block_size": (only(None), "pass kvcache_block_size"),
+    "compilation_config": (
+        only(None),
+        "CUDA graphs are captured anyway; enforce_eager=True turns them off",
+    ),
+    "convert": (only(None, "auto", "none"), "generate(), embed() and score() need no option"),
+    "cpu_offload_gb": (only(None, 0), "weights stay on the device: pass tensor_parallel_size"),
+    "data_parallel_size": (only(1), "start an engine for each part of the prompts"),
+    "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
+    "distributed_executor_backend": (only(None, "mp"), "ranks are processes of this machine"),
+    "download_dir": (only(None), "not needed: nothing is downloaded"),
+    "enable_chunked_prefill": (
+        only(None, True),
+        "max_num_batched_tokens bounds a chunk, mixed_steps=False computes them apart from decodes",
+    ),
+    "enable_lora": (only(None, False), NO_LORA),
+    "enable_sleep_mode": (only(False), "exit() gives the memory back"),
+    "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
+    "hf_token": (only(None, False), "not needed: nothing is downloaded"),
+    "kv_cache_dtype": (only("auto"), "the KV cache has the dtype of the model"),
+    "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
+    "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
+    "max_logprobs": (only(None, *range(21)), "20 are the most"),
+    "max_seq_len_to_capture": (
+        lambda value: isinstance(value, Real),
+        "CUDA graphs are for sequences of any length",
+    ),
+    "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
+    "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
+    "override_generation_config": (only(None, {}), "pass SamplingParams"),
+    "pipeline_parallel_size": (only(1), "pass tensor_parallel_size"),
+    "quantization": (
+        only(None),
+        "quantised weights are not supported: load the original checkpoint (bfloat16, say)",
+    ),
+    "revision": (only(None), NO_REVISION),
+    "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
+    "served_model_name": (only(None), "there is no server"),
+    "skip_tokenizer_init": (only(False), "pass token ids, and detokenize=False for no text"),
+    "speculative_config": (only(None), "speculative decoding is not supported"),
+    "swap_space": (
+        lambda value: isinstance(value, Real),
+        "not needed: what a preempted request had is computed again",
+    ),
+    "task": (only(None, "auto", "generate"), "embed() and score() need no option"),
+    "tokenizer": (only(None), ONE_TOKENIZER),
+    "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
+    "tokenizer_revision": (only(None), NO_REVISION),
+    "trust_remote_code": (only(False), "not needed: no code of a checkpoint is run"),
 }
+# of `generate` and `chat`
+FOREIGN_ARGUMENTS: Foreign = {
+    "chat_template_content_format": (only("auto", "string"), "content becomes text"),
+    "lora_request": (only(None), NO_LORA),
+    "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
+    "priority": (only(None), "prompts run in their order"),
+    "prompt_token_ids": (only(None), "pass token ids as prompts"),
+    "tokenization_kwargs": (only(None, {}), "pass token ids as prompts"),
+}
+
+
+class Options(TypedDict, total=False):
+    """The options of `Config` for type checkers, which cannot see them in its fields."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    disable_custom_all_reduce: bool
+    enforce_eager: bool
+    kvcache_block_size: int
+    num_kvcache_blocks: int
+    device: str
+    dtype: str
+    attention_backend: str
+    kv_cache_memory_bytes: int | None
+    enable_prefix_caching: bool
+    mixed_steps: bool
+    fused_kernels: bool
+    overlap: bool | None
+    load_format: str
+    generation_config: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -134,21 +226,21 @@ class Config:
             )
 
 
-OPTIONS = [field for field in fields(Config) if field.name != "model"]
+DEFAULTS = {field.name: field.default for field in fields(Config) if field.name != "model"}
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """TypeError for an option that `Config` does not have."""
-    check_names("LLM", options, [field.name for field in OPTIONS], REMEDIES)
+def our_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `Config`, without those of vLLM that ask for nothing; TypeError for any other."""
+    return own_options("LLM", options, list(DEFAULTS), FOREIGN_OPTIONS)
 
 
 def takes_options(init: Init) -> Init:
     """For an `__init__(self, model, **options)`: let help() and notebooks see every option."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    keyword_only, types = inspect.Parameter.KEYWORD_ONLY, get_type_hints(Options)
     options = [
-        inspect.Parameter(field.name, keyword_only, default=field.default, annotation=field.type)
-        for field in OPTIONS
+        inspect.Parameter(name, keyword_only, default=default, annotation=types[name])
+        for name, default in DEFAULTS.items()
     ]
     init.__dict__["__signature__"] = inspect.Signature([*own, *options], return_annotation=None)
     return init

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.beam_search import Candidates, beam_search
 from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
+from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.inputs import Params, ParsedPrompt, Prompts, name_prompts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request_maker import Refusal
@@ -19,7 +20,7 @@ from nanovllm.outputs import (
     ScoreOutput,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.utils.checks import check_bool, check_choice
+from nanovllm.utils.checks import check_bool, check_choice, takes_foreign
 
 POOLING = ("last", "mean")
 # For requests that are not about what is generated. Those that ignore the end of a text are left
@@ -104,6 +105,7 @@ class LLM(LLMEngine):
             )
         return outputs
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     def chat(
         self,
         messages: Conversation | Iterable[Conversation],

@@ -4,6 +4,7 @@
 the default of `max_tokens` is 64.
 """
 
+import copy
 import json
 import math
 import reprlib
@@ -13,22 +14,53 @@ from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
 from typing import Any
 
-from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers, with_remedies
+from typing_extensions import Self
+
+from nanovllm.utils.checks import (
+    Foreign,
+    check_bool,
+    check_float,
+    check_int,
+    missing_name,
+    only,
+    plain_numbers,
+    takes_foreign_fields,
+)
 
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
-REMEDIES = {  # for parameters of vLLM
-    "best_of": "pass n",
-    "guided_decoding": "pass structured_outputs",
-    "logits_processors": "pass logit_bias, allowed_token_ids or structured_outputs",
-    "output_kind": "call stream() or generate()",
-    "truncate_prompt_tokens": "shorten the prompt",
+BEAMS = "call beam_search(), whose BeamSearchParams have it"
+FOREIGN_PARAMS: Foreign = {
+    "best_of": (only(None, 1), "pass n"),
+    "early_stopping": (only(None, False), "call beam_search(), which stops when all is decided"),
+    "extra_args": (only(None, {}), "there are no other parameters"),
+    "guided_decoding": (only(None), "pass structured_outputs"),
+    "length_penalty": (only(None, 1), BEAMS),
+    "logits_processors": (
+        only(None, []),
+        "pass logit_bias, allowed_token_ids or structured_outputs",
+    ),
+    "output_kind": (only(None, 0), "call stream() or generate()"),
+    "spaces_between_special_tokens": (only(True), "the tokenizer decides"),
+    "truncate_prompt_tokens": (only(None), "shorten the prompt"),
+    "use_beam_search": (only(None, False), "call beam_search()"),
+}
+FOREIGN_BEAM_PARAMS: Foreign = {
+    "include_stop_str_in_output": (only(False), "results have the token that has ended them"),
+}
+REPLACED = {  # classes that vLLM has here
+    "GuidedDecodingParams": "pass StructuredOutputsParams as structured_outputs",
+    "RequestOutputKind": "call generate() for the whole, stream() for what is new",
 }
 
 
-@with_remedies({})
+def __getattr__(name: str) -> Any:
+    raise missing_name(__name__, name, REPLACED)
+
+
+@takes_foreign_fields({})
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form that a completion must have. Exactly one of these is given.
@@ -71,7 +103,7 @@ class StructuredOutputsParams:
                 raise ValueError("`json_object` must be True where it is given, got False")
 
 
-@with_remedies(REMEDIES)
+@takes_foreign_fields(FOREIGN_PARAMS)
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample a request.
@@ -224,14 +256,15 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature < MIN_TEMPERATURE
 
+    def clone(self) -> Self:
+        """A copy, as in vLLM; `dataclasses.replace` makes changed ones."""
+        return copy.copy(self)
 
-@with_remedies({})
+
+@takes_foreign_fields(FOREIGN_BEAM_PARAMS)
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How `LLM.beam_search` searches.
-
-    There is no `include_stop_str_in_output`: only end-of-sequence tokens end a beam, and results
-    have them.
 
     Attributes:
         beam_width: sequences that are kept at each step and returned, at most 10.

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from checkpoints import (
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
-from nanovllm.config import Config
+from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
 from nanovllm.model_config import ModelConfig, read_sampling_params
 
@@ -86,6 +87,45 @@ def test_help_shows_every_option(engine):
     assert vars(Config("path")) == {"model": "path"} | found
 
 
+def test_type_checkers_know_the_options_of_config():
+    options, known = get_type_hints(Options), get_type_hints(Config)
+    assert known.pop("model") is str
+    known["max_model_len"] = int | None  # None becomes a number
+    assert options == known and list(options) == list(known)
+    assert not Options.__required_keys__
+
+
+def test_type_checkers_find_wrong_options(tmp_path):
+    from mypy import api
+
+    snippet, config = tmp_path / "snippet.py", tmp_path / "mypy.ini"
+    lines = [  # a line, and what is wrong with it
+        ("from nanovllm import LLM, AsyncLLM, SamplingParams", ""),
+        ('llm = LLM("m", max_num_seqs=4, overlap=None, max_model_len=None)', ""),
+        ('alone = AsyncLLM("m", dtype="auto", gpu_memory_utilization=1)', ""),
+        ('LLM("m", max_num_seqs="x")', 'Argument "max_num_seqs" to "LLM" has incompatible type'),
+        ('AsyncLLM("m", max_num_seqs="x")', 'Argument "max_num_seqs" to "AsyncLLM" has incom'),
+        ('LLM("m", max_num_seq=4)', 'Unexpected keyword argument "max_num_seq" for "LLM"'),
+        ('AsyncLLM("m", max_num_seq=4)', 'Unexpected keyword argument "max_num_seq" for "Async'),
+        ("LLM(5)", 'Argument 1 to "LLM" has incompatible type "int"'),
+        ('llm.generate(iter(["a"]), [SamplingParams()], on_error="return")', ""),
+        ('llm.generate("a", use_tdqm=False)', 'Unexpected keyword argument "use_tdqm"'),
+        ('llm.generate("a")[0].outputs[0].text + 1', "Unsupported operand types for +"),
+    ]
+    snippet.write_text("\n".join(line for line, _ in lines))
+    skipped = ("torch", "transformers", "triton", "numpy", "safetensors")
+    sections = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in skipped)
+    config.write_text(f"[mypy]\ncache_dir = {tmp_path / 'cache'}\n{sections}")
+    found, errors, _ = api.run(["--config-file", str(config), str(snippet)])
+    assert not errors
+    shown = dict.fromkeys(range(1, len(lines) + 1), "")
+    for line in found.splitlines():
+        if match := re.match(rf"{re.escape(str(snippet))}:(\d+): error: (.*)", line):
+            shown[int(match[1])] += match[2]
+    for (line, wrong), error in zip(lines, shown.values(), strict=True):
+        assert error.startswith(wrong) and bool(error) == bool(wrong), (line, error)
+
+
 def test_options_by_default_and_from_numpy():
     Config("model", max_num_seqs=np.int64(4), gpu_memory_utilization=np.float32(0.5))
     for device in ("auto", "cpu", "cuda", "cuda:0", "cuda:10"):
@@ -124,11 +164,81 @@ def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
         ("quux", "no option `quux`; options: max_num_batched_tokens, .*, seed$"),
         ("tokenizer", "no option `tokenizer`; the tokenizer is read from the model's directory$"),
         ("trust_remote_code", "; not needed: no code of a checkpoint is run$"),
+        ("speculative_config", "; speculative decoding is not supported$"),
+        ("compilation_config", "; CUDA graphs are captured anyway; enforce_eager=True"),
+        ("block_size", "; pass kvcache_block_size$"),
+        ("quantization", "; quantised weights are not supported"),
+        ("enable_chunked_prefill", "enable_chunked_prefill`; .*mixed_steps=False"),
+        ("enable_lora", "; LoRA is not supported"),
+        ("pipeline_parallel_size", "; pass tensor_parallel_size$"),
     ],
 )
 def test_defect_17_unknown_option_names_the_nearest(name, match, tmp_path):
     with pytest.raises(TypeError, match=match):
-        LLM(tmp_path, **{name: 1})
+        LLM(tmp_path, **{name: 4})
+
+
+# As vLLM's examples and what others build on it pass them.
+NOTHING_ASKED = {
+    "block_size": None,
+    "compilation_config": None,
+    "convert": "auto",
+    "cpu_offload_gb": 0,
+    "data_parallel_size": 1,
+    "disable_log_stats": True,
+    "distributed_executor_backend": None,
+    "download_dir": None,
+    "enable_chunked_prefill": True,
+    "enable_lora": False,
+    "enable_prefix_caching": None,
+    "enable_sleep_mode": False,
+    "hf_overrides": None,
+    "hf_token": None,
+    "kv_cache_dtype": "auto",
+    "limit_mm_per_prompt": {},
+    "logits_processors": None,
+    "max_logprobs": 20,
+    "max_num_batched_tokens": None,
+    "max_num_seqs": None,
+    "max_seq_len_to_capture": 8192,
+    "mm_processor_kwargs": None,
+    "num_gpu_blocks_override": None,
+    "override_generation_config": {},
+    "pipeline_parallel_size": 1,
+    "quantization": None,
+    "revision": None,
+    "runner": "auto",
+    "seed": None,
+    "served_model_name": None,
+    "skip_tokenizer_init": False,
+    "speculative_config": None,
+    "swap_space": 4.0,
+    "task": "generate",
+    "tokenizer": None,
+    "tokenizer_mode": "auto",
+    "tokenizer_revision": None,
+    "trust_remote_code": False,
+}
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
+def test_values_of_vllm_that_ask_for_nothing_are_accepted(engine, checkpoint):
+    assert set(NOTHING_ASKED) == set(FOREIGN_OPTIONS)
+    small = {name: value for name, value in SMALL.items() if name not in NOTHING_ASKED}
+    llm = engine(checkpoint, **NOTHING_ASKED, **small, disable_custom_all_reduce=True)
+    if engine is LLM:
+        assert llm.config == Config(str(checkpoint), **small, disable_custom_all_reduce=True)
+    llm.shutdown()
+    assert llm.is_closed
+
+
+@pytest.mark.parametrize("name", sorted(NOTHING_ASKED))
+def test_values_of_vllm_that_ask_for_something_are_refused_first(name, tmp_path):
+    """Before the directory, which is empty, is looked at."""
+    match = f"`{name}`" if name in DEFAULTS else f"no option `{name}`; [^d].*"
+    with pytest.raises(TypeError, match=match) as caught:
+        LLM(tmp_path, **{name: "something"})
+    assert "did you mean" not in str(caught.value)
 
 
 # -- what the machine must have -------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import pydoc
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_repr_says_what_it_is_in_a_line(checkpoint, monkeypatch):
     assert repr(llm) == f"LLM({path}, Qwen3ForCausalLM, {facts}, closed)"
     engine = AsyncLLM(checkpoint, **SMALL)
     assert repr(engine) == f"AsyncLLM(LLM({path}, Qwen3ForCausalLM, {facts}))"
-    engine.exit()
+    engine.shutdown()
     assert repr(engine).endswith(f"{facts}), closed)")
     # half built: with nothing, then where the executor fails
     assert [repr(object.__new__(kind)) for kind in (LLM, AsyncLLM)] == ["LLM()", "AsyncLLM()"]
@@ -83,6 +84,18 @@ def test_repr_says_what_it_is_in_a_line(checkpoint, monkeypatch):
     with pytest.raises(MemoryError):
         LLM(checkpoint, **SMALL)
     assert repr(built[0]) == f"LLM({path}, Qwen3ForCausalLM, closed)"
+
+
+def test_names_of_vllm(llm):
+    assert llm.llm_engine is llm
+    assert llm.llm_engine.get_tokenizer() is llm.llm_engine.tokenizer
+    with pytest.raises(AttributeError, match=r"no `get_metrics`: call metrics\(\)"):
+        llm.get_metrics()
+    assert not hasattr(llm, "get_metrics")
+    assert "max_num_seqs: int = 512" in pydoc.render_doc(LLM)  # which asks for every attribute
+    llm.shutdown()
+    assert llm.is_closed
+    llm.shutdown()
 
 
 @pytest.mark.parametrize("eos", [258, 256], ids=["of-tokenizer", "of-generation-config"])

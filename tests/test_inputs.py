@@ -667,3 +667,24 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
     with pytest.raises(TypeError, match="`prompts` must be"):
         tiny.generate(5, on_error="return")
     assert tiny.metrics() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "nothing", "something", "hint"),
+    [
+        ("lora_request", None, 1, "LoRA is not supported"),
+        ("priority", None, [1, 2], "order"),
+        ("prompt_token_ids", None, [[1]], "as prompts"),
+        ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),
+        ("use_tdqm", "", False, "did you mean `use_tqdm`"),
+    ],
+)
+def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, tiny):
+    hello = [{"role": "user", "content": "Hi"}]
+    for call, prompts in ((tiny.generate, "Hi"), (tiny.chat, hello)):
+        with pytest.raises(
+            TypeError, match=rf"{call.__name__}\(\) has no option `{name}`; .*{hint}"
+        ):
+            call(prompts, greedy(1), **{name: something})
+        if nothing != "":
+            assert call(prompts, greedy(1), use_tqdm=False, **{name: nothing})[0].finished

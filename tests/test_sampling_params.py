@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import importlib
 import inspect
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from collections import UserDict
@@ -217,11 +219,50 @@ def test_schema_that_is_no_json_is_refused_with_the_reason(schema):
 
 
 @pytest.mark.parametrize(
+    ("name", "nothing", "something", "hint"),
+    [
+        ("best_of", [None, 1], [2], "pass n"),
+        ("guided_decoding", [None], [{"regex": "a"}], "pass structured_outputs"),
+        ("logits_processors", [None, []], [[len]], "pass logit_bias"),
+        ("truncate_prompt_tokens", [None], [5], "shorten"),
+        ("output_kind", [0], [1], "stream()"),
+        ("use_beam_search", [False], [True], "beam_search()"),
+        ("early_stopping", [False], [True, "never"], "beam_search()"),
+        ("length_penalty", [1.0, 1], [0.7], "BeamSearchParams"),
+        ("spaces_between_special_tokens", [True], [False], "tokenizer"),
+        ("extra_args", [None, {}], [{"a": 1}], "no other"),
+    ],
+)
+def test_values_of_vllm_that_ask_for_nothing(name, nothing, something, hint):
+    """The nearest of our names was a wrong remedy: `presence_penalty` for `length_penalty`."""
+    for value in nothing:
+        assert SamplingParams(top_k=3, **{name: value}) == SamplingParams(top_k=3)
+    for value in something:
+        with pytest.raises(TypeError, match=rf"no option `{name}`; .*{re.escape(hint)}") as caught:
+            SamplingParams(**{name: value})
+        assert "did you mean" not in str(caught.value)
+    with pytest.raises((TypeError, dataclasses.FrozenInstanceError)):
+        setattr(SamplingParams(), name, nothing[0])
+
+
+@pytest.mark.parametrize("name", ["GuidedDecodingParams", "RequestOutputKind", "EngineArgs"])
+def test_classes_of_vllm_say_what_replaces_them(name):
+    """An AttributeError's words would be lost: Python puts its own in their place."""
+    module = "nanovllm" if name == "EngineArgs" else "nanovllm.sampling_params"
+    replaced = {"GuidedDecodingParams": "StructuredOutputsParams", "EngineArgs": "LLM"}
+    for source in {"nanovllm", module}:
+        with pytest.raises(ImportError, match=f"`{name}`: .*{replaced.get(name, 'stream')}"):
+            exec(f"from {source} import {name}")
+        assert not hasattr(importlib.import_module(source), f"{name}s")
+        with pytest.raises(ImportError, match=f"cannot import name '{name}s'"):
+            exec(f"from {source} import {name}s")
+
+
+@pytest.mark.parametrize(
     ("kind", "name", "hint"),
     [
         (SamplingParams, "temprature", "did you mean `temperature`?"),
         (SamplingParams, "guided_decoding", "pass structured_outputs"),
-        (SamplingParams, "best_of", "pass n"),
         (
             *(SamplingParams, "logits_processors"),
             "pass logit_bias, allowed_token_ids or structured_outputs",
@@ -440,7 +481,7 @@ def test_parameters_are_frozen():
 
 def test_parameters_still_are_dataclasses():
     for params in full()[0]:
-        assert copy.copy(params) == copy.deepcopy(params) == params
+        assert copy.copy(params) == copy.deepcopy(params) == params.clone() == params
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     assert list(inspect.signature(SamplingParams).parameters) == names
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from nanovllm.config import Config, check_options, takes_options
+from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
@@ -33,7 +33,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class LLMEngine:
     """
 
     @takes_options
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         self._lock = threading.RLock()
-        check_options(options)
+        ours = our_options(options)
         if not isinstance(model, (str, Path)):
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
-        self.config = Config(os.path.expanduser(model), **options)
+        self.config = Config(os.path.expanduser(model), **ours)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
@@ -214,6 +214,7 @@ class LLMEngine:
 
     # -- the whole job --------------------------------------------------------------------------
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     def generate(
         self,
         prompts: Prompts,
@@ -370,6 +371,16 @@ class LLMEngine:
         """
         return self._default_params
 
+    @property
+    def get_metrics(self) -> NoReturn:
+        """vLLM's, which lists the metrics of a server."""
+        raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
+
+    @property
+    def llm_engine(self) -> Self:
+        """This engine itself, which has another object in vLLM."""
+        return self
+
     def metrics(self) -> dict[str, Any]:
         """What explains a slow run: the configuration that took effect, counters and times.
 
@@ -392,6 +403,10 @@ class LLMEngine:
         with self._lock:
             self.core.reset()
             self._close()
+
+    def shutdown(self) -> None:
+        """`exit`, as vLLM calls it."""
+        self.exit()
 
     def _close_quietly(self) -> None:
         """Close after an error, which matters more than one in closing."""

@@ -3,12 +3,17 @@
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=Callable[..., Any])
+# Names of vLLM that are not ours: which of their values ask for nothing that is missing here, and
+# what to do in the place of the others.
+Foreign: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
@@ -53,19 +58,51 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
 
 
-def check_names(
-    owner: str, names: Iterable[str], known: Sequence[str], remedies: Mapping[str, str]
-) -> None:
-    """TypeError for a name that `owner` does not know, with its remedy or the nearest name."""
-    for name in names:
+def only(*values: Any) -> Callable[[Any], bool]:
+    """Whether a value is one of these."""
+    return lambda value: value in values
+
+
+def own_options(
+    owner: str, options: Mapping[str, Any], known: Sequence[str], foreign: Foreign
+) -> dict[str, Any]:
+    """Those of the options that `owner` knows, without foreign ones that ask for nothing.
+
+    Raises:
+        TypeError: for any other, with its remedy or the nearest name.
+    """
+    own = {}
+    for name, value in options.items():
+        is_nothing, remedy = foreign.get(name, (None, None))
+        if is_nothing is not None and is_nothing(value):
+            continue
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
-            raise TypeError(f"{owner}() has no option `{name}`; {remedies.get(name, hint)}")
+            raise TypeError(f"{owner}() has no option `{name}`; {remedy or hint}")
+        own[name] = value
+    return own
 
 
-def with_remedies(remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Decorates a frozen dataclass: its refusals of names and of changes say what to do instead."""
+def takes_foreign(foreign: Foreign) -> Callable[[Call], Call]:
+    """Decorates a method: its keyword arguments are treated as `own_options` does."""
+
+    def decorate(call: Any) -> Any:
+        known = list(inspect.signature(call).parameters)[1:]
+
+        @functools.wraps(call)
+        def checked(self: Any, *args: Any, **options: Any) -> Any:
+            return call(self, *args, **own_options(call.__name__, options, known, foreign))
+
+        return checked
+
+    return decorate
+
+
+def takes_foreign_fields(foreign: Foreign) -> Callable[[type[T]], type[T]]:
+    """Decorates a frozen dataclass: it takes arguments as `own_options` does, and its refusal of a
+    change says what to do instead.
+    """
 
     def decorate(cls: Any) -> Any:
         known = [field.name for field in dataclasses.fields(cls)]
@@ -73,15 +110,14 @@ def with_remedies(remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
         @functools.wraps(init)
         def checked_init(self: Any, *args: Any, **options: Any) -> None:
-            check_names(cls.__name__, options, known, remedies)
-            init(self, *args, **options)
+            init(self, *args, **own_options(cls.__name__, options, known, foreign))
 
         @functools.wraps(set_field)
         def refuse(self: Any, name: str, value: Any) -> None:
             try:
                 set_field(self, name, value)
             except dataclasses.FrozenInstanceError:
-                check_names(cls.__name__, [name], known, remedies)
+                own_options(cls.__name__, {name: value}, known, foreign)
                 raise dataclasses.FrozenInstanceError(
                     f"{cls.__name__} cannot be changed: use dataclasses.replace(params, {name}=...)"
                 ) from None
@@ -90,6 +126,17 @@ def with_remedies(remedies: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def missing_name(module: str, name: str, replaced: Mapping[str, str]) -> Exception:
+    """The error of a module's `__getattr__`; `replaced` says what to do without names of vLLM.
+
+    These are ImportErrors, for hasattr() too, because `from module import name` would put words of
+    its own in the place of those of an AttributeError.
+    """
+    if name in replaced:
+        return ImportError(f"{module} has no `{name}`: {replaced[name]}", name=name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def plain_numbers(instance: Any) -> None:
