@@ -158,12 +158,22 @@ def facts(llm: LLM) -> None:
     assert isinstance(llm.get_default_sampling_params(), SamplingParams)
     llm.reset_prefix_cache()
     assert not llm.is_closed
+    assert llm.llm_engine.get_tokenizer() is llm.get_tokenizer()
+    assert not hasattr(llm, "get_metrics")  # whose error names metrics()
+
+
+def refusals(llm: LLM) -> None:
+    """One prompt that is refused, beside one that is not; and outputs as JSON."""
+    outputs = llm.generate((p for p in (PROMPT, "x" * 999)), use_tqdm=False, on_error="return")
+    assert [output.error is None for output in outputs] == [True, False]
+    json.dumps([output.to_dict() for output in outputs])
 
 
 def closing(llm: LLM) -> None:
-    """`exit`, twice."""
+    """`exit`, twice, and by vLLM's name."""
     llm.exit()
     llm.exit()
+    llm.shutdown()
     assert llm.is_closed
 
 
@@ -176,16 +186,17 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
     likelihoods: {"score", "embed", "beam_search"},
     facts: {
         *("metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
-        "is_closed",
+        *("is_closed", "llm_engine", "get_metrics"),
     },
-    closing: {"exit"},
+    refusals: set(),
+    closing: {"exit", "shutdown"},
 }
 
 
 def asynchronous() -> None:
     """Every public method of `AsyncLLM`."""
     tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params", "metrics"}
-    missing = public(AsyncLLM) ^ (tried | {"exit", "is_closed"})
+    missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
     async def last_text(llm: AsyncLLM) -> str:
@@ -200,6 +211,7 @@ def asynchronous() -> None:
             assert (await llm.get_tokenizer()).decode([ord("a")]) == "a"
             assert isinstance(llm.get_default_sampling_params(), SamplingParams)
         llm.exit()
+        llm.shutdown()
         assert llm.is_closed
 
     asyncio.run(main())

@@ -32,14 +32,17 @@ NEED_CUDA = {
     *("benchmarks/decode_attention.py", "benchmarks/prefill_attention.py"),
     *("benchmarks/profile_step.py", "scripts/short_run.py"),
 }
-# What .ci/run runs, in new virtual environments, and what it is made of.
-OF_CI = {
+# What .ci/run runs, in new virtual environments, and what it is made of; and what downloads.
+NOT_HERE = {
     "pip install . && python example.py",
     'pip install -e ".[test]" && pytest',
     "ruff check . && ruff format --check . && mypy",
     "bash .ci/run",
     "pytest -m slow",
     'pip install -e ".[bench]"',
+    'pip install ".[structured-outputs]"',
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+    "hf download Qwen/Qwen3-0.6B --local-dir DIR",
     "python scripts/check_install.py",
 }
 
@@ -57,9 +60,19 @@ def commands() -> list[str]:
         lines = [line for block in blocks(page, "") for line in block.splitlines()]
         lines += re.findall(r"^ {4}(\S.*)$", text, re.M)
         lines += [re.sub(r"\s+", " ", inline) for inline in re.findall(r"`([^`]+)`", text)]
-        known = ("python b", "python e", "python s", "pip ", "pytest ", "ruff ", "bash ", "PYTORCH")
+        known = (
+            "python b",
+            "python e",
+            "python s",
+            "pip ",
+            "hf ",
+            "pytest ",
+            "ruff ",
+            "bash ",
+            "PYTORCH",
+        )
         found |= {line for line in lines if line.startswith(known)}
-    return sorted(found - OF_CI)
+    return sorted(found - NOT_HERE)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
