@@ -76,7 +76,8 @@ class AsyncLLM:
                 for news in output.outputs:
                     before = whole.get(news.index)
                     whole[news.index] = news if before is None else _joined(before, news)
-                yield replace(output, outputs=[whole[index] for index in sorted(whole)])
+                outputs = [whole[index] for index in sorted(whole)]
+                yield RequestOutput(**{**vars(output), "outputs": outputs})
 
     async def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None

@@ -3,15 +3,15 @@
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from nanovllm.utils.record import Record, Row
+from nanovllm.utils.record import Record, Row, record
 
 MAX_PLACES = 4  # of TokenLogprobs, that a repr shows
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class Logprob(Record):
     """How likely a token is at its place, by the model alone.
 
@@ -88,7 +88,7 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         return shown if more <= 0 else f"{shown[:-1]}, <{more} more>]"
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class CompletionOutput(Record):
     """One completion of a prompt.
 
@@ -117,7 +117,7 @@ class CompletionOutput(Record):
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class ScoreOutput(Row):
     """How likely a text is, by the model (`LLM.score`).
 
@@ -162,14 +162,14 @@ class ScoreOutput(Row):
         }
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class EmbeddingOutput(Record):
     """A text as a vector: `embedding`, as long as the model's hidden states; empty if refused."""
 
     embedding: list[float]
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class EmbeddingRequestOutput(Row):
     """What `LLM.embed` returns for a prompt.
 
@@ -196,7 +196,7 @@ class EmbeddingRequestOutput(Row):
         }
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class RequestMetrics(Record):
     """Where the time of a request went, in seconds since it was queued.
 
@@ -223,7 +223,7 @@ class RequestMetrics(Record):
         return self.decode_seconds / self.num_decode_tokens if self.num_decode_tokens else None
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class RequestOutput(Row):
     """A finished request. Reads like vLLM's (`o.outputs[0].text`) and nano-vLLM's (`o["text"]`).
 
@@ -270,7 +270,7 @@ class RequestOutput(Row):
         }
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class BeamSearchSequence(Record):
     """A sequence that a beam search has found.
 
@@ -290,7 +290,7 @@ class BeamSearchSequence(Record):
     stop_reason: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
+@record
 class BeamSearchOutput(Row):
     """What a beam search has found for a prompt. As a mapping it shows the best sequence.
 

@@ -2,17 +2,32 @@
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
 
+from typing_extensions import dataclass_transform
+
+R = TypeVar("R", bound="Record")
 SHORT = reprlib.Repr()
 SHORT.maxstring = 60
 MAX_RECORDS = 3  # of a list, that a repr shows
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def record(cls: type[R]) -> type[R]:
+    """Make a frozen dataclass of a subclass of `Record`."""
+    made: Any = dataclass(frozen=True, repr=False)(cls)
+    made._fields = fields(made)
+    if issubclass(cls, Row):
+        # By this mark pandas before 3.1 knows dataclasses, whose fields it takes for the columns.
+        del made.__dataclass_fields__
+    return made
+
+
 class Record:
-    """A dataclass with `to_dict` and a short repr, which `dataclass(repr=False)` keeps."""
+    """Has `to_dict` and a short repr. The decorator `record` makes its subclasses."""
+
+    _fields: ClassVar[tuple[Field[Any], ...]]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as dictionaries, lists, strings, numbers and None, as JSON has them.
@@ -22,19 +37,16 @@ class Record:
         itself, since it knows no other mapping than `dict`; for outputs inside something else,
         pass it `default=lambda output: output.to_dict()`.
         """
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {each.name: _plain(getattr(self, each.name)) for each in self._fields}
 
     def __repr__(self) -> str:
-        values = {each.name: getattr(self, each.name, None) for each in fields(self) if each.repr}
+        values = {each.name: getattr(self, each.name, None) for each in self._fields if each.repr}
         shown = [f"{name}={_short(value)}" for name, value in values.items() if value is not None]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Row(Record, Mapping[str, Any]):
-    """A record that is also a row of a table: `pandas.DataFrame(outputs)` has its keys as columns.
-
-    (pandas before 3.1 takes the fields instead: give it `map(dict, outputs)`.)
-    """
+    """A record that is a row of a table, too: `pandas.DataFrame(outputs)` has its keys as columns."""
 
     def _row(self) -> dict[str, Any]:
         """The values by their keys."""
