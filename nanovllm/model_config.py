@@ -6,12 +6,14 @@ refused here, by name, before any weight is read. `read_sampling_params` gives t
 own sampling parameters. Imports no torch.
 """
 
-import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_bool, check_float, check_int
+from nanovllm.utils.files import has_file, read_json
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 SUPPORTED_ACTIVATIONS = ("silu",)
@@ -22,7 +24,9 @@ SAMPLING_KEYS = {
     "max_new_tokens": "max_tokens",
 }
 
-T = TypeVar("T", int, float, bool, str)
+MOST = 2**31 - 1  # tokens and positions are int32
+
+T = TypeVar("T", int, float, bool)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class ModelConfig:
             ValueError: for a missing directory or file, and for everything unsupported.
         """
         directory = Path(model)
-        if not directory.is_dir():
+        if not os.path.isdir(model):
             raise ValueError(
                 f"`model` must be the directory of a checkpoint, and {model!r} is no directory: "
                 "download the model first (nothing is fetched from a hub)"
@@ -71,7 +75,7 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=_read(raw, "num_key_value_heads", int, num_heads),
             head_dim=_read(raw, "head_dim", int, 128),
-            rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6),
+            rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
             rope_theta=_read_rope_theta(raw),
             max_position_embeddings=_read(raw, "max_position_embeddings", int),
             tie_word_embeddings=_read(raw, "tie_word_embeddings", bool, False),
@@ -84,11 +88,11 @@ class ModelConfig:
     def _check_shapes(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"config.json: num_attention_heads {self.num_attention_heads} must be a multiple "
-                f"of num_key_value_heads {self.num_key_value_heads}"
+                f"config.json: `num_attention_heads` must be a multiple of `num_key_value_heads`, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"config.json: head_dim must be even, got {self.head_dim}")
+            raise ValueError(f"config.json: `head_dim` must be even, got {self.head_dim}")
 
     def check_tensor_parallel(self, size: int) -> None:
         """ValueError unless the model can be split over `size` ranks."""
@@ -132,33 +136,32 @@ def read_sampling_params(model: str) -> SamplingParams:
     return params
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ValueError if it is missing or none."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}: is it the directory of a checkpoint?")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _read(raw: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
-    """`raw[key]` as `kind`. Without a default the key is required."""
+def _read(
+    raw: dict[str, Any],
+    key: str,
+    kind: type[T],
+    default: T | None = None,
+    minimum: float = 1,
+    maximum: float = MOST,
+) -> T:
+    """`raw[key]`, an int or float in `minimum`..`maximum`, or a bool. Without a default the key is
+    required.
+    """
     value = raw.get(key)
     if value is None:
         if default is None:
             raise ValueError(f"config.json: `{key}` is missing")
         return default
-    if kind is float and isinstance(value, int):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"config.json: `{key}` must be of type {kind.__name__}, got {value!r}")
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-        raise ValueError(f"config.json: `{key}` must be positive, got {value!r}")
-    return value
+    try:
+        if kind is bool:
+            check_bool(key, value)
+        elif kind is int:
+            check_int(key, value, int(minimum), int(maximum))
+        else:
+            check_float(key, value, minimum, maximum)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.json: {error}") from None
+    return kind(value)
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -166,26 +169,29 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if not isinstance(architectures, list) or architectures[0] not in SUPPORTED_ARCHITECTURES:
         name = architectures[0] if isinstance(architectures, list) else repr(architectures)
         raise ValueError(
-            f"architecture {name} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"config.json: `architectures` {name} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in SUPPORTED_ACTIVATIONS:
         raise ValueError(
-            f"activation `hidden_act` {activation!r} is not supported; "
+            f"config.json: activation `hidden_act` {activation!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ValueError(
-            f"quantised checkpoints are not supported, this one is {method or quantization!r}: "
-            "use the original bfloat16, float16 or float32 weights"
+            "quantised checkpoints are not supported, and config.json has `quantization_config` "
+            f"{method or quantization!r}: use the original bfloat16, float16 or float32 weights"
         )
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
-    if raw.get("use_sliding_window") or layer_types != {"full_attention"}:
+    layer_types = raw.get("layer_types") or ["full_attention"]
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise ValueError(f"config.json: `layer_types` must be a list of names, got {layer_types!r}")
+    if raw.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
         raise ValueError(
             "sliding-window attention is not supported: config.json has `use_sliding_window` "
-            f"{raw.get('use_sliding_window')} and layer types {sorted(layer_types)}"
+            f"{raw.get('use_sliding_window')} and `layer_types` {sorted(set(layer_types))}"
         )
 
 
@@ -202,18 +208,19 @@ def _read_rope_theta(raw: dict[str, Any]) -> float:
             rope_type = part.get("rope_type", part.get("type", "default"))
             if rope_type != "default":
                 raise ValueError(
-                    f"RoPE scaling {rope_type!r} is not supported, only the default (none)"
+                    f"RoPE scaling {rope_type!r} is not supported, only the default (none): "
+                    f"config.json has it as `{key}`"
                 )
-        rope = rope.get("full_attention", rope)
-        theta = rope.get("rope_theta", theta)
-    return _read({"rope_theta": theta}, "rope_theta", float)
+        full = rope.get("full_attention")
+        theta = (full if isinstance(full, dict) else rope).get("rope_theta", theta)
+    return _read({"rope_theta": theta}, "rope_theta", float, minimum=1, maximum=1e30)
 
 
 def _read_dtype(raw: dict[str, Any]) -> str:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(
-            f"config.json: dtype {dtype!r} is not supported, only bfloat16, float16, float32"
+            f"config.json: `dtype` {dtype!r} is not supported, only bfloat16, float16, float32"
         )
     return str(dtype)
 
@@ -221,14 +228,14 @@ def _read_dtype(raw: dict[str, Any]) -> str:
 def _read_generation(directory: Path) -> dict[str, Any]:
     """generation_config.json; nothing without it."""
     file = directory / GENERATION_CONFIG
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if has_file(file) else {}
 
 
 def _read_eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
-    eos = _read_generation(directory).get("eos_token_id")
+    file, eos = GENERATION_CONFIG, _read_generation(directory).get("eos_token_id")
     if eos is None:
-        eos = raw.get("eos_token_id")
+        file, eos = "config.json", raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ValueError(f"`eos_token_id` of {directory} must be token ids, got {eos!r}")
+    if not all(type(i) is int and 0 <= i <= MOST for i in ids):
+        raise ValueError(f"{file}: `eos_token_id` must be token ids, got {eos!r}")
     return frozenset(ids)

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import get_type_hints
+from typing import get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,12 +24,12 @@ from checkpoints import (
     reference,
     tokens,
 )
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams, model_config
 from nanovllm.attention.base import AttentionNeeds, select_backend
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
-from nanovllm.model_config import ModelConfig, read_sampling_params
+from nanovllm.model_config import SAMPLING_KEYS, ModelConfig, read_sampling_params
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -352,22 +352,84 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised .*'gptq': use the original"),
         ({"use_sliding_window": True}, "sliding-window .*`use_sliding_window` True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window .*sliding_att"),
-        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported, only bfloat16"),
+        ({"dtype": "float8_e4m3fn"}, "`dtype` 'float8_e4m3fn' is not supported, only bfloat16"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
-        ({"num_hidden_layers": "2"}, "`num_hidden_layers` must be of type int, got '2'"),
-        ({"vocab_size": 0}, "`vocab_size` must be positive, got 0"),
-        ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be of type bool, got 'yes'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*multiple of num_key_value_heads 3"),
-        ({"head_dim": 31}, "head_dim must be even, got 31"),
+        ({"num_hidden_layers": "2"}, "`num_hidden_layers` must be an integer, got '2'"),
+        ({"vocab_size": 0}, "`vocab_size` must be between 1 and .*, got 0"),
+        ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be True or False, got 'yes'"),
+        ({"num_key_value_heads": 3}, "multiple of `num_key_value_heads`, got 4 and 3"),
+        ({"head_dim": 31}, "`head_dim` must be even, got 31"),
         ({"rope_parameters": None, "rope_theta": None}, "`rope_theta` is missing"),
-        ({"eos_token_id": "end"}, "`eos_token_id` of .* must be token ids, got 'end'"),
-        ({"eos_token_id": [1, -1]}, r"`eos_token_id` of .* must be token ids, got \[1, -1\]"),
+        ({"eos_token_id": "end"}, "`eos_token_id` must be token ids, got 'end'"),
+        ({"eos_token_id": [1, -1]}, r"`eos_token_id` must be token ids, got \[1, -1\]"),
     ],
 )
 def test_defect_18_unsupported_checkpoint_is_refused_by_name(changes, match, checkpoint, tmp_path):
     path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
     with pytest.raises(ValueError, match=match):
         LLM(path, **SMALL)
+
+
+NASTY = [
+    *(math.nan, math.inf, -math.inf, 0, -1, 0.5, 3, 2**31, 10**400, 1e300, 5e-324, True, False),
+    *("", "2", "\ud800", [], [1], [[1], "a"], [{}], {}, {"a": 1}, {"a": {"type": []}}),
+    {"full_attention": 3, "rope_theta": math.nan, "rope_type": "default"},
+    json.loads("[" * 40 + "]" * 40),
+]
+
+
+def outcome(read, file, key, value):
+    """What `read` makes of a file with this value, None if it refuses it by the names of both."""
+    edit_json(file, **{key: value})
+    try:
+        return read(str(file.parent))
+    except ValueError as error:
+        message = str(error)
+    names = {key, "rope_theta"} if key.startswith("rope_") else {key}
+    assert file.name in message and any(f"`{name}`" in message for name in names), message
+    return None
+
+
+def test_any_value_of_any_key_is_refused_by_name_or_right(checkpoint, tmp_path, monkeypatch):
+    """NaN and infinity were taken, and others ended in an OverflowError or a TypeError."""
+    plain, file, keys = (checkpoint / "config.json").read_text(), tmp_path / "config.json", set()
+
+    class Recording(dict):
+        def get(self, key, default=None):
+            keys.add(key)
+            return super().get(key, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_config, "read_json", lambda path: Recording(json.loads(plain)))
+        ModelConfig.from_pretrained(str(tmp_path))
+    assert {"rms_norm_eps", "rope_theta", "layer_types", "eos_token_id"} <= keys and len(keys) > 20
+    for key in sorted(keys):
+        for value in NASTY:
+            file.write_text(plain)
+            config = outcome(ModelConfig.from_pretrained, file, key, value)
+            for field in dataclasses.fields(ModelConfig) if config else ():
+                found, kind = getattr(config, field.name), get_origin(field.type) or field.type
+                assert type(found) is kind, (key, value)
+                assert kind is not int or 1 <= found < 2**31, (key, value)
+                assert kind is not float or 0 < found <= 1e30, (key, value)
+
+
+def test_any_sampling_default_is_refused_by_name_or_right(tmp_path):
+    file = tmp_path / "generation_config.json"
+    for key, name in SAMPLING_KEYS.items():
+        for value in NASTY:
+            file.unlink(missing_ok=True)
+            params = outcome(read_sampling_params, file, key, value)
+            assert params is None or getattr(params, name) == value
+
+
+def test_any_end_token_is_refused_by_name_or_right(checkpoint, tmp_path):
+    path = copy_checkpoint(checkpoint, tmp_path / "model")
+    for value in NASTY:
+        config = outcome(
+            ModelConfig.from_pretrained, path / "generation_config.json", "eos_token_id", value
+        )
+        assert config is None or config.eos_token_ids <= {0, 1, 3}
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3", "linear", "dynamic"])

@@ -1,6 +1,8 @@
 """Checkpoint weights: every parameter filled, every tensor used, or an error that names them."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -167,13 +169,81 @@ def test_tensor_left_out_of_the_index_is_missing(sharded_dir):
         LLM(sharded_dir, **SMALL)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["{}/x", "../elsewhere/x", "below/x", "./x", "..", "", "x\0", "x" * 300],
+    ids=["absolute", "above", "below", "dot", "parent", "empty", "null", "long"],
+)
+def test_index_naming_what_is_no_file_of_the_directory(name, sharded_dir):
+    """Files anywhere on the machine were read."""
+    names, elsewhere = weight_map(sharded_dir), sharded_dir.parent / "elsewhere"
+    name = name.format(elsewhere)
+    for folder in (sharded_dir, sharded_dir / "below", elsewhere):
+        folder.mkdir(exist_ok=True)
+        (folder / "x").write_bytes((sharded_dir / names[Q_PROJ]).read_bytes())
+    moved = {t: name if file == names[Q_PROJ] else file for t, file in names.items()}
+    edit_json(sharded_dir / INDEX, weight_map=moved)
+    with pytest.raises(ValueError, match=f"(?s){sharded_dir}.*{re.escape(name)}"):
+        LLM(sharded_dir, **SMALL)
+
+
+def test_links_of_the_hubs_cache_are_followed(sharded_dir, tmp_path):
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    sharded_dir.rename(tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    with LLM(snapshot, **SMALL) as llm:
+        assert_usable(llm, snapshot)
+
+
+NO_FILES = {
+    "a link to nothing": lambda path: path.symlink_to("../nothing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a directory": Path.mkdir,
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", INDEX, "model.safetensors", "tokenizer.json"],
+)
+def test_what_is_no_file_is_named(name, what, model_dir):
+    """It was an OSError from somewhere, or passed over in silence."""
+    (model_dir / name).unlink(missing_ok=True)
+    NO_FILES[what](model_dir / name)
+    with pytest.raises(ValueError, match=f"{model_dir / name} must be a file.*download"):
+        LLM(model_dir, **SMALL)
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+@pytest.mark.parametrize("has_index", [True, False])
+def test_what_is_no_file_is_named_among_others(has_index, what, sharded_dir):
+    file = sharded_dir / weight_map(sharded_dir)[Q_PROJ]
+    file.unlink()
+    NO_FILES[what](file)
+    if not has_index:
+        (sharded_dir / INDEX).unlink()
+    with pytest.raises(ValueError, match=f"{file} must be a file"):
+        LLM(sharded_dir, **SMALL)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("{", "is not valid JSON: .*line 1"), ("[1]", "must hold a JSON object, got list")],
+    [
+        ("{", "is not valid JSON: .*line 1"),
+        ("[1]", "must hold a JSON object, got list"),
+        *(('{"x":' + "[" * n + "]" * n + "}", "is not valid JSON") for n in (60, 700, 100_000)),
+        ('{"x": ' + "1" * 5000 + "}", "is not valid JSON: .*digits"),
+        ('{"x": "\xff"}', "is not valid JSON: .*utf-8"),
+    ],
+    ids=["open", "list", "deep", "deeper", "deepest", "digits", "latin-1"],
 )
 def test_invalid_json_names_the_file(name, text, match, model_dir):
-    (model_dir / name).write_text(text)
+    (model_dir / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=f"{name} {match}"):
         LLM(model_dir, **SMALL)
 
@@ -181,6 +251,8 @@ def test_invalid_json_names_the_file(name, text, match, model_dir):
 def test_missing_directory_or_files_are_named(model_dir, tmp_path):
     with pytest.raises(ValueError, match=r"`model` must be the directory.*nowhere.*download"):
         LLM(tmp_path / "nowhere", **SMALL)
+    with pytest.raises(ValueError, match="`model` must be the directory"):
+        LLM("x" * 5000, **SMALL)
     with pytest.raises(ValueError, match="`model` must be the directory of a checkpoint"):
         LLM(model_dir / "config.json", **SMALL)
     (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.base import Layer, Shard
-from nanovllm.model_config import read_json
+from nanovllm.utils.files import has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
 SINGLE = "model.safetensors"
@@ -25,24 +25,30 @@ _SHOWN = 8  # names listed in an error
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of each tensor in a checkpoint.
 
-    An index file decides which files count; without one it is `model.safetensors`, or all files
-    if there is none of that name.
+    An index file decides which files of the directory count; without one it is `model.safetensors`,
+    or all files if there is none of that name.
 
     Raises:
-        ValueError: if there are no safetensors, or a file of the index is missing.
+        ValueError: if there are no safetensors, or a file of the index is missing or elsewhere.
     """
-    if (directory / INDEX).is_file():
+    if has_file(directory / INDEX):
         weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(file, str) for file in weight_map.values()
         ):
             raise ValueError(f"{directory / INDEX}: `weight_map` must map tensors to file names")
-        missing = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
-        if missing:
+        named = sorted(set(weight_map.values()))
+        if elsewhere := [file for file in named if Path(file).name != file]:
+            raise ValueError(
+                f"{directory / INDEX}: `weight_map` must name files of the same directory, got "
+                f"{_names(elsewhere)}: put them there, and their plain names into the index"
+            )
+        if missing := [file for file in named if not has_file(directory / file)]:
             raise ValueError(f"{directory}: files named in {INDEX} are missing: {_names(missing)}")
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / SINGLE
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    candidates = [single] if has_file(single) else sorted(directory.glob("*.safetensors"))
+    files = [file for file in candidates if has_file(file)]
     if not files:
         raise ValueError(
             f"{directory} has no *.safetensors: only that format is read; convert others with "
@@ -63,7 +69,7 @@ def _open(file: Path) -> Iterator[Any]:
     """The tensors of a safetensors file, by memory map."""
     try:
         tensors = safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} is not a complete safetensors file ({error}): download it again"
         ) from error

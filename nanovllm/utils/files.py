@@ -1,0 +1,53 @@
+"""The files of a checkpoint's directory. What is wrong with one is a ValueError that names it."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 50  # of JSON: real files have less than ten levels
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is a file, or a link to one: Hugging Face's cache is made of such links.
+
+    Raises:
+        ValueError: if something else is there, such as a directory or a link that leads nowhere.
+    """
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return True
+        found = "something else"
+    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+        if not os.path.lexists(path):
+            return False
+        found = f"a link that leads nowhere ({error})"
+    raise ValueError(f"{path} must be a file, got {found}: download the checkpoint again")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; ValueError if it is missing or none."""
+    if not has_file(path):
+        raise ValueError(f"{path.parent} has no {path.name}: is it the directory of a checkpoint?")
+    try:
+        value = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _parse(text: str) -> Any:
+    """RecursionError for what nests so deep that the `repr` in a message might raise it."""
+    value = json.loads(text)
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [list(v.values()) if isinstance(v, dict) else v for v in level]
+        level = [child for values in inner if isinstance(values, list) for child in values]
+    if level:
+        raise RecursionError(f"it nests deeper than {MAX_DEPTH} levels")
+    return value
