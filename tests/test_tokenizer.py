@@ -1,9 +1,13 @@
 """Loading the checkpoint's tokenizer."""
 
+import io
+import json
 import linecache
+import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from checkpoints import SMALL, TINY, copy_checkpoint, edit_json, greedy
 from faults import DEADLINE, wait_until
+from nanovllm import LLM
 from nanovllm.utils.tokenizer import load_tokenizer
 
 IMPORT = "import sys; sys.import_transformers()"
@@ -27,7 +33,8 @@ def test_two_threads_import_transformers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     del sys.modules["transformers"]
     whole: Any = ModuleType("transformers")
-    whole.AutoTokenizer = SimpleNamespace(from_pretrained=Path)
+    whole.AutoTokenizer = SimpleNamespace(from_pretrained=lambda model, **options: Path(model))
+    whole.PreTrainedTokenizerFast = None
     others: list[Future[Path]] = []
     threads: list[int] = []
 
@@ -50,3 +57,67 @@ def test_two_threads_import_transformers(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(sys, "import_transformers", import_transformers, raising=False)
         assert load_tokenizer(str(tmp_path)) == tmp_path
         assert others[0].result(DEADLINE) == tmp_path
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where code of a checkpoint leaves its mark. At the end there is none, nobody has read the
+    "y" on standard input, and nobody has looked for another machine.
+    """
+    calls: list[Any] = []
+
+    def refuse(*args: Any) -> None:
+        calls.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    yield tmp_path / "mark"
+    assert sys.stdin.tell() == 0, "asked whether to run it"
+    assert not calls
+    assert not (tmp_path / "mark").exists(), "run"
+
+
+def with_own_code(path: Path, mark: Path, files: Iterable[str], reference: str) -> Path:
+    """The embedded checkpoint with classes of its own, which transformers does not know."""
+    copy_checkpoint(TINY, path, model_type="mine")
+    (path / "mine.py").write_text(f"open({str(mark)!r}, 'w'); from transformers import *")
+    edit_json(path / "tokenizer_config.json", tokenizer_class="MyTokenizer")
+    auto_map = {"AutoConfig": f"{reference}Config", "AutoTokenizer": [None, f"{reference}Tok"]}
+    for file in files:
+        edit_json(path / file, auto_map=auto_map)
+    return path
+
+
+CONFIGS = ("config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("reference", ["mine.", "other/repository--mine."])
+@pytest.mark.parametrize(
+    "files", [CONFIGS[:1], CONFIGS[1:], CONFIGS], ids=["config", "own", "both"]
+)
+def test_code_of_a_checkpoint_is_not_run(
+    files: tuple[str, ...], reference: str, tmp_path: Path, outside: Path
+) -> None:
+    """transformers asked on standard input, and "y", from a pipe, ran it."""
+    path = with_own_code(tmp_path / "model", outside, files, reference)
+    outputs = []
+    for model in (path, TINY):
+        with LLM(model, **SMALL) as llm:
+            outputs += llm.generate(["Hello, you!"], greedy(9), use_tqdm=False)
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    assert outputs[0].outputs[0].text == outputs[1].outputs[0].text
+
+
+@pytest.mark.parametrize("reference", ["mine.", "other/repository--mine."])
+def test_tokenizer_that_only_its_own_code_can_load(
+    reference: str, tmp_path: Path, outside: Path
+) -> None:
+    path = with_own_code(tmp_path / "model", outside, CONFIGS, reference)
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(ValueError, match=r"`auto_map`.*`trust_remote_code`.*tokenizer\.json"):
+        LLM(path, **SMALL)

@@ -1,34 +1,47 @@
-"""Loads the checkpoint's tokenizer through transformers."""
+"""Loads the checkpoint's tokenizer through transformers. No code of the checkpoint is run."""
 
 import logging
 import threading
 from pathlib import Path
 from typing import Any
 
+from nanovllm.utils.files import has_file, read_json
+
 logger = logging.getLogger(__name__)
 
 _importing = threading.Lock()  # of two threads at once, one would get half of transformers
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-)
+WHOLE = "tokenizer.json"  # says all, whatever class the tokenizer has
+CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
+FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model directory, None if it has no tokenizer files."""
-    if not any((Path(model) / name).is_file() for name in TOKENIZER_FILES):
+    """The tokenizer of a model directory, None if it has no tokenizer files.
+
+    Raises:
+        ValueError: if it cannot be loaded, or only by Python code that the checkpoint brings.
+    """
+    files = {name for name in (*TOKENIZER_FILES, *FILES_BESIDE) if has_file(Path(model) / name)}
+    if files.isdisjoint(TOKENIZER_FILES):
         logger.warning(
             "%s has no tokenizer: prompts must be token ids, outputs have no text", model
         )
         return None
+    own_code = CONFIG in files and "auto_map" in read_json(Path(model) / CONFIG)
+    if own_code and WHOLE not in files:
+        raise ValueError(
+            f"the tokenizer of {model} is Python code by `auto_map` of its {CONFIG}, and there is "
+            f"no `trust_remote_code`: no code of a checkpoint is run. Put a {WHOLE} there, or take "
+            "the tokenizer's files away and pass prompts as token ids"
+        )
     with _importing:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    kind = PreTrainedTokenizerFast if own_code else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever the files provoke in transformers or tokenizers
         raise ValueError(
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
