@@ -46,7 +46,7 @@ class Record:
 
 
 class Row(Record, Mapping[str, Any]):
-    """A record that is a row of a table, too: `pandas.DataFrame(outputs)` has its keys as columns."""
+    """A record that is a row of a table: `pandas.DataFrame(outputs)` has its keys as columns."""
 
     def _row(self) -> dict[str, Any]:
         """The values by their keys."""
