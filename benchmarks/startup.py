@@ -1,14 +1,15 @@
-"""How long until the first token: `import nanovllm`, `LLM(...)`, and the first request.
+"""How long until the first token: the imports, `LLM(...)`, and the first request.
 
 Each run is a fresh process, because compiled kernels and the CUDA context live as long as one.
 
     warm    Triton's compile cache as earlier runs left it (one run that is not timed fills it)
-    cold    an empty compile cache
+    cold    an empty compile cache; files stay in the page cache
+    first   as on a machine that has just started: nothing in the page cache either (with --first,
+            and the right to empty it: root, on Linux)
 
-    python benchmarks/startup.py --dummy qwen3-0.6b [--repeat 3] [--save FILE]
+    python benchmarks/startup.py --dummy qwen3-0.6b [--repeat 3] [--first] [--save FILE]
 
-The import is timed after torch's own, which is not ours to shorten. Files stay in the page cache:
-"cold" does not mean a cold disk. Prints median and range; the last line is JSON.
+Prints median and range; the last line is JSON.
 """
 
 import argparse
@@ -26,9 +27,9 @@ import bench
 
 CHILD = """
 import json, sys, time
-import torch
-
 times = [time.perf_counter()]
+import torch
+times.append(time.perf_counter())
 from nanovllm import LLM, SamplingParams
 times.append(time.perf_counter())
 llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
@@ -38,7 +39,8 @@ times.append(time.perf_counter())
 import bench
 print(json.dumps([[b - a for a, b in zip(times, times[1:])], bench.conditions(llm)]))
 """
-PARTS = ("import", "LLM(...)", "first request")
+PARTS = ("import torch", "import nanovllm", "LLM(...)", "first request")
+PAGE_CACHE = Path("/proc/sys/vm/drop_caches")
 
 
 def start(
@@ -57,25 +59,37 @@ def start(
     return seconds, conditions
 
 
+def empty_page_cache() -> None:
+    """Have the next process read its files from the disk."""
+    os.sync()
+    PAGE_CACHE.write_text("3")
+
+
 def main() -> None:
     """Time starts with a warm and with a cold cache."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench.add_options(parser)
     parser.add_argument("--repeat", type=bench.positive, default=3, help="starts of each kind (3)")
+    parser.add_argument("--first", action="store_true", help="starts without the page cache, too")
     args = parser.parse_args()
+    if args.first and not os.access(PAGE_CACHE, os.W_OK):
+        parser.error(f"--first needs root on Linux: {PAGE_CACHE} cannot be written")
     results: dict[str, dict[str, Any]] = {}
     with bench.checkpoint(args) as (directory, options):
         start(directory, options, None)  # fills the compile cache
-        for name in ("warm", "cold"):
+        for name in ("warm", "cold", *["first"] * args.first):
             runs = []
             for _ in range(args.repeat):
                 with tempfile.TemporaryDirectory() as empty:
-                    cache = empty if name == "cold" else None
+                    cache = None if name == "warm" else empty
+                    if name == "first":
+                        empty_page_cache()
                     seconds, conditions = start(directory, options, cache)
                 runs.append(seconds)
-            for part, values in zip(PARTS, zip(*runs, strict=True), strict=True):
+            parts = [*zip(*runs, strict=True), [sum(run) for run in runs]]
+            for part, values in zip((*PARTS, "in all"), parts, strict=True):
                 low, median, high = min(values), statistics.median(values), max(values)
-                print(f"{name} {part:14s} {median:7.2f} s  ({low:.2f}-{high:.2f})", flush=True)
+                print(f"{name:5s} {part:16s} {median:7.2f} s  ({low:.2f}-{high:.2f})", flush=True)
                 entry = {"median": median, "runs": sorted(values), "unit": "s"}
                 results.setdefault(name, {})[part] = entry
     result = {"benchmark": "startup", "model": bench.model_name(args), "results": results}

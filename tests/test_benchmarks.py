@@ -202,14 +202,17 @@ def test_startup_times_fresh_processes(
     monkeypatch.setenv("TRITON_CACHE_DIR", "kept")
     monkeypatch.setattr(startup.subprocess, "run", recording)
     file = tmp_path / "results.jsonl"
-    args = ("--model", tiny, "--device", "cpu", "--repeat", "1", "--save", str(file))
+    monkeypatch.setattr(startup, "PAGE_CACHE", tmp_path / "drop_caches")
+    startup.PAGE_CACHE.touch()
+    args = ("--model", tiny, "--device", "cpu", "--repeat", "1", "--first", "--save", str(file))
     run(startup.main, monkeypatch, *args)
-    assert caches == ["kept", "kept", "empty"]
+    assert caches == ["kept", "kept", "empty", "empty"]
+    assert startup.PAGE_CACHE.read_text() == "3"
     (record,) = saved(file)
     assert record["benchmark"] == "startup" and record["device"] == "cpu"
-    assert set(record["results"]) == {"warm", "cold"}
+    assert set(record["results"]) == {"warm", "cold", "first"}
     for parts in record["results"].values():
-        assert tuple(parts) == startup.PARTS
+        assert tuple(parts) == (*startup.PARTS, "in all")
         assert all(0 < part["median"] < 60 for part in parts.values())
 
 
