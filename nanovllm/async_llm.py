@@ -18,6 +18,7 @@ from nanovllm.config import Options, takes_options
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.fair_lock import FairLock
 
 News: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = Callable[[News], None]
@@ -27,7 +28,8 @@ class AsyncLLM:
     """Completes the prompts of many coroutines at once: they share the engine's steps.
 
     The engine runs in a thread of its own, which alone touches it. Use it as an asynchronous
-    context manager, or call `exit()`, to give the memory back at a known time.
+    context manager, or call `exit()`, to give the memory back at a known time. A forked process
+    cannot use it: its methods raise RuntimeError there.
 
     Args:
         model: directory of a Hugging Face checkpoint.
@@ -44,7 +46,7 @@ class AsyncLLM:
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # nothing may be asked behind the end
+        self._lock = FairLock()  # nothing may be asked behind the end
         self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, self._commands.put, None)
@@ -153,6 +155,8 @@ class AsyncLLM:
 
     def exit(self) -> None:
         """End all requests and give the memory back. May be called again."""
+        if self._lock.is_forked:  # all that is the parent's
+            return
         with self._lock:
             self._close()
         self._thread.join()
@@ -162,7 +166,8 @@ class AsyncLLM:
         self.exit()
 
     async def __aenter__(self) -> Self:
-        self._check_open()
+        with self._lock:
+            self._check_open()
         return self
 
     async def __aexit__(

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
 import queue
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -550,6 +553,42 @@ def test_del_frees_the_engine(end, checkpoint, monkeypatch):
     assert not thread.is_alive()
     gc.collect()
     assert runner() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_is_told_so():
+    """It asked a thread that it does not have, and waited. Its end leaves the parent's alone."""
+    code = f"""
+import asyncio, gc, os, sys
+from nanovllm import TINY, AsyncLLM, SamplingParams
+async_llm = AsyncLLM(TINY, **{SMALL})
+async def collect():
+    return [o async for o in async_llm.stream("a", SamplingParams(max_tokens=3, ignore_eos=True))]
+async def told(call):
+    try:
+        print("returned", await call)
+    except RuntimeError as error:
+        assert "a forked process" in str(error), error
+async_llm._lock.__enter__()
+child = os.fork()
+if not child:
+    for call in (collect(), anext(async_llm.generate("a")), async_llm.metrics(),
+                 async_llm.__aenter__()):
+        asyncio.run(told(call))
+    assert not async_llm.is_closed
+    async_llm.exit()
+    del async_llm
+    gc.collect()
+    sys.exit(7)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+async_llm._lock.__exit__(None, None, None)
+print(len(asyncio.run(collect())), "tokens")
+async_llm.exit()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "child 7\n3 tokens\n"), done.stderr
 
 
 def test_failed_construction_leaves_no_thread(tmp_path):

@@ -5,7 +5,6 @@ Callers take turns here; `RequestMaker` checks what they pass, and `EngineCore.s
 
 import logging
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
+from nanovllm.utils.fair_lock import FairLock
 from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,9 @@ class LLMEngine:
     """An engine for one model.
 
     `generate` is the whole job in one call. `add_request`, `step`, `is_finished` and `abort` are
-    the same job in the caller's hands. All methods may be called from any thread; they take
-    turns, and a `generate` keeps its turn until it is done.
+    the same job in the caller's hands. All methods may be called from any thread; they take turns
+    in the order of their calls, and a `generate` keeps its turn until it is done. A forked process
+    has no engine: there they raise RuntimeError, and `exit` does nothing.
 
     Args:
         model: directory of a Hugging Face checkpoint.
@@ -57,7 +58,7 @@ class LLMEngine:
 
     @takes_options
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         ours = our_options(options)
         if not isinstance(model, (str, Path)):
             raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
@@ -70,7 +71,7 @@ class LLMEngine:
         self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
-        self._close = weakref.finalize(self, _close, self.executor, self._lock, os.getpid())
+        self._close = weakref.finalize(self, _close, self.executor, self._lock)
         try:
             self._start()
         except BaseException:
@@ -400,6 +401,8 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Drop all requests and give the memory back. May be called again."""
+        if self._lock.is_forked:  # the device and its workers are the parent's
+            return
         with self._lock:
             self.core.reset()
             self._close()
@@ -416,7 +419,8 @@ class LLMEngine:
             logger.warning("the engine could not be closed in order", exc_info=True)
 
     def __enter__(self) -> Self:
-        self._check_open()
+        with self._lock:
+            self._check_open()
         return self
 
     def __exit__(
@@ -428,8 +432,8 @@ class LLMEngine:
         self.exit()
 
 
-def _close(executor: Executor, lock: threading.RLock, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child: the device is its parent's, and so may be the lock
+def _close(executor: Executor, lock: FairLock) -> None:
+    if lock.is_forked:
         return
     executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error

@@ -89,7 +89,6 @@ class Workers:
     ) -> None:
         self.failure: WorkerError | None = None
         self._on_failure = on_failure
-        self._pid = os.getpid()
         self._blame = threading.Lock()  # of who decides which worker is the cause
         self._blamed, self._failed = threading.Event(), threading.Event()
         self._closing = self._killed = False  # by `close`
@@ -131,10 +130,7 @@ class Workers:
         Raises:
             WorkerError: if a worker has died.
             ConnectionError: if that has not been noticed yet; see `reason_of`.
-            RuntimeError: in a fork of the process that has started the workers.
         """
-        if os.getpid() != self._pid:
-            raise RuntimeError("a forked process cannot use its parent's engine: build a new LLM")
         self.check()
         self._channel.write(pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
         for worker in self._workers:
