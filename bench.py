@@ -11,7 +11,7 @@ request, the time of `generate` is taken and the generated tokens are counted an
 Beside the tokens per second stand the bytes per second that decode read (weights, keys, values) and
 the share of the roofline, where the GPU's limits are known (`benchmarks/limits.py`) or given by
 --bandwidth and --flops. The last line is JSON; --save FILE appends it to FILE. On a CPU, without
---num-seqs, a size is chosen that ends in about a minute.
+--num-seqs, a size is chosen that ends in about a minute, if nothing else keeps the cores busy.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def choose_cpu_size(llm: LLM, seed: int) -> int:
     _, seconds = run_once(llm, prompts, short, progress=False)
     steps = 562 / 16  # mean output over the probe's
     num_seqs = max(1, min(256, int(16 * CPU_SECONDS / (seconds * steps))))
-    print(f"CPU: {num_seqs} of the 256 sequences, to end within about a minute (--num-seqs N)")
+    print(f"CPU: {num_seqs} of the 256 sequences, about a minute on idle cores (--num-seqs N)")
     return num_seqs
 
 

@@ -402,8 +402,8 @@ llm.exit()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("end", ["", "llm.exit()", "del llm, stream, calls, call; gc.collect()"])
 def test_a_forked_child_is_told_so(end):
-    """`generate` hung: it waited for threads of PyTorch and for locks of others, which it lacks. What
-    it does, and its end, leave the parent's engine alone.
+    """`generate` hung: it waited for threads of PyTorch and for locks of others, which it lacks.
+    What it does, and its end, leave the parent's engine alone.
     """
     code = FORKED.format(options=SMALL, end=end)
     done = subprocess.run(
