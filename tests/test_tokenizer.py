@@ -83,7 +83,8 @@ def with_own_code(path: Path, mark: Path, files: Iterable[str], reference: str) 
     """The embedded checkpoint with classes of its own, which transformers does not know."""
     copy_checkpoint(TINY, path, model_type="mine")
     (path / "mine.py").write_text(f"open({str(mark)!r}, 'w'); from transformers import *")
-    edit_json(path / "tokenizer_config.json", tokenizer_class="MyTokenizer")
+    if "tokenizer_config.json" in files:
+        edit_json(path / "tokenizer_config.json", tokenizer_class="MyTokenizer")
     auto_map = {"AutoConfig": f"{reference}Config", "AutoTokenizer": [None, f"{reference}Tok"]}
     for file in files:
         edit_json(path / file, auto_map=auto_map)
