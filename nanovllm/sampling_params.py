@@ -31,6 +31,7 @@ MAX_LOGPROBS = 20  # of the most likely tokens, for one position
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
+MAX_CHOICES, MAX_CHOICE_BYTES = 20_000, 1 << 20  # within the limits of llguidance
 BEAMS = "call beam_search(), whose BeamSearchParams have it"
 FOREIGN_PARAMS: Foreign = {
     "best_of": (only(None, 1), "pass n"),
@@ -65,10 +66,14 @@ def __getattr__(name: str) -> Any:
 class StructuredOutputsParams:
     """The form that a completion must have. Exactly one of these is given.
 
+    A completion ends by an end-of-sequence token, where its text has the form. Such a token may
+    spell text elsewhere ("\\n", say): without `ignore_eos` it only ends, and the form goes on by
+    other tokens. Where there are none, the text ends unfinished, and a warning is logged.
+
     Attributes:
         json: a JSON Schema, as a dictionary or as text; kept as text.
         regex: a regular expression that the whole text matches.
-        choice: strings of which the text is one.
+        choice: strings of which the text is one, at most 20,000 of together 1 MiB.
         grammar: a context-free grammar in Lark's syntax, or in GBNF (`root ::= "a" | "b"`), read
             as Lark: a terminal takes all the characters that it matches.
         json_object: any JSON object.
@@ -97,10 +102,20 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _strings("choice", self.choice))
             if not self.choice:
                 raise ValueError("`choice` must have at least one string, got none")
+            self._check_size(self.choice)
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
             if not self.json_object:
                 raise ValueError("`json_object` must be True where it is given, got False")
+
+    def _check_size(self, choice: Sequence[str]) -> None:
+        num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in choice)
+        if len(choice) > MAX_CHOICES or num_bytes > MAX_CHOICE_BYTES:
+            raise ValueError(
+                f"`choice` must have at most {MAX_CHOICES:,} strings of together "
+                f"{MAX_CHOICE_BYTES:,} bytes, which compile within a second, got {len(choice):,} "
+                f"of {num_bytes:,}"
+            )
 
 
 @takes_foreign_fields(FOREIGN_PARAMS)

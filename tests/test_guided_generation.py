@@ -4,8 +4,11 @@ The embedded checkpoint has one token for each byte, and no idea of JSON.
 """
 
 import json
+import logging
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,6 +282,85 @@ def test_other_ends(overlap: bool) -> None:
         assert_idle(llm)
 
 
+EXCITED: dict[str, Any] = {"json": obj(a=NAME, b={"enum": ["no!", "no", "!", 1]})}
+LINES: dict[str, Any] = {"regex": r"(?:[a-c!]{1,4}[ \n]){2,3}[.!?\n]|[\n!]{1,9}x"}
+
+
+def with_ends(path: Path, eos: list[int]) -> Path:
+    """The embedded checkpoint with other end-of-sequence tokens, also none of the tokenizer's."""
+    path = shutil.copytree(TINY, path / "model")
+    for name, change in (("generation", {"eos_token_id": eos}), ("tokenizer", {"eos_token": None})):
+        file = path / f"{name}_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    return path
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("eos", [[ord("!"), 258, 256], [ord("\n"), ord("!")]], ids=str)
+def test_ends_that_spell_text(eos: list[int], overlap: bool, tmp_path: Path) -> None:
+    """They end texts that are complete, and no others; where ends are ignored, they are text."""
+    bias = {ord("!"): 5.0, ord("\n"): 3.0, ord('"'): 2.0}
+    seeds = range(12)
+    params = [
+        guided(60, seed=i, ignore_eos=ignores, logit_bias=bias, **options)
+        for ignores in (False, True)
+        for options in (EXCITED, LINES)
+        for i in seeds
+    ]
+    with LLM(with_ends(tmp_path, eos), overlap=overlap, **OPTIONS) as llm:
+        outputs = llm.generate([f"{i}=" for i in range(len(params))], params, use_tqdm=False)
+        assert llm.eos_token_ids == set(eos)
+        assert_idle(llm)
+    closing, spelled = set(), set()
+    for output, own in zip(outputs, params, strict=True):
+        ids = output["token_ids"]
+        assert output.outputs[0].finish_reason == ("length" if own.ignore_eos else "stop")
+        if own.ignore_eos:  # up to the token that ends the form, and frees what follows
+            end = next(i for i, token in enumerate([*ids, 256]) if token >= 256)
+            assert end < len(ids), bytes(ids)
+            spelled |= set(ids[:end]) & set(eos)
+        else:
+            end = len(ids) - 1
+            assert ids[end] in eos
+            assert not set(ids[:end]) & set(eos)
+            assert output["text"] == bytes(ids[:end]).decode(errors="replace")
+            closing.add(ids[end])
+        text = bytes(ids[:end]).decode()
+        if own.structured_outputs.regex:
+            assert re.fullmatch(LINES["regex"], text), text
+        else:
+            assert_valid(text, EXCITED["json"])
+    assert closing >= {ord("!")}
+    assert spelled == set(eos) & set(b"!\n")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_texts_that_end_unfinished_are_told(
+    overlap: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once: at dead ends of a grammar, and where only such a token could go on."""
+    stuck = guided(9, grammar='start: "a" x | "b"\nx: "c" y\ny: y "d"', logit_bias={ord("a"): 99.0})
+    needs = guided(9, regex="(?:a!)+c")
+    params = [stuck, needs, guided(9, regex="ab"), needs, guided(1, regex="a!")]
+    with LLM(with_ends(tmp_path, [ord("!"), 258]), overlap=overlap, **OPTIONS) as llm:
+        with caplog.at_level(logging.WARNING, "nanovllm"):
+            outputs = llm.generate(["x"] * len(params), params, use_tqdm=False)
+        assert_idle(llm)
+    assert [output["text"] for output in outputs] == ["ac", "a", "ab", "a", "a"]
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert reasons == ["stop"] * 4 + ["length"]
+    assert caplog.text.count("a structured output ends unfinished") == 3
+
+
+def test_one_of_many_choices(llm: LLM) -> None:
+    choice = [f"{kind} {i}" for i in range(1250) for kind in ("item", "number")]
+    params = guided(choice=choice)
+    outputs = llm.generate([f"{i}:" for i in range(50)], params, use_tqdm=False)
+    assert {output["text"] for output in outputs} <= set(choice)
+    for output in outputs:
+        assert_ended(output)
+
+
 def test_each_completion_has_its_own_place(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, guided(json=SCHEMAS[1], n=5, seed=3), use_tqdm=False)
     for output in outputs:
@@ -409,6 +491,7 @@ WRONG: list[dict[str, Any]] = [
     {"json": {"not": {"type": "object"}}},
     {"regex": "(a"},
     {"regex": "(?=a)b"},
+    {"regex": "a\\"},
     {"grammar": "start: nothing"},
 ]
 

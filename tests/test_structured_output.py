@@ -230,6 +230,36 @@ def test_masks_of_regular_expressions_are_exact(pattern, name):
         assert regex.fullmatch(pattern, text), text
 
 
+def every_mask(compiler: GrammarCompiler, ignore_eos: bool = False, **form: Any) -> dict:
+    """The allowed tokens behind each text that the tokens of bytes lead to, but for ends."""
+    masks, paths = {}, [b""]
+    for path in paths:
+        grammar = compiler.compile(StructuredOutputsParams(**form), ignore_eos)
+        accept_bytes("tiny", grammar, path)
+        masks[path] = allowed("tiny", grammar)
+        stops = set() if ignore_eos else grammar._eos_token_ids
+        paths += [path + bytes([t]) for t in sorted(masks[path]) if t < 256 and t not in stops]
+    return masks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("", [""]),
+        ("a/|\\/b\\\\|[/]c|//", ["a/", "/b\\", "/c", "//"]),
+        ("a\nb|[\n\r]", ["a\nb", "\n", "\r"]),
+        (re.escape("a\n/\\ \t#"), ["a\n/\\ \t#"]),
+        ("(?x)a # a/c\nb |\tc", ["ab", "c"]),
+        ('"a"i|#b|%', ['"a"i', "#b", "%"]),
+    ],
+)
+def test_regular_expressions_mean_what_they_say(pattern, texts):
+    """Also those with characters that mean something to Lark, in which the library embeds them."""
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    complete = every_mask(get_compiler("tiny"), regex=pattern).items()
+    assert {path.decode() for path, tokens in complete if tokens & ends("tiny")} == set(texts)
+
+
 # -- whole texts ----------------------------------------------------------------------------------
 
 OBJECT = {"type": "object", "additionalProperties": False}
@@ -437,6 +467,129 @@ def test_endless_text_does_not_hang():
         accept(grammar, ord("a"))
 
 
+LANGUAGE = ["a", "ab", "a!b", "ac!", "!d", "é!"]  # of which all but two need a "!"
+
+
+@pytest.mark.parametrize("eos", [[33, 256, 258], [33], [33, 98]], ids=str)
+def test_ends_that_spell_text_are_no_text(eos, caplog):
+    """Each mask is that of the texts, by brute force; a text that needs such a token ends early."""
+    compiler = GrammarCompiler(get_tokenizer("tiny"), len(get_tokenizer("tiny")) + PADDING, eos)
+    texts = [text.encode() for text in LANGUAGE]
+    with caplog.at_level(logging.WARNING, "nanovllm"):
+        masks = every_mask(compiler, choice=LANGUAGE)
+    warnings = caplog.text.count("a structured output ends unfinished: only an end-of-sequence")
+    num_stuck = 0
+    for path, tokens in masks.items():
+        follow = {t for t in range(256) if any(x.startswith(path + bytes([t])) for x in texts)}
+        follow -= set(eos)
+        num_stuck += not follow and path not in texts
+        assert tokens == (follow if follow and path not in texts else follow | set(eos)), path
+        for token in range(len(get_tokenizer("tiny")) + PADDING):
+            grammar = compiler.compile(StructuredOutputsParams(choice=LANGUAGE))
+            accept_bytes("tiny", grammar, path)
+            if token not in tokens:
+                with pytest.raises(RuntimeError, match=f"token {token} is not allowed"):
+                    accept(grammar, token)
+            else:
+                accept(grammar, token)
+                assert grammar._has_ended == (token in eos)
+    assert warnings == num_stuck == 2, "behind 'ac' and 'é'"
+
+
+@pytest.mark.parametrize("eos", [[33, 256, 258], [33]], ids=str)
+def test_ends_that_spell_text_are_text_where_ends_are_ignored(eos):
+    compiler = GrammarCompiler(get_tokenizer("tiny"), len(get_tokenizer("tiny")) + PADDING, eos)
+    texts = [text.encode() for text in LANGUAGE]
+    masks = every_mask(compiler, ignore_eos=True, choice=LANGUAGE)
+    assert masks.keys() == {text[:i] for text in texts for i in range(len(text) + 1)}
+    for path, tokens in masks.items():
+        follow = {t for t in range(256) if any(x.startswith(path + bytes([t])) for x in texts)}
+        silent = tokens - set(range(256))
+        assert tokens - silent == follow
+        assert bool(silent) == (path in texts)
+        assert silent <= set(get_tokenizer("tiny").all_special_ids)
+        grammar = compiler.compile(StructuredOutputsParams(choice=LANGUAGE), ignore_eos=True)
+        accept_bytes("tiny", grammar, path)
+        if silent:
+            accept(grammar, min(silent))
+            assert len(allowed("tiny", grammar)) >= len(get_tokenizer("tiny")) + PADDING
+
+
+def test_limit_of_the_library_ends_a_text_whose_ends_spell_text(caplog):
+    compiler = GrammarCompiler(get_tokenizer("tiny"), len(get_tokenizer("tiny")) + PADDING, [33])
+    ambiguous = " | ".join(" ".join("s" * k) for k in range(2, 17))
+    form = StructuredOutputsParams(grammar=f'start: s\ns: "a" | {ambiguous}')
+    grammar = compiler.compile(form)
+    while allowed("tiny", grammar) - {33}:
+        accept(grammar, ord("a"))
+    assert allowed("tiny", grammar) == {33}
+    assert caplog.text.count("a structured output ends unfinished") == 1
+    accept(grammar, 33)
+    assert len(allowed("tiny", grammar)) > 256
+
+
+# -- long lists -----------------------------------------------------------------------------------
+
+
+def many(num: int) -> list[str]:
+    """Distinct strings, some of which begin others."""
+    rng = random.Random(num)
+    texts: dict[str, None] = {}
+    while len(texts) < num:
+        stem = rng.choice(["", "item ", "Öl", '"\\', "größer"])
+        texts[stem + "".join(rng.choices("abc 0/é😀", k=rng.randint(1, 9)))] = None
+    return list(texts)
+
+
+@pytest.mark.parametrize("num", [2500, 10_000])
+def test_one_of_many_choices_comes_and_any_can(num, name):
+    """More than the parser of the library has room for in a row."""
+    choices = many(num)
+    known = set(choices)
+    for seed in range(30):
+        assert walk(name, {"choice": choices}, seed) in known
+    texts = [text.encode() for text in choices[:: num // 200]]
+    tokens = {piece: token for token, piece in get_pieces(name).items() if len(piece) == 1}
+    grammars = [new(name, choice=choices) for _ in texts]
+    for i in range(max(map(len, texts))):
+        live = [(g, text) for g, text in zip(grammars, texts, strict=True) if i < len(text)]
+        accept_tokens([g for g, _ in live], [tokens[text[i : i + 1]] for _, text in live])
+    for grammar, text in zip(grammars, texts, strict=True):
+        assert ends(name) <= allowed(name, grammar), text
+
+
+def test_masks_of_many_choices_are_exact():
+    choices = sorted(text.encode() for text in many(2500))
+
+    def check(text: bytes, tokens: set[int]) -> None:
+        after = [choice[len(text) :] for choice in choices if choice.startswith(text)]
+        follow = {choice[0] for choice in after if choice}
+        assert tokens == (follow | ends("tiny") if b"" in after else follow), text
+
+    for seed in range(20):
+        walk("tiny", {"choice": many(2500)}, seed, check)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ([str(i) for i in range(20_001)], "20,000 strings of .*, got 20,001 of 88,895"),
+        (
+            ["é" * 600, *("x" * 600 for _ in range(1746))],
+            "1,048,576 bytes.*, got 1,747 of 1,048,800",
+        ),
+    ],
+    ids=["number", "bytes"],
+)
+def test_too_long_a_list_is_refused_by_its_size(choice, message):
+    """Before anything is compiled, which would take long to fail."""
+    with pytest.raises(ValueError, match=f"^`choice` must have at most .*{message}$"):
+        StructuredOutputsParams(choice=choice)
+    grammar = new("tiny", choice=choice[:-1])  # and one less is taken
+    accept_bytes("tiny", grammar, choice[-2].encode())
+    assert ends("tiny") <= allowed("tiny", grammar)
+
+
 # -- batches and the cache ------------------------------------------------------------------------
 
 
@@ -464,34 +617,73 @@ def test_rows_of_a_batch_are_what_each_alone_has(name):
     fill_masks([], np.zeros((0, words), np.int32))
 
 
-def test_what_was_compiled_is_kept_and_no_state_shared(monkeypatch):
+@pytest.fixture(name="compiled")
+def compiled_fixture(monkeypatch):
+    """Counts what is compiled, for one thread."""
     monkeypatch.setattr(structured_output, "NUM_THREADS", 1)
+    new_matcher = GrammarCompiler._new_matcher
+    mock = Mock(side_effect=lambda lark: new_matcher(get_compiler("tiny"), lark))
+    monkeypatch.setattr(GrammarCompiler, "_new_matcher", mock)
+    return mock
+
+
+def new_compiler() -> GrammarCompiler:
+    tokenizer = get_tokenizer("tiny")
+    return GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends("tiny"))
+
+
+def test_what_was_compiled_is_kept_and_no_state_shared(compiled, monkeypatch):
     monkeypatch.setattr(structured_output, "MAX_CACHED", 3)
     lark = Mock(wraps=structured_output._lark)
     monkeypatch.setattr(structured_output, "_lark", lark)
-    tokenizer = get_tokenizer("tiny")
-    compiler = GrammarCompiler(tokenizer, len(tokenizer) + PADDING, ends("tiny"))
+    compiler = new_compiler()
     first, second = (compiler.compile(StructuredOutputsParams(regex="ab")) for _ in range(2))
-    assert compiler._matcher.cache_info()[:2] == (1, 1)
+    assert compiled.call_count == 1
     assert lark.call_count == 1, "nor is its text made again"
     accept_bytes("tiny", first, b"a")
     assert [allowed("tiny", g) for g in (first, second)] == [{ord("b")}, {ord("a")}]
     compiler.compile(StructuredOutputsParams(choice=["ab"]))  # another form of the same text
-    assert compiler._matcher.cache_info()[:2] == (1, 2)
+    assert compiled.call_count == 2
     for i in range(10):
+        compiler.compile(StructuredOutputsParams(regex="ab"))  # used again and again
         compiler.compile(StructuredOutputsParams(regex=f"a{i}"))
-    assert compiler._matcher.cache_info()[2:] == (3, 3)
+    assert compiled.call_count == 12
+    compiler.compile(StructuredOutputsParams(choice=["ab"]))  # forgotten
+    assert compiled.call_count == 13
     assert allowed("tiny", second) == {ord("a")}
 
 
-def test_each_thread_has_a_matcher(monkeypatch):
-    """Copies of one wait for each other."""
+def test_kept_forms_are_bounded_by_their_size(compiled, monkeypatch):
+    """And one that is larger than that is kept, too, while it is the last."""
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3000)
+    forms = [StructuredOutputsParams(choice=[f"{i}{'x' * 900}"]) for i in range(9)]
+    large = StructuredOutputsParams(choice=["y" * 5000])
+    compiler = new_compiler()
+    for form, num in [(forms[0], 1), (forms[1], 2), (forms[2], 3), (forms[0], 3), (forms[3], 4)]:
+        compiler.compile(form)
+        assert compiled.call_count == num
+    compiler.compile(forms[1])  # the one that was used least lately
+    assert compiled.call_count == 5
+    for _ in range(4):
+        compiler.compile(large)
+    assert compiled.call_count == 6
+    for form in forms[:3] * 2:
+        compiler.compile(form)
+    assert compiled.call_count == 9
+
+
+def test_each_thread_has_a_matcher(compiled, monkeypatch):
+    """Copies of one wait for each other. Of large forms there are fewer, so that they stay."""
     monkeypatch.setattr(structured_output, "NUM_THREADS", 4)
-    tokenizer = get_tokenizer("tiny")
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), ends("tiny"))
+    monkeypatch.setattr(structured_output, "MAX_CACHED_BYTES", 3000)
+    compiler = new_compiler()
+    used = [compiler.compile(StructuredOutputsParams(json_object=True)) for _ in range(12)]
+    assert compiled.call_count == 4
+    matchers = [id(grammar._compiled) for grammar in used]
+    assert matchers == matchers[:4] * 3
     for _ in range(12):
-        compiler.compile(StructuredOutputsParams(json_object=True))
-    assert compiler._matcher.cache_info()[:2] == (8, 4)
+        compiler.compile(StructuredOutputsParams(regex="x" * 1400))
+    assert compiled.call_count == 6
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -506,6 +698,9 @@ def test_each_thread_has_a_matcher(monkeypatch):
         ({"regex": r"(a)\1"}, "regex parse error: backreferences are not supported"),
         ({"regex": "[a&&b]"}, "'[a&&b]': no text matches it"),
         ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"regex": "a\\"}, "'a\\\\': a backslash at the end escapes nothing"),
+        ({"regex": "(a|\\\\\\"}, "a backslash at the end escapes nothing"),
+        ({"regex": "a/)(/"}, "regex parse error: unopened group"),
         ({"regex": "(" * 5000}, "'((((((((((((...(((((((((((((': regex parse error: "),
         ({"choice": ["\ud800"]}, "error parsing string"),
         ({"json": {"type": "foo"}}, """'{"type": "foo"}': Invalid type: foo"""),

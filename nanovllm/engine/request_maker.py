@@ -139,8 +139,10 @@ class RequestMaker:
         return CheckedRequest(*prompt, *parsed, self._grammars(parsed))
 
     def _grammars(self, parsed: ParsedParams) -> list[Grammar | None]:
-        form, n = parsed.params.structured_outputs, parsed.params.n
-        return [None if form is None else self._compiler.compile(form) for _ in range(n)]
+        params = parsed.params
+        if (form := params.structured_outputs) is None:
+            return [None] * params.n
+        return [self._compiler.compile(form, params.ignore_eos) for _ in range(params.n)]
 
     def refused(self, refusal: Refusal) -> RequestOutput:
         """What a prompt that was refused gets in the place of a result."""

@@ -8,16 +8,21 @@ Dead ends of grammars aside, the masks are exact: a token is allowed if and only
 form begins with what there is and the token, however the text may be cut into tokens. So a model
 that keeps to the form by itself is not led elsewhere. Special tokens, and ids beyond the
 tokenizer's, spell nothing.
+
+An end-of-sequence token may be an ordinary one ("\\n", say). It ends its sequence, so it is never
+text then: it may come where the text is complete, and the form goes on by other tokens. A text that
+can go on by no other ends there, unfinished, with a warning. With `ignore_eos` such a token ends
+nothing and is text alone.
 """
 
 import functools
-import itertools
 import json
 import logging
 import os
 import re
 import reprlib
 import textwrap
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,20 +37,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_ALLOWED = "token {} is not allowed by the structured output"
-MAX_CACHED = 64  # compiled forms
+MAX_CACHED = 64  # compiled forms; a small one takes 0.1 MB for each thread
+# Of all their texts, times the threads that have them. Compiled, a byte becomes 20 to 30, and up to
+# 140 as the library remembers the states that it has met.
+MAX_CACHED_BYTES = 1 << 20
 NUM_THREADS = min(8, os.cpu_count() or 1)
 WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound a model may write nothing else for ever
 # Otherwise, where only one text can follow, the library allows the tokenizer's own tokens for it
 # alone; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
 EXACT = '\n%llguidance {"no_forcing": true}'
+ESCAPED = re.compile(r"\\.?|/", re.DOTALL)
 GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # how such a grammar begins, and none of Lark's
 
 
 class Grammar:
-    """What one completion may go on with. `GrammarCompiler.compile` makes them."""
+    """What one completion may go on with. `GrammarCompiler.compile` makes them.
 
-    def __init__(self, compiled: "LLMatcher", eos_token_ids: Collection[int]) -> None:
-        self._compiled, self._eos_token_ids = compiled, eos_token_ids
+    Args:
+        compiled: what to begin with.
+        eos_token_ids: the tokens that end the text.
+        by_hand: tokens that the library's masks are wrong about: those of `eos_token_ids` that it
+            takes for text, and a token that it takes for an end.
+    """
+
+    def __init__(
+        self,
+        compiled: "LLMatcher",
+        eos_token_ids: Collection[int],
+        by_hand: Collection[int] = (),
+    ) -> None:
+        self._compiled, self._eos_token_ids, self._by_hand = compiled, eos_token_ids, by_hand
+        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -58,15 +80,36 @@ class Grammar:
         Raises:
             RuntimeError: the mask does not allow the token.
         """
-        matcher, ends = self._matcher, token_id in self._eos_token_ids
-        stopped = matcher.is_stopped()
-        follows = ends and (stopped or matcher.try_consume_tokens([token_id]))
-        if not follows and (stopped or not matcher.is_error()):
+        if token_id not in self._eos_token_ids or not self._may_end(token_id):
             raise RuntimeError(NOT_ALLOWED.format(token_id))
         self._has_ended = True
-        if matcher.is_error():  # the library has given up
-            reason = _reason("grammar", matcher.get_error())
+
+    def _may_end(self, token_id: int) -> bool:
+        matcher = self._matcher
+        if self._by_hand:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
+            self._place_ends(mask)
+            return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+        if matcher.is_stopped() or matcher.try_consume_tokens([token_id]):
+            return True
+        return matcher.is_error()  # the library has given up
+
+    def _place_ends(self, mask: NDArray[np.int32]) -> None:
+        """Correct a mask [ceil(V / 32)] int32 of the library's where there are tokens `by_hand`."""
+        words = mask.view(np.uint32)
+        for token_id in self._by_hand:
+            words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+        is_complete = self._matcher.is_accepting()
+        if not is_complete and not words.any():
+            self._warn("only an end-of-sequence token spells what follows")
+        if is_complete or not words.any():
+            for token_id in self._eos_token_ids:
+                words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
             logger.warning("a structured output ends unfinished: %s", reason)
+        self._has_warned = True  # a step may be repeated
 
 
 def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None:
@@ -80,7 +123,8 @@ def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None
     for grammar, token_id in zip(grammars, token_ids, strict=True):
         if grammar._has_ended:
             continue
-        if token_id in grammar._eos_token_ids or grammar._matcher.is_stopped():
+        watched = token_id in grammar._eos_token_ids or token_id in grammar._by_hand
+        if watched or grammar._matcher.is_stopped():
             grammar._end(token_id)
         else:
             consumed.append((grammar._matcher, token_id))
@@ -96,9 +140,9 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
     """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
 
     The end-of-sequence tokens may come where the text is complete, and alone where nothing can
-    follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished.
-    Behind its end, which a request may ignore, every token may come. Works in parallel and without
-    the interpreter's lock.
+    follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished, and
+    a warning says so. Behind its end, which a request may ignore, every token may come. Works in
+    parallel and without the interpreter's lock.
 
     Args:
         grammars: [n], each once.
@@ -114,6 +158,11 @@ def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         fill_next_token_bitmask_par(_executor(), live, masks)
+    for matcher, row in live:
+        if matcher.is_error():  # the library has given up
+            grammars[row]._warn(_reason("grammar", matcher.get_error()))
+        if grammars[row]._by_hand:
+            grammars[row]._place_ends(masks[row])
 
 
 @functools.cache
@@ -121,6 +170,26 @@ def _executor() -> "LLExecutor":
     from llguidance import LLExecutor
 
     return LLExecutor(NUM_THREADS)
+
+
+class _Form:
+    """What was compiled of a form: a matcher for each thread, because copies of one share what it
+    has learned, and a lock. Fewer of a long form, so that they alone do not fill the cache.
+
+    Attributes:
+        lark: the form in Lark.
+        matchers: the one used last stands last, and the next first.
+    """
+
+    def __init__(self, lark: str) -> None:
+        self.lark, self._num_bytes = lark, len(lark.encode())
+        self.matchers: deque[LLMatcher] = deque()
+        self.max_matchers = max(1, min(NUM_THREADS, MAX_CACHED_BYTES // self._num_bytes))
+
+    @property
+    def size(self) -> int:
+        """Bytes of text that were compiled."""
+        return self._num_bytes * len(self.matchers)
 
 
 class GrammarCompiler:
@@ -136,46 +205,70 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        # Copies of a matcher share what it has learned, and a lock: one for each thread.
-        self._lanes = itertools.cycle(range(NUM_THREADS))
-        self._matcher = functools.lru_cache(MAX_CACHED * NUM_THREADS)(self._new_matcher)
+        self._forms: OrderedDict[tuple[str, Any], _Form] = OrderedDict()  # the latest last
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
+    def compile(self, params: StructuredOutputsParams, ignore_eos: bool = False) -> Grammar:
         """The grammar of a new completion. The first call takes a second, for the tokenizer.
 
         JSON has its properties in the order of the schema, and at most 40 blanks in a row, unless
         the schema says otherwise under "x-guidance" (see llguidance). Regular expressions are
         those of Rust, without look-around and back references.
 
+        Args:
+            params: the form.
+            ignore_eos: end-of-sequence tokens end nothing: those that spell text are text.
+
         Raises:
             ImportError: the package llguidance is missing.
             ValueError: the form is wrong, not supported or without any text; or the model has no
                 tokenizer, one that is not supported, or no end-of-sequence token.
         """
-        tokenizer = self._ll_tokenizer
+        tokenizer, ends = self._ll_tokenizer
         name, value = next(item for item in vars(params).items() if item[1] is not None)
         kind = "gbnf" if name == "grammar" and GBNF.match(value) else name
         try:
-            matcher = self._matcher(kind, value, next(self._lanes))
+            matcher = self._matcher(kind, value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
                 f"{_reason(kind, str(error))}"
             ) from error
-        return Grammar(matcher, tokenizer.eos_tokens)
+        known = frozenset(tokenizer.eos_tokens)
+        return Grammar(matcher, known) if ignore_eos else Grammar(matcher, ends, ends ^ known)
 
-    def _new_matcher(self, kind: str, value: Any, lane: int) -> "LLMatcher":
+    def _matcher(self, kind: str, value: Any) -> "LLMatcher":
+        """One of those that the form has, or a new one."""
+        key = kind, value
+        form = self._forms.pop(key, None) or _Form(_lark(kind, value) + EXACT)
+        if len(form.matchers) < form.max_matchers:
+            form.matchers.append(self._new_matcher(form.lark))
+        else:
+            form.matchers.rotate(-1)
+        self._forms[key] = form
+        while len(self._forms) > 1 and (
+            len(self._forms) > MAX_CACHED
+            or sum(form.size for form in self._forms.values()) > MAX_CACHED_BYTES
+        ):
+            self._forms.popitem(last=False)
+        return form.matchers[-1]
+
+    def _new_matcher(self, lark: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
-        source = LLMatcher.grammar_from_lark(_lark(kind, value) + EXACT)
-        matcher = LLMatcher(self._ll_tokenizer, source, log_level=0)
+        tokenizer, _ = self._ll_tokenizer
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
         matcher.compute_bitmask()  # finds out whether any text can begin
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
 
     @functools.cached_property
-    def _ll_tokenizer(self) -> "LLTokenizer":
+    def _ll_tokenizer(self) -> "tuple[LLTokenizer, frozenset[int]]":
+        """The tokenizer, and the tokens that end a text.
+
+        The library is told only those that spell nothing: of any other it would not know whether it
+        is text or the end. If all of them spell text, a special token stands in for them.
+        """
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ValueError("`structured_outputs` must be None for a model without tokenizer")
@@ -191,7 +284,12 @@ class GrammarCompiler:
             ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
             if not ends:
                 raise ValueError("it has no end-of-sequence token, which alone ends a text")
-            return from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=ends)
+            special = [t for t, added in tokenizer.added_tokens_decoder.items() if added.special]
+            known = [t for t in ends if t in special] or special[:1]
+            if not known:
+                raise ValueError("it has no special token, which can end a text and spells nothing")
+            made = from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=known)
+            return made, frozenset(ends)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 "`structured_outputs` must be None with this tokenizer, a "
@@ -208,11 +306,10 @@ def _lark(name: str, value: Any) -> str:
         options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
         return "start: %json " + json.dumps({**schema, "x-guidance": options})
     if name == "regex":
-        from llguidance import regex_to_lark
-
-        return f"start: /{regex_to_lark(value, '')}/"
+        return f"start: /{re.sub(ESCAPED, _in_slashes, value)}/"
     if name == "choice":
-        return "start: " + " | ".join(json.dumps(text) for text in value)
+        # A terminal: alternatives of a rule would each be an item of the parser, which has 2,000.
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in value)
     if name == "gbnf":
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -222,6 +319,13 @@ def _lark(name: str, value: Any) -> str:
         except Exception as error:  # its own are of no narrower kind
             raise ValueError(str(error)) from error
     return value
+
+
+def _in_slashes(part: re.Match[str]) -> str:
+    """A slash or what is escaped, as it stands between the slashes of Lark."""
+    if part[0] == "\\":
+        raise ValueError("a backslash at the end escapes nothing")
+    return {"/": r"\/", "\\\n": r"\n"}.get(part[0], part[0])
 
 
 def _character(escape: re.Match[str]) -> str:
