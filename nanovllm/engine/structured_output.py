@@ -278,7 +278,7 @@ class GrammarCompiler:
         except ImportError as error:
             raise ImportError(
                 "`structured_outputs` must be None without the package llguidance: "
-                'pip install "nanovllm[structured-outputs]"'
+                'pip install "llguidance>=1.8,<2"'
             ) from error
         try:
             ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
