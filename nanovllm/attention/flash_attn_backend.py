@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import AttentionNeeds, KVCache
-from nanovllm.attention.triton_backend import TritonStore, triton_refusal
+from nanovllm.attention.triton_backend import TritonStore
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import triton_refusal
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
 
@@ -30,15 +31,15 @@ class FlashAttentionBackend(TritonStore):
             return f"needs bfloat16 or float16, not {needs.dtype}"
         if needs.head_dim % 8 or needs.head_dim > 256:
             return f"needs a head_dim that is a multiple of 8 up to 256, got {needs.head_dim}"
-        if torch.cuda.get_device_capability(needs.device) < (8, 0):
-            return "needs an Ampere GPU or a later one"
+        if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel
+            return refusal
         if importlib.util.find_spec("flash_attn") is None:
             return "the package flash-attn is not installed"
         try:
             import flash_attn  # noqa: F401
         except ImportError as error:  # built for another torch, say
             return f"the package flash-attn does not import: {error}"
-        return triton_refusal(needs.device)  # the KV store is a Triton kernel
+        return None
 
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

@@ -1,7 +1,5 @@
 """Attention through our own Triton kernels: a GPU path that needs nothing but PyTorch."""
 
-import importlib.util
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
@@ -10,18 +8,10 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import triton_refusal
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head
-
-
-def triton_refusal(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on `device`, or None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 runs it slowly)"
-    return None
 
 
 class TritonStore(AttentionBackend):

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
-from nanovllm.attention.triton_backend import HEAD_DIMS, triton_refusal
+from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
@@ -36,7 +36,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.device import resolve_device, upload
+from nanovllm.utils.device import resolve_device, triton_refusal, upload
 from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import runs_kernels
 
 
 class StepInputs(NamedTuple):
@@ -43,7 +44,7 @@ def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -
     Returns:
         [T] int32.
     """
-    if input_ids.is_cuda:
+    if runs_kernels(input_ids):
         from nanovllm.kernels import tokens
 
         return tokens.fill_in(input_ids, slots, table)

@@ -12,12 +12,13 @@ it correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchroniz
 *Tensor memory access*: a descriptor of a matrix lets the hardware copy whole tiles of it.
 """
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from nanovllm.utils.device import capability
 
 try:  # Triton 3.4
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -45,25 +46,26 @@ def wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
-
-
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments of a launch on the device of x: the kernel's PDL constant, and Triton's
     launch option.
     """
     on = dependent_launch and gdc_wait is not None and x.is_cuda
-    if on and _capability(x.device.index) >= (9, 0):
+    if on and capability(x.device.index) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
+def has_room(x: torch.Tensor) -> bool:
+    """Whether the device of x is made for large tiles: 227 KiB of shared memory, from which tensor
+    cores read. On others (8.x, 12.x, ROCm) a tile takes more registers, and may have 64 KiB.
+    """
+    return not x.is_cuda or capability(x.device.index)[0] in (9, 10)
+
+
 def can_describe(x: torch.Tensor) -> bool:
     """Whether `describe` takes the matrix x: rows that begin at multiples of 16 bytes."""
-    # Desktop GPUs (12.0) have descriptors too, but too little shared memory for our tiles.
-    if x.is_cuda and _capability(x.device.index)[0] not in (9, 10):
+    if not has_room(x):  # desktop GPUs (12.0) have descriptors too
         return False
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return TensorDescriptor is not None and x.stride(1) == 1 and aligned

@@ -9,7 +9,7 @@ import torch
 from nanovllm.engine.controls import MAX_COUNT, NO_FILTERS, Controls
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
-from nanovllm.utils.device import upload, upload_beside
+from nanovllm.utils.device import runs_kernels, upload, upload_beside
 
 
 class Logprobs(NamedTuple):
@@ -27,10 +27,11 @@ class Logprobs(NamedTuple):
 
 
 class ControlledSampler:
-    """Draws from the logits of a step's rows with controls, on the device of the logits.
+    """Draws from the logits of a step's rows with controls: where those are, or on the host if our
+    kernels do not run there.
 
-    Tokens of requests with penalties are counted on the device, since the last of them may be
-    known there only; the table is made when the first such request comes.
+    Tokens of requests with penalties are counted beside, since the last of them may be known there
+    only; the table is made when the first such request comes.
 
     Args:
         vocab_size: V.
@@ -53,18 +54,22 @@ class ControlledSampler:
         """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32, also written to
         last_tokens: [N] int32, by slot.
         """
-        counts = self._update_counts(logits.device, controls) if controls.has_penalties else None
-        if logits.is_cuda:
+        by_kernels = runs_kernels(logits)
+        here = logits.device if by_kernels else torch.device("cpu")
+        counts = self._update_counts(here, controls) if controls.has_penalties else None
+        if by_kernels:
             return self._on_gpu(logits, metadata, controls, last_tokens, counts)
-        x = process_logits(logits, metadata.slots, controls, counts)
+        slots, metadata = metadata.slots, metadata.on_host()
+        x = process_logits(logits.cpu(), metadata.slots, controls, counts)
         if controls.has_filters:
             x = filter_logits(x, metadata.temperatures, controls)
         tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
-        last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        drawn = tokens.to(last_tokens.device)
+        last_tokens.index_copy_(0, slots.long(), drawn)
         if counts is not None:
             own = counts[metadata.slots, tokens]
             counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
-        return tokens
+        return drawn
 
     def _on_gpu(
         self,
@@ -163,7 +168,7 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
-    if logits.is_cuda:
+    if runs_kernels(logits):
         from nanovllm.kernels.logprobs import logprobs
 
         return Logprobs(*logprobs(logits, tokens, num_logprobs))

@@ -9,6 +9,7 @@ from torch import nn
 from nanovllm.distributed.group import Group
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 from nanovllm.sampling_params import MIN_TEMPERATURE
+from nanovllm.utils.device import runs_kernels
 
 
 class SamplingMetadata(NamedTuple):
@@ -25,6 +26,10 @@ class SamplingMetadata(NamedTuple):
     random_keys: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+
+    def on_host(self) -> "SamplingMetadata":
+        """The same in the host's memory."""
+        return SamplingMetadata(*(part.cpu() for part in self))
 
 
 class Sampler(nn.Module):
@@ -50,7 +55,7 @@ class Sampler(nn.Module):
         """logits: [n, len(vocab)]. Returns [n] int32, also written to last_tokens: [N] int32, by
         slot.
         """
-        if logits.is_cuda:
+        if runs_kernels(logits):
             from nanovllm.kernels.sampling import sample
 
             peers = self.group.peers if self.group.can_exchange(logits) else None
@@ -74,16 +79,17 @@ class Sampler(nn.Module):
 def sample_on_cpu(
     logits: torch.Tensor, metadata: SamplingMetadata, vocab: range, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with numpy's Philox generator.
+    """The same with numpy's Philox generator, which a GPU without our kernels waits for.
 
     Args:
-        logits: [n, len(vocab)].
+        logits: [n, len(vocab)], on any device.
         vocab: the tokens of these columns.
 
     Returns:
-        Tokens [n] int32 and their scores [n] float32.
+        Tokens [n] int32 and their scores [n] float32, on the device of the logits.
     """
-    scores = logits.to(torch.float32, copy=True)
+    metadata = metadata.on_host()
+    scores = logits.to("cpu", torch.float32, copy=True)
     scores.masked_fill_(scores.isnan(), -torch.inf)  # never drawn
     keys = metadata.random_keys.numpy().view(np.uint32).T.astype(np.uint64)  # [n, 2]
     # As tensors: they compare in float32, as the kernels do.
@@ -95,8 +101,8 @@ def sample_on_cpu(
         own = torch.from_numpy(noise[vocab.start : vocab.stop])
         scores[row].div_(metadata.temperatures[row]).sub_(own.log_())
     if not len(vocab):
-        return torch.zeros(len(scores), dtype=torch.int32), scores.new_full(
-            (len(scores),), -torch.inf
-        )
-    best, columns = scores.max(dim=-1)
-    return (columns + vocab.start).to(torch.int32), best
+        columns, best = torch.zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)
+    else:
+        best, columns = scores.max(dim=-1)
+    tokens = (columns + vocab.start).to(torch.int32)
+    return tokens.to(logits.device), best.to(logits.device)

@@ -1,10 +1,14 @@
-"""Which device `Config.device` means, and arrays on their way there."""
+"""Which device `Config.device` means, what it can run, and arrays on their way there."""
 
 import functools
+import importlib.util
+import os
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+MIN_CAPABILITY = (8, 0)  # of GPUs for our kernels: 7.5 has too little shared memory for their tiles
 
 
 def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
@@ -32,6 +36,34 @@ def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
             )
         device = torch.device("cuda", index)
     return device
+
+
+@functools.cache
+def capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of a CUDA device; (0, 0) for all that PyTorch drives by ROCm."""
+    return torch.cuda.get_device_capability(index) if torch.version.hip is None else (0, 0)
+
+
+@functools.cache
+def triton_refusal(device: torch.device) -> str | None:
+    """Why our Triton kernels cannot run on `device`, or None if they can. Each choice between them
+    and PyTorch's functions asks here, so that a GPU runs either none of them or all it is asked to.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda":
+        found = capability(device.index)
+        if torch.version.hip is None and found < MIN_CAPABILITY:
+            wanted, got = (".".join(map(str, version)) for version in (MIN_CAPABILITY, found))
+            return f"needs a GPU of compute capability {wanted} or higher, got {got}"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 runs it slowly)"
+    return None
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether what x is for is done by our kernels: on a GPU that can run them."""
+    return x.is_cuda and triton_refusal(x.device) is None
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
