@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import train_tiny
+from stand_in import CONTROLS
 from test_kernels import CASES, Case, close, run_case
 from test_reference import (
     MAX_TOKENS,
@@ -26,6 +27,7 @@ from test_reference import (
     reference_greedy,
 )
 from transformers import Qwen3ForCausalLM
+from triton.runtime.jit import JITFunction
 
 from checkpoints import make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, SamplingParams
@@ -37,7 +39,13 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.device import _side_stream, host_array, upload_beside
+from nanovllm.utils.device import (
+    _side_stream,
+    capability,
+    host_array,
+    triton_refusal,
+    upload_beside,
+)
 
 pytestmark = pytest.mark.gpu
 SEED = 11
@@ -156,6 +164,31 @@ class LogitsTap:
             steps.append(self.logits.log_softmax(-1))
         outputs.sort(key=lambda output: output.request_id)
         return torch.stack(steps), [output["token_ids"] for output in outputs]
+
+
+def test_gpu_without_kernels_answers_as_a_cpu(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU below compute capability 8.0 does: no kernel of ours is launched, and tokens are
+    drawn by the host.
+    """
+    params = [SamplingParams(max_tokens=8, seed=5, **own) for own in CONTROLS]
+    prompts = make_prompts()[: len(params)]
+
+    def answers(device: str) -> list[Any]:
+        with LLM(tiny, device=device, dtype="float32", **SMALL) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [llm.metrics()["attention_backend"], [o["token_ids"] for o in outputs]]
+
+    wanted = answers("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: pytest.fail("a launch"))
+    for cache in (capability, triton_refusal):
+        cache.cache_clear()
+    try:
+        assert answers("cuda") == wanted
+        assert wanted[0] == "torch"
+    finally:
+        for cache in (capability, triton_refusal):
+            cache.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])

@@ -14,12 +14,13 @@ from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
+from nanovllm.kernels import hopper, paged_attention
 from nanovllm.kernels import linear as linear_kernels
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
+from nanovllm.kernels.paged_attention import choose_num_splits, decode_tiles, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
@@ -31,6 +32,7 @@ from nanovllm.layers.linear import (
     product_variants,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils import device as device_module
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context
 
@@ -467,6 +469,24 @@ def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"hkv": 1, "hq": 40}, {"block_size": 256}],
+    ids=["head-256", "gqa-40", "one-block-256"],
+)
+def test_attention_in_tiles_of_smaller_gpus(
+    shape: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 8.x and 12.x, also for more heads than a tile has rows."""
+    case = Case([1, 1, 9, 40], [30, 5, 41, 40], num_decodes=2, d=256, dtype=dtype, **shape)
+    largest = decode_tiles(case.q)
+    for module in (hopper, paged_attention):
+        monkeypatch.setattr(module, "has_room", lambda x: False)
+    assert decode_tiles(case.q) < largest
+    close(run_case(TritonBackend(), case), case.wanted())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_splits", [1, 4, 16, 32])
 def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
@@ -522,6 +542,33 @@ def test_an_unusable_backend_reports_every_refusal() -> None:
     with pytest.raises(ValueError, match=r"triton: head_dim 24 is not.*flash_attn: needs a CUDA"):
         select_backend("flash_attn", needs)
     assert select_backend("auto", needs)[0].name == "torch"
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_gpu_below_8_0_has_torch(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 began with Triton, whose tiles do not fit it, and ended as the engine started."""
+    caches = device_module.capability, device_module.triton_refusal
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    needs = AttentionNeeds(torch.device("cuda", 0), torch.float16, 128, 256)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        found = ".".join(map(str, capability))
+        backend, reason = select_backend("auto", needs)
+        assert backend.name == "torch"
+        assert f"triton: needs a GPU of compute capability 8.0 or higher, got {found}" in reason
+        for choice in ("triton", "flash_attn"):
+            with pytest.raises(ValueError, match=f"'{choice}'.*triton: .* 8.0 .*got {found}"):
+                select_backend(choice, needs)
+        monkeypatch.setattr(torch.version, "hip", "6.3")  # AMD's numbers are others
+        for cache in caches:
+            cache.cache_clear()
+        assert select_backend("auto", needs)[0].name == "triton"
+    finally:
+        for cache in caches:
+            cache.cache_clear()
 
 
 def test_attention_of_every_batch_is_compiled_ahead() -> None:

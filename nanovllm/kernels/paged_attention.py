@@ -14,6 +14,7 @@ import triton.language as tl
 from nanovllm.kernels.hopper import (
     can_describe,
     describe,
+    has_room,
     launch_dependents,
     pdl_options,
     spare_rows,
@@ -228,6 +229,32 @@ def _combine_kernel(
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty))
 
 
+def prefill_tiles(q: torch.Tensor, G: int, max_seqlen_q: int) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence.
+
+    What is too large for a GPU does not fit its shared memory, or keeps so many of a thread's
+    registers in memory that it is slow (tests/test_other_gpus.py).
+    """
+    wide, large = q.element_size() == 4, q.shape[-1] > 128  # each takes twice the shared memory
+    if not wide and not large:
+        return (64, 64, 4) if max_seqlen_q * G <= 64 else (128, 64, 8)
+    if wide and large:
+        rows, keys, warps = 16, 16, 8
+    elif has_room(q):
+        rows, keys, warps = 64, 32, 4
+    else:
+        rows, keys, warps = 32, 32, 8 if wide else 4
+    return max(rows, triton.next_power_of_2(G)), keys, warps
+
+
+def decode_tiles(q: torch.Tensor) -> tuple[int, int]:
+    """BLOCK_N and warps for queries q: [B, Hq, D]."""
+    wide, large = q.element_size() == 4, q.shape[-1] > 128
+    if large and not has_room(q):
+        return (16, 2) if wide else (32, 4)
+    return 32 if wide else 64, 4 if large else 2
+
+
 def paged_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -256,9 +283,7 @@ def paged_prefill(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     G = Hq // Hkv
-    wide = q.element_size() == 4  # float32 tiles take twice the shared memory
-    BLOCK_M = 64 if wide or D > 128 or max_seqlen_q * G <= 64 else 128
-    BLOCK_N = 32 if wide or D > 128 else 64
+    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q)
     grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block.
     k_source, v_source = k_cache.view(-1, Hkv * D), v_cache.view(-1, Hkv * D)
@@ -269,8 +294,7 @@ def paged_prefill(
         q, k_source, v_source, out, block_tables, cu_seqlens_q, cu_seqlens_k, scale * LOG2E,
         q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
         G=G, D=D, S=S, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
-        num_warps=4 if described or BLOCK_M == 64 else 8,
-        num_stages=3 if D <= 128 else 2, **pdl_options(q),
+        num_warps=4 if described else num_warps, num_stages=3 if D <= 128 else 2, **pdl_options(q),
     )  # fmt: skip
     return out
 
@@ -319,12 +343,13 @@ def paged_decode(
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
+    G_PAD = max(MIN_ROWS, triton.next_power_of_2(G))
+    BLOCK_N, num_warps = decode_tiles(q)
     _decode_kernel[(Hkv, B, num_splits)](
         q, k_cache, v_cache, out, part_acc, part_lse, block_tables, context_lens,
         scale * LOG2E, q.stride(0), Hkv * D, block_tables.stride(0),
-        G=G, G_PAD=max(MIN_ROWS, triton.next_power_of_2(G)), D=D, S=S,
-        BLOCK_N=32 if q.element_size() == 4 else 64, SPLITS=num_splits,
-        num_warps=2 if D <= 128 else 4, num_stages=3, **pdl_options(q),
+        G=G, G_PAD=G_PAD, D=D, S=S, BLOCK_N=BLOCK_N, SPLITS=num_splits,
+        num_warps=num_warps, num_stages=3, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](

@@ -1,0 +1,292 @@
+"""An engine on a GPU that is not there: `python stand_in.py CARD JOBS`, JOBS being JSON.
+
+Tensors have shapes and no content (PyTorch's `meta` device) and say that they are on a GPU. Triton
+asks a driver that answers for that GPU; it compiles what the engine launches, in the variants that
+the engine chooses, and nothing runs. What was compiled is left in TRITON_CACHE_DIR.
+
+Of a GPU that our kernels do not run on, the tensors are those of the CPU: so the engine computes.
+Prints, as JSON, for each job what the engine says of itself and has generated.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+
+GPU = torch.device("cuda", 0)
+META, CPU = torch.device("meta"), torch.device("cpu")
+IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
+LOWEST = 1 << 20  # where storages begin: at multiples of 16 bytes, as PyTorch's allocator has it
+VOCAB = 151936
+SHAPES = {  # M, I, Hq, Hkv, tied embedding
+    "0.6B": (1024, 3072, 16, 8, True),
+    "8B": (4096, 12288, 32, 8, False),
+}
+CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0, "logprobs": 0},
+    {"logit_bias": {5: 1.0}},
+    {"top_k": 5, "logprobs": 1},
+    {"top_p": 0.9, "allowed_token_ids": [3, 4]},
+    {"min_p": 0.1, "presence_penalty": 0.5, "logprobs": 5},
+    {"repetition_penalty": 1.1, "allowed_token_ids": [3, 4], "logit_bias": {5: 1.0}},
+    {"logprobs": 20, "prompt_logprobs": 20},
+]
+
+
+class Card(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        target: what Triton compiles for.
+        capability: what PyTorch says of it.
+        shared_memory: bytes that a block of threads may have.
+    """
+
+    target: GPUTarget
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+def _cuda(major: int, minor: int, kib: int) -> Card:
+    return Card(GPUTarget("cuda", 10 * major + minor, 32), (major, minor), kib * 1024)
+
+
+# CUDA C++ Programming Guide, technical specifications by compute capability; of gfx942 the CDNA3
+# instruction set's local data share.
+CARDS = {
+    "7.5": _cuda(7, 5, 64),
+    "8.0": _cuda(8, 0, 163),
+    "8.6": _cuda(8, 6, 99),
+    "8.9": _cuda(8, 9, 99),
+    "9.0": _cuda(9, 0, 227),
+    "10.0": _cuda(10, 0, 227),
+    "12.0": _cuda(12, 0, 99),
+    "gfx942": Card(GPUTarget("hip", "gfx942", 64), (9, 4), 64 * 1024),
+}
+
+
+class Driver:
+    """Triton's driver of a card: compiled kernels can be loaded and launched, to no effect."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self._card.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self._card.shared_memory}
+
+    def load_binary(self, *args: object) -> tuple[int, int, int, int, int]:
+        module = function = 1
+        num_registers = num_spills = 0  # the caller of this process looks at the binaries
+        return module, function, num_registers, num_spills, 1024
+
+    def unload_module(self, module: int) -> None: ...
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *args: None
+
+
+class OnCard(TorchFunctionMode):
+    """What is asked to be on a GPU goes elsewhere, and what is there says that it is on a GPU.
+
+    Args:
+        place: `META`; or `CPU`, and then all tensors say so.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self._place = place
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            x, is_there = args[0], args[0].device == self._place
+            if is_there and func in (IS_CUDA, DEVICE):
+                return func == IS_CUDA or GPU
+            if x.is_meta and func == torch.Tensor.data_ptr:
+                return LOWEST + x.storage_offset() * x.element_size()
+            if func == torch.Tensor.copy_ and args[1].is_meta and not x.is_meta:
+                return x.zero_()
+        kwargs = {key: self._moved(value) for key, value in kwargs.items() if key != "pin_memory"}
+        return func(*map(self._moved, args), **kwargs)
+
+    def _moved(self, value: Any) -> Any:
+        is_device = isinstance(value, (torch.device, str)) and str(value).startswith("cuda")
+        return self._place if is_device else value
+
+
+class AtOnce:
+    """Stands for `CompileAhead`: the mode holds in this thread only."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def submit(self, calls: Iterable[Callable[[], object]]) -> None:
+        for call in calls:
+            call()
+
+    def wait(self) -> None: ...
+
+    def __enter__(self) -> "AtOnce":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`, of which libraries make types: it must be a class."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: object, **options: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+
+class Region:
+    """Stands for `PeerRegion`."""
+
+    def __init__(self, rank: int, device: torch.device, num_bytes: int, *args: object) -> None:
+        self.num_bytes = num_bytes
+        self.words = torch.empty(num_bytes // 8, dtype=torch.int64, device=device)
+        self.addresses, self.abort_address = [LOWEST] * 8, LOWEST
+
+    def call(self, *args: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def put_in(card: Card) -> None:
+    """Have this process see the card, in the place of any GPU and of other ranks."""
+    from nanovllm.distributed import bulk, peer_memory
+    from nanovllm.distributed.group import Group
+    from nanovllm.engine import model_runner
+    from nanovllm.engine.executor import Executor
+    from nanovllm.layers import controlled_sampler
+
+    triton.runtime.driver.set_active(Driver(card))
+    if card.target.backend == "hip":
+        torch.version.hip = "6.3"
+    cuda = torch.cuda
+    cuda.is_available = cuda.can_device_access_peer = lambda *args: True
+    cuda.device_count = lambda: 8
+    cuda.get_device_capability = lambda device=None: card.capability
+    cuda.mem_get_info = lambda device=None: (64 << 30, 64 << 30)
+    cuda.max_memory_allocated = cuda.memory_allocated = lambda device=None: 0
+    cuda.device = cuda.stream = lambda _: contextlib.nullcontext()
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"):
+        setattr(cuda, name, MagicMock())
+    for name in ("CUDAGraph", "graph"):
+        setattr(cuda, name, MagicMock())
+    cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
+    cuda.Stream = Stream
+    model_runner.CompileAhead = AtOnce
+    model_runner.load_dummy = lambda model, seed: None
+    controlled_sampler.upload_beside = lambda device, array: torch.from_numpy(array).to(device)
+    bulk.PeerRegion = peer_memory.PeerRegion = Region
+    Group._share = lambda self, data: [data] * self.size
+    Executor.launch = meet_nobody
+
+
+def meet_nobody(self: Any) -> None:
+    """Stands for `Executor.launch`: rank 0 of several, alone."""
+    if self._group.size > 1:
+        self._group._backend, self._group._device = MagicMock(), GPU
+
+
+def write_config(directory: str, shape: str, head_dim: int) -> None:
+    """The config.json of a Qwen3 of two layers, of which only the second has a residual."""
+    M, I, Hq, Hkv, tied = SHAPES[shape]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": M,
+        "intermediate_size": I,
+        "num_hidden_layers": 2,
+        "num_attention_heads": Hq,
+        "num_key_value_heads": Hkv,
+        "head_dim": head_dim,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 1,
+    }
+    Path(directory, "config.json").write_text(json.dumps(config))
+
+
+def compile_engine(shape: str, head_dim: int, **options: Any) -> str:
+    """Build an engine and have it do all it can."""
+    from nanovllm import LLM, SamplingParams
+
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "num_kvcache_blocks": 4096}
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(directory, shape, head_dim)
+        with LLM(directory, load_format="dummy", **(limits | options)) as llm:
+            for own in CONTROLS:  # one sort at a time, then all
+                llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
+            params = [SamplingParams(max_tokens=3 + i, **own) for i, own in enumerate(CONTROLS)]
+            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 120)]
+            llm.generate(prompts, params, use_tqdm=False)
+            llm.embed([[7] * 20], pooling="mean", use_tqdm=False)
+            return str(llm.metrics()["attention_backend"])
+
+
+def compile_attention(shape: str, head_dim: int, dtype: str, block_size: int) -> str:
+    """The kernels of attention only, for contexts of one split."""
+    from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
+
+    _, _, Hq, Hkv, _ = SHAPES[shape]
+    kind = getattr(torch, dtype)
+    backend, _ = select_backend("auto", AttentionNeeds(GPU, kind, head_dim, block_size))
+    cache = torch.empty(2, 4096, block_size, Hkv, head_dim, dtype=kind, device=GPU)
+    for call in backend.variants(Hq, KVCache(*cache), 64):
+        call()
+    return backend.name
+
+
+def generate(model: str, **options: Any) -> list[Any]:
+    """What an engine of a real model answers, by the controls."""
+    from nanovllm import LLM, SamplingParams
+
+    with LLM(model, **options) as llm:
+        params = [SamplingParams(max_tokens=4, seed=5, **own) for own in CONTROLS]
+        outputs = llm.generate([[7] * 40] * len(params), params, use_tqdm=False)
+        return [str(llm.metrics()["attention_backend"]), [o["token_ids"] for o in outputs]]
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "engine": compile_engine,
+    "attention": compile_attention,
+    "generate": generate,
+}
+
+
+if __name__ == "__main__":
+    card = CARDS[sys.argv[1]]
+    put_in(card)
+    with OnCard(CPU if sys.argv[1] == "7.5" else META):
+        print(json.dumps([KINDS[job.pop("kind")](**job) for job in json.loads(sys.argv[2])]))

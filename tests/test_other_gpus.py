@@ -1,0 +1,155 @@
+"""Kernels compiled for GPUs that are not here: shared memory, spilled registers, what each may use.
+
+An engine runs in a process of its own on a stand-in for the GPU (`stand_in.py`), so its own code
+chooses the kernels and their variants; this looks at what Triton has compiled. Nothing is executed:
+whether a kernel computes what it should is for the other tests.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+from stand_in import CARDS, CONTROLS
+from triton import knobs
+
+from nanovllm import LLM, TINY, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+ROOMY = ("9.0", "10.0")
+# Bytes of a thread's registers that may lie in memory: of 16 bits, an eighth of its 255 registers.
+# Products of float32 go by rows of both operands, and there are no registers for so many; tiles of
+# decode that spill less take longer (docs/experiments.md).
+MOST_SPILLED = {"bfloat16": 128, "float16": 128, "float32": 2560}
+MOST_SPILLED_ROOMY = MOST_SPILLED | {"float32": 7168}  # tiles as for 16 bits
+WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
+DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
+ATTENTION = [
+    {"kind": "attention", "shape": "8B", "head_dim": 256, "dtype": dtype, "block_size": 16}
+    for dtype in ("bfloat16", "float32")
+]
+
+
+class Compiled(NamedTuple):
+    """A kernel, as Triton has compiled it.
+
+    Attributes:
+        name: of the function.
+        shared: bytes of shared memory for each block of threads.
+        spilled: bytes of each thread's registers that lie in memory.
+        text: the assembly.
+    """
+
+    name: str
+    shared: int
+    spilled: int
+    text: str
+
+
+def run(card: str, jobs: Iterable[dict[str, Any]], cache: Path) -> Any:
+    """What `stand_in.py` says; the compiled kernels are in `cache`."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, Path(__file__).with_name("stand_in.py"), card, json.dumps([*jobs])]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(process.stdout)
+
+
+def compiled(cache: Path) -> list[Compiled]:
+    """All kernels in Triton's cache."""
+    kernels = []
+    for path in cache.glob("*/_[!_]*.json"):
+        facts = json.loads(path.read_text())
+        if path.with_suffix(".cubin").exists():
+            text = path.with_suffix(".ptx").read_text()
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", path.with_suffix(".cubin")]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            spilled = sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+        else:
+            text = path.with_suffix(".amdgcn").read_text()
+            spilled = sum(int(size) for size in re.findall(r"\.private_segment\w+: +(\d+)", text))
+        kernels.append(Compiled(facts["name"], facts["shared"], spilled, text))
+    return kernels
+
+
+def check(card: str, dtypes: Iterable[str], kernels: list[Compiled]) -> None:
+    """Everything fits, and is what the card can do."""
+    most = MOST_SPILLED_ROOMY if card in ROOMY else MOST_SPILLED
+    most_spilled = max(most[dtype] for dtype in dtypes)
+    for kernel in kernels:
+        what = f"{kernel.name} on {card}: {kernel.shared} bytes shared, {kernel.spilled} spilled"
+        assert kernel.shared <= CARDS[card].shared_memory and kernel.spilled <= most_spilled, what
+        assert DEPENDENT_LAUNCH not in kernel.text or card in WITH_DEPENDENT_LAUNCH, what
+        assert TILE_COPY not in kernel.text or card in ROOMY, what
+    print(
+        f"{card}, {' and '.join(dtypes)}: {len(kernels)} kernels, at most "
+        f"{max(kernel.shared for kernel in kernels)} bytes of shared memory, "
+        f"{max(kernel.spilled for kernel in kernels)} spilled"
+    )
+
+
+# The least of shared memory of each vendor.
+@pytest.mark.parametrize("card", ["8.6", "gfx942"])
+def test_largest_attention_fits_smaller_gpus(card: str, tmp_path: Path) -> None:
+    """float32 with heads of 256 wanted 139,520 bytes; that of 16 bits spilled 784."""
+    assert run(card, ATTENTION, tmp_path) == ["triton", "triton"]
+    kernels = compiled(tmp_path)
+    assert sorted({kernel.name for kernel in kernels}) == ["_decode_kernel", "_prefill_kernel"]
+    assert len(kernels) == 4
+    check(card, ["bfloat16", "float32"], kernels)
+
+
+def engines(dtype: str) -> Iterable[dict[str, Any]]:
+    """All head and block sizes, several ranks, and contexts of all numbers of splits."""
+    options: dict[str, Any] = {"kind": "engine", "dtype": dtype, "max_model_len": 256}
+    for shape in ("0.6B", "8B"):
+        for head_dim in (64, 128, 256):
+            for block_size in (16, 256):
+                sizes = {"head_dim": head_dim, "kvcache_block_size": block_size}
+                yield options | {"shape": shape} | sizes
+    options |= {"head_dim": 128, "max_num_seqs": 64}
+    for shape, size in (("0.6B", 2), ("8B", 4)):
+        yield options | {"shape": shape, "tensor_parallel_size": size}
+    yield options | {"shape": "0.6B", "max_model_len": 40960}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", MOST_SPILLED)
+@pytest.mark.parametrize("card", [card for card in CARDS if card != "7.5"])
+def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -> None:
+    jobs = list(engines(dtype))
+    assert run(card, jobs, tmp_path) == ["triton"] * len(jobs)
+    kernels = compiled(tmp_path)
+    check(card, [dtype], kernels)
+    sources = (path.read_text() for path in (ROOT / "nanovllm" / "kernels").glob("*.py"))
+    wanted = set(re.findall(r"^def (_\w+_kernel)\(", "".join(sources), re.MULTILINE))
+    if dtype == "float32":  # whose products are the library's
+        wanted -= {"_row_kernel", "_tiles_kernel"}
+    elif card not in ROOMY:
+        wanted -= {"_tiles_kernel"}
+    assert {kernel.name for kernel in kernels} == wanted
+    for word, cards in ((TILE_COPY, ROOMY), (DEPENDENT_LAUNCH, WITH_DEPENDENT_LAUNCH)):
+        assert any(word in kernel.text for kernel in kernels) == (card in cards), word
+
+
+def test_gpu_without_kernels_answers_as_a_cpu(tmp_path: Path) -> None:
+    """Below 8.0 `auto` is PyTorch, and no kernel of ours is compiled for anything: sampling,
+    controls, log-probabilities. A prefill of 16 bits wants 98,304 bytes there, of 65,536.
+    """
+    options: dict[str, Any] = {"num_kvcache_blocks": 64, "max_num_seqs": 8, "dtype": "float32"}
+    options |= {"max_num_batched_tokens": 64, "max_model_len": 64}
+    [[backend, answers]] = run("7.5", [{"kind": "generate", "model": TINY} | options], tmp_path)
+    assert backend == "torch" and not compiled(tmp_path)
+    with LLM(TINY, device="cpu", **options) as llm:
+        params = [SamplingParams(max_tokens=4, seed=5, **own) for own in CONTROLS]
+        outputs = llm.generate([[7] * 40] * len(params), params, use_tqdm=False)
+    assert answers == [output["token_ids"] for output in outputs]
