@@ -103,7 +103,7 @@ def draw(
                 continue
             at = x + (i - (len(drawn) - 1) / 2) * width
             axes.bar(at, bar.share, 0.92 * width, color=COLOURS[engine])
-            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=7)
+            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=6.5)
     axes.axhline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     names = [f"{name}\n{result['unit']}" for name, result in results.items()]
@@ -136,7 +136,9 @@ def main() -> None:
         title = f"{model} on one {peers['hardware']}: share of the roofline"
         draw(axes, title, models[model], bars(models[model], figures[model]))
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, list(COLOURS), loc="lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(
+        handles, list(COLOURS), loc="lower center", ncols=len(COLOURS), frameon=False, fontsize=8
+    )
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(args.output, dpi=120, facecolor="white")  # white is readable on dark pages too
     print(args.output)

@@ -114,7 +114,7 @@ def test_float32_tokens_are_those_of_the_reference(
     if mode == "one-by-one":
         monkeypatch.setattr(hopper, "dependent_launch", False)
     if mode == "no-hopper":
-        monkeypatch.setattr(hopper, "_capability", lambda _: (8, 0))
+        monkeypatch.setattr(hopper, "capability", lambda _: (8, 0))
     prompts = make_prompts()
     expected = [reference_greedy(reference, prompt) for prompt in prompts]
     options = {
