@@ -11,10 +11,14 @@ median, and of a peer that was measured several times its best.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError:
+    sys.exit('matplotlib is missing: pip install -e ".[bench]"')
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

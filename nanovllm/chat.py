@@ -105,7 +105,8 @@ def name_conversations(messages: Any) -> dict[str, Any]:
             "`messages` must be a list of messages or a list of conversations, "
             f"got {type(messages).__name__}"
         )
-    if items and isinstance(items[0], Iterable) and not isinstance(items[0], (str, bytes, Mapping)):
+    # A message is a mapping, a conversation something else that holds messages.
+    if any(isinstance(item, Iterable) and not isinstance(item, (str, Mapping)) for item in items):
         return {f"messages[{i}]": conversation for i, conversation in enumerate(items)}
     return {"messages": items}
 

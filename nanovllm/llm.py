@@ -194,9 +194,10 @@ class LLM(LLMEngine):
             outputs = self.generate(sequences, one_token, use_tqdm=False)
             return [_candidates(output) for output in outputs]
 
+        named = name_prompts(prompts)
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(name_prompts(prompts), one_token, on_error)
+            checked = self._maker.check_all(named, one_token, on_error)
             found = beam_search(
                 [item.token_ids for item in checked if not isinstance(item, Refusal)],
                 params,

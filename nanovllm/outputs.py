@@ -140,8 +140,8 @@ class ScoreOutput(Row):
 
     @property
     def total_logprob(self) -> float:
-        """Of the whole text, given its first token."""
-        return sum(self.logprobs)
+        """That of the whole text, given its first token; NaN if it was refused."""
+        return math.nan if self.error is not None else math.fsum(self.logprobs)
 
     @property
     def is_greedy(self) -> bool:

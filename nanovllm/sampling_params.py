@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -37,13 +37,16 @@ FOREIGN_PARAMS: Foreign = {
     "best_of": (only(None, 1), "pass n"),
     "early_stopping": (only(None, False), "call beam_search(), which stops when all is decided"),
     "extra_args": (only(None, {}), "there are no other parameters"),
+    "flat_logprobs": (only(False), "logprobs come token by token"),
     "guided_decoding": (only(None), "pass structured_outputs"),
-    "length_penalty": (only(None, 1), BEAMS),
+    "length_penalty": (only(None, 1, 1.0), BEAMS),
     "logits_processors": (
         only(None, []),
         "pass logit_bias, allowed_token_ids or structured_outputs",
     ),
     "output_kind": (only(None, 0), "call stream() or generate()"),
+    "repetition_detection": (only(None), "pass repetition_penalty"),
+    "skip_reading_prefix_cache": (only(None, False), "pass LLM(enable_prefix_caching=False)"),
     "spaces_between_special_tokens": (only(True), "the tokenizer decides"),
     "truncate_prompt_tokens": (only(None), "shorten the prompt"),
     "use_beam_search": (only(None, False), "call beam_search()"),
@@ -57,8 +60,10 @@ REPLACED = {  # classes that vLLM has here
 }
 
 
-def __getattr__(name: str) -> Any:
-    raise missing_name(__name__, name, REPLACED)
+if not TYPE_CHECKING:  # a checker would take it to mean that every name is there
+
+    def __getattr__(name: str) -> Any:
+        raise missing_name(__name__, name, REPLACED)
 
 
 @takes_foreign_fields({})
@@ -113,8 +118,7 @@ class StructuredOutputsParams:
         if len(choice) > MAX_CHOICES or num_bytes > MAX_CHOICE_BYTES:
             raise ValueError(
                 f"`choice` must have at most {MAX_CHOICES:,} strings of together "
-                f"{MAX_CHOICE_BYTES:,} bytes, which compile within a second, got {len(choice):,} "
-                f"of {num_bytes:,}"
+                f"{MAX_CHOICE_BYTES:,} bytes, got {len(choice):,} of {num_bytes:,}"
             )
 
 

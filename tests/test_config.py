@@ -180,6 +180,18 @@ def test_defect_17_unknown_option_names_the_nearest(name, match, tmp_path):
 
 # As vLLM's examples and what others build on it pass them.
 NOTHING_ASKED = {
+    "allowed_local_media_path": "",
+    "async_scheduling": True,
+    "attention_config": None,
+    "config_format": "auto",
+    "disable_cascade_attn": False,
+    "disable_log_requests": True,
+    "enable_expert_parallel": False,
+    "guided_decoding_backend": "auto",
+    "logprobs_mode": "raw_logprobs",
+    "rope_scaling": None,
+    "rope_theta": None,
+    "structured_outputs_config": None,
     "block_size": None,
     "compilation_config": None,
     "convert": "auto",

@@ -7,7 +7,9 @@ import operator
 import re
 from array import array
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -173,7 +175,7 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         ([[1.0]], TypeError, "`prompts[0]` must hold integer token ids, got 1.0"),
         ([[None]], TypeError, "`prompts[0]` must hold integer token ids, got None"),
         ([["ab"]], TypeError, "`prompts[0]` must hold integer token ids, got 'ab'"),
-        ([1, [2]], TypeError, "`prompts` must hold integer token ids, got [2]"),
+        ([1, [2]], TypeError, f"`prompts[0]` {STRING_OR} int"),
         ([True, 1], TypeError, f"`prompts[0]` {STRING_OR} bool"),
         ([1.0, 2], TypeError, f"`prompts[0]` {STRING_OR} float"),
         ([None], TypeError, f"`prompts[0]` {STRING_OR} NoneType"),
@@ -688,3 +690,30 @@ def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, 
             call(prompts, greedy(1), **{name: something})
         if nothing != "":
             assert call(prompts, greedy(1), use_tqdm=False, **{name: nothing})[0].finished
+
+
+@pytest.mark.parametrize("wrong", [3, None])
+def test_a_wrong_first_prompt_is_one_of_many(wrong: Any) -> None:
+    """One output came for all prompts: the first seemed to say what they are."""
+    conversation = [{"role": "user", "content": "1+1="}]
+    with LLM(TINY, **SMALL) as llm:
+        params = SamplingParams(max_tokens=2)
+        texts = llm.generate([wrong, "1+1="], params, use_tqdm=False, on_error="return")
+        answers = llm.chat([wrong, conversation], params, use_tqdm=False, on_error="return")
+        for outputs in (texts, answers):
+            assert [output.error is None for output in outputs] == [False, True]
+
+
+def test_prompts_may_take_their_time() -> None:
+    """An iterable of prompts that needed the engine waited for itself."""
+    with LLM(TINY, **SMALL) as llm:
+        params = SamplingParams(max_tokens=2)
+
+        def ask(_: int) -> str:
+            return llm.generate("1+1=", params, use_tqdm=False)[0]["text"]
+
+        with ThreadPoolExecutor(1) as pool:
+            outputs = llm.generate(
+                (pool.submit(ask, i).result(60) + "2+2=" for i in range(2)), params, use_tqdm=False
+            )
+        assert len(outputs) == 2

@@ -231,6 +231,9 @@ def test_schema_that_is_no_json_is_refused_with_the_reason(schema):
         ("length_penalty", [1.0, 1], [0.7], "BeamSearchParams"),
         ("spaces_between_special_tokens", [True], [False], "tokenizer"),
         ("extra_args", [None, {}], [{"a": 1}], "no other"),
+        ("flat_logprobs", [False], [True], "logprobs"),
+        ("repetition_detection", [None], [{}], "repetition_penalty"),
+        ("skip_reading_prefix_cache", [None, False], [True, np.ones(2)], "prefix"),
     ],
 )
 def test_values_of_vllm_that_ask_for_nothing(name, nothing, something, hint):

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from checkpoints import TINY
+from checkpoints import TINY, in_threads
 from nanovllm.engine import structured_output
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler, accept_tokens, fill_masks
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -767,5 +767,24 @@ def test_ends_beyond_the_tokenizer_are_never_allowed():
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     compiler = GrammarCompiler(get_tokenizer("tiny"), 272, [258])
-    with pytest.raises(ImportError, match=r'pip install "nanovllm\[structured-outputs\]"'):
+    with pytest.raises(ImportError, match='pip install "llguidance'):
         compiler.compile(StructuredOutputsParams(regex="a"))
+
+
+def test_threads_compile_side_by_side(monkeypatch):
+    """Requests are checked before they wait for their turn: "OrderedDict mutated during iteration"
+    came out of `chat`.
+    """
+    monkeypatch.setattr(GrammarCompiler, "_new_matcher", lambda *_: Mock())
+    compiler = GrammarCompiler(get_tokenizer("tiny"), 272, [258])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+
+        def work(thread):
+            for i in range(1500):
+                compiler.compile(StructuredOutputsParams(regex=f"{thread} {i % 150}"))
+
+        in_threads(6, work)
+    finally:
+        sys.setswitchinterval(interval)

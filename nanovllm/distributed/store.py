@@ -1,8 +1,8 @@
 """`Store`: what the ranks tell each other while they meet.
 
 Rank 0's `Workers` keep the values, and the other ranks ask for them through the socket pairs that
-they have in any case: nothing listens, so no other process of the machine can read or change them.
-Once the ranks have met, the sockets have other uses, and nobody asks any more.
+they have in any case: the store does not listen, so no other process of the machine can read or
+change the values. Once the ranks have met, the sockets have other uses.
 """
 
 from __future__ import annotations

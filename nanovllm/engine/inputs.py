@@ -215,7 +215,9 @@ def name_prompts(prompts: Prompts) -> dict[str, Any]:
             "`prompts` must be a string, token ids, a dictionary, or a list of those, "
             f"got {type(prompts).__name__}"
         )
-    if items and _is_int(items[0]):
+    # A text or list among them is a prompt; numbers alone are the tokens of one.
+    kinds = set(map(type, items))
+    if any(map(_is_int, items[:1])) and not any(issubclass(kind, Iterable) for kind in kinds):
         return {"prompts": items}
     return {f"prompts[{i}]": prompt for i, prompt in enumerate(items)}
 

@@ -244,9 +244,10 @@ class LLMEngine:
             TypeError, ValueError: naming the argument that is wrong; nothing has been queued.
             RuntimeError: if the engine is closed, or busy with requests of other calls.
         """
+        named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(name_prompts(prompts), sampling_params, on_error)
+            checked = self._maker.check_all(named, sampling_params, on_error)
             return self._complete(checked, use_tqdm)
 
     def stream(
@@ -274,9 +275,10 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: naming the argument that is wrong, before anything is queued.
         """
+        named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(name_prompts(prompts), sampling_params, on_error)
+            checked = self._maker.check_all(named, sampling_params, on_error)
         return self._stream(checked)
 
     def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:

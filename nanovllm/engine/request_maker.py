@@ -132,7 +132,8 @@ class RequestMaker:
     def _parse_params(self, params: SamplingParams, name: str) -> ParsedParams:
         """Including the form that they ask for, though each completion follows its own."""
         parsed = self.params.parse(params, name)
-        self._grammars(parsed)
+        if params.structured_outputs is not None:
+            self._compiler.compile(params.structured_outputs, params.ignore_eos)
         return parsed
 
     def _checked(self, prompt: ParsedPrompt, parsed: ParsedParams) -> CheckedRequest:

@@ -22,6 +22,7 @@ import os
 import re
 import reprlib
 import textwrap
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._forms: OrderedDict[tuple[str, Any], _Form] = OrderedDict()  # the latest last
+        self._lock = threading.Lock()  # of `_forms`: callers check their requests side by side
 
     def compile(self, params: StructuredOutputsParams, ignore_eos: bool = False) -> Grammar:
         """The grammar of a new completion. The first call takes a second, for the tokenizer.
@@ -227,7 +229,8 @@ class GrammarCompiler:
         name, value = next(item for item in vars(params).items() if item[1] is not None)
         kind = "gbnf" if name == "grammar" and GBNF.match(value) else name
         try:
-            matcher = self._matcher(kind, value)
+            with self._lock:
+                matcher = self._matcher(kind, value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "

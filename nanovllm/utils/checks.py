@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+CLOSE = 0.75  # of names: slips of the pen, and not two names that share a word
 Call = TypeVar("Call", bound=Callable[..., Any])
 # Names of vLLM that are not ours: which of their values ask for nothing that is missing here, and
 # what to do in the place of the others.
@@ -59,8 +60,8 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def only(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of these."""
-    return lambda value: value in values
+    """Whether a value is one of these, in type and value: True is not 1."""
+    return lambda value: any(type(value) is type(known) and value == known for known in values)
 
 
 def own_options(
@@ -77,7 +78,7 @@ def own_options(
         if is_nothing is not None and is_nothing(value):
             continue
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
             hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
             raise TypeError(f"{owner}() has no option `{name}`; {remedy or hint}")
         own[name] = value

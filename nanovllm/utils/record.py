@@ -20,6 +20,7 @@ def record(cls: type[R]) -> type[R]:
     made._fields = fields(made)
     if issubclass(cls, Row):
         # By this mark pandas before 3.1 knows dataclasses, whose fields it takes for the columns.
+        # The functions `replace` and `asdict` of dataclasses need it, too: `to_dict` is for both.
         del made.__dataclass_fields__
     return made
 

@@ -29,7 +29,7 @@ def load_tokenizer(model: str) -> Any:
             "%s has no tokenizer: prompts must be token ids, outputs have no text", model
         )
         return None
-    own_code = CONFIG in files and "auto_map" in read_json(Path(model) / CONFIG)
+    own_code = CONFIG in files and bool(read_json(Path(model) / CONFIG).get("auto_map"))
     if own_code and WHOLE not in files:
         raise ValueError(
             f"the tokenizer of {model} is Python code by `auto_map` of its {CONFIG}, and there is "
