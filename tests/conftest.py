@@ -4,12 +4,14 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from nanovllm import TINY
+from nanovllm.utils import device
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HAS_CUDA = torch.cuda.is_available()
@@ -56,6 +58,24 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def ctrl_c_raises() -> None:
     """Background jobs ignore it, and a test that interrupts at any line leaves another handler."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def set_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[tuple[int, int]], None]]:
+    """Have PyTorch say that its GPUs are of a compute capability."""
+
+    def forget() -> None:
+        device.capability.cache_clear()
+        device.triton_refusal.cache_clear()
+
+    def set_(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        forget()
+
+    yield set_
+    forget()
 
 
 @pytest.fixture(scope="session")

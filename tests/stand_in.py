@@ -249,7 +249,7 @@ def compile_engine(shape: str, head_dim: int, **options: Any) -> str:
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
             params = [SamplingParams(max_tokens=3 + i, **own) for i, own in enumerate(CONTROLS)]
-            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 120)]
+            prompts = [[7] * n for n in (1, 2, 17, 40, 90, 100, 33, 64)]
             llm.generate(prompts, params, use_tqdm=False)
             llm.embed([[7] * 20], pooling="mean", use_tqdm=False)
             return str(llm.metrics()["attention_backend"])

@@ -273,7 +273,8 @@ def test_defect_18_backend_that_cannot_run_lists_every_refusal(checkpoint):
         LLM(checkpoint, attention_backend="flash_attn", **SMALL)
 
 
-def test_flash_attn_names_its_block_size():
+def test_flash_attn_names_its_block_size(set_capability):
+    set_capability((9, 0))
     needs = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 64, block_size=16)
     refusal = FlashAttentionBackend.refusal(needs)
     assert refusal == "needs kvcache_block_size to be a multiple of 256, got 16"

@@ -39,13 +39,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.device import (
-    _side_stream,
-    capability,
-    host_array,
-    triton_refusal,
-    upload_beside,
-)
+from nanovllm.utils.device import _side_stream, host_array, upload_beside
 
 pytestmark = pytest.mark.gpu
 SEED = 11
@@ -166,7 +160,11 @@ class LogitsTap:
         return torch.stack(steps), [output["token_ids"] for output in outputs]
 
 
-def test_gpu_without_kernels_answers_as_a_cpu(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_kernels_answers_as_a_cpu(
+    tiny: str,
+    set_capability: Callable[[tuple[int, int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a GPU below compute capability 8.0 does: no kernel of ours is launched, and tokens are
     drawn by the host.
     """
@@ -179,16 +177,10 @@ def test_gpu_without_kernels_answers_as_a_cpu(tiny: str, monkeypatch: pytest.Mon
             return [llm.metrics()["attention_backend"], [o["token_ids"] for o in outputs]]
 
     wanted = answers("cpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: pytest.fail("a launch"))
-    for cache in (capability, triton_refusal):
-        cache.cache_clear()
-    try:
-        assert answers("cuda") == wanted
-        assert wanted[0] == "torch"
-    finally:
-        for cache in (capability, triton_refusal):
-            cache.cache_clear()
+    set_capability((7, 5))
+    assert answers("cuda") == wanted
+    assert wanted[0] == "torch"
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("flash_attn", marks=needs_flash)])

@@ -32,7 +32,6 @@ from nanovllm.layers.linear import (
     product_variants,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils import device as device_module
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context
 
@@ -544,31 +543,26 @@ def test_an_unusable_backend_reports_every_refusal() -> None:
     assert select_backend("auto", needs)[0].name == "torch"
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+@pytest.mark.parametrize("version", [(7, 0), (7, 5)])
 def test_gpu_below_8_0_has_torch(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    version: tuple[int, int],
+    set_capability: Callable[[tuple[int, int]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A T4 began with Triton, whose tiles do not fit it, and ended as the engine started."""
-    caches = device_module.capability, device_module.triton_refusal
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     needs = AttentionNeeds(torch.device("cuda", 0), torch.float16, 128, 256)
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        found = ".".join(map(str, capability))
-        backend, reason = select_backend("auto", needs)
-        assert backend.name == "torch"
-        assert f"triton: needs a GPU of compute capability 8.0 or higher, got {found}" in reason
-        for choice in ("triton", "flash_attn"):
-            with pytest.raises(ValueError, match=f"'{choice}'.*triton: .* 8.0 .*got {found}"):
-                select_backend(choice, needs)
-        monkeypatch.setattr(torch.version, "hip", "6.3")  # AMD's numbers are others
-        for cache in caches:
-            cache.cache_clear()
+    set_capability(version)
+    found = ".".join(map(str, version))
+    backend, reason = select_backend("auto", needs)
+    assert backend.name == "torch"
+    assert f"triton: needs a GPU of compute capability 8.0 or higher, got {found}" in reason
+    for choice in ("triton", "flash_attn"):
+        with pytest.raises(ValueError, match=f"'{choice}'.*triton: .* 8.0 .*got {found}"):
+            select_backend(choice, needs)
+    for is_amd in (False, True):  # AMD's versions are not compute capabilities
+        monkeypatch.setattr(torch.version, "hip", "6.3" if is_amd else None)
+        set_capability(version if is_amd else (8, 0))
         assert select_backend("auto", needs)[0].name == "triton"
-    finally:
-        for cache in caches:
-            cache.cache_clear()
 
 
 def test_attention_of_every_batch_is_compiled_ahead() -> None:

@@ -25,11 +25,11 @@ from nanovllm import LLM, TINY, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 ROOMY = ("9.0", "10.0")
-# Bytes of a thread's registers that may lie in memory: of 16 bits, an eighth of its 255 registers.
-# Products of float32 go by rows of both operands, and there are no registers for so many; tiles of
-# decode that spill less take longer (docs/experiments.md).
-MOST_SPILLED = {"bfloat16": 128, "float16": 128, "float32": 2560}
-MOST_SPILLED_ROOMY = MOST_SPILLED | {"float32": 7168}  # tiles as for 16 bits
+# Bytes of a thread's registers that may lie in memory: of 16 bits, a quarter of its 255 registers.
+# Products of float32 have no tensor cores, and a thread takes rows of both operands at once; tiles
+# that spill less take longer (docs/experiments.md), but for those that do not run on the others.
+MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 3 * 1024}
+MOST_SPILLED_ROOMY = MOST_SPILLED | {"float32": 12 * 1024}
 WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
 DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 ATTENTION = [
@@ -83,18 +83,20 @@ def compiled(cache: Path) -> list[Compiled]:
 
 def check(card: str, dtypes: Iterable[str], kernels: list[Compiled]) -> None:
     """Everything fits, and is what the card can do."""
-    most = MOST_SPILLED_ROOMY if card in ROOMY else MOST_SPILLED
-    most_spilled = max(most[dtype] for dtype in dtypes)
-    for kernel in kernels:
-        what = f"{kernel.name} on {card}: {kernel.shared} bytes shared, {kernel.spilled} spilled"
-        assert kernel.shared <= CARDS[card].shared_memory and kernel.spilled <= most_spilled, what
-        assert DEPENDENT_LAUNCH not in kernel.text or card in WITH_DEPENDENT_LAUNCH, what
-        assert TILE_COPY not in kernel.text or card in ROOMY, what
     print(
         f"{card}, {' and '.join(dtypes)}: {len(kernels)} kernels, at most "
         f"{max(kernel.shared for kernel in kernels)} bytes of shared memory, "
         f"{max(kernel.spilled for kernel in kernels)} spilled"
     )
+    most = MOST_SPILLED_ROOMY if card in ROOMY else MOST_SPILLED
+    most_spilled = max(most[dtype] for dtype in dtypes)
+    assert [
+        f"{kernel.name}: {kernel.shared} bytes of shared memory, {kernel.spilled} spilled"
+        for kernel in kernels
+        if kernel.shared > CARDS[card].shared_memory or kernel.spilled > most_spilled
+    ] == []
+    for word, cards in ((TILE_COPY, ROOMY), (DEPENDENT_LAUNCH, WITH_DEPENDENT_LAUNCH)):
+        assert card in cards or not any(word in kernel.text for kernel in kernels), word
 
 
 # The least of shared memory of each vendor.
@@ -110,7 +112,7 @@ def test_largest_attention_fits_smaller_gpus(card: str, tmp_path: Path) -> None:
 
 def engines(dtype: str) -> Iterable[dict[str, Any]]:
     """All head and block sizes, several ranks, and contexts of all numbers of splits."""
-    options: dict[str, Any] = {"kind": "engine", "dtype": dtype, "max_model_len": 256}
+    options: dict[str, Any] = {"kind": "engine", "dtype": dtype, "max_model_len": 128}
     for shape in ("0.6B", "8B"):
         for head_dim in (64, 128, 256):
             for block_size in (16, 256):
@@ -120,6 +122,7 @@ def engines(dtype: str) -> Iterable[dict[str, Any]]:
     for shape, size in (("0.6B", 2), ("8B", 4)):
         yield options | {"shape": shape, "tensor_parallel_size": size}
     yield options | {"shape": "0.6B", "max_model_len": 40960}
+    yield options | {"shape": "0.6B", "fused_kernels": False}
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def decode_tiles(q: torch.Tensor) -> tuple[int, int]:
     """BLOCK_N and warps for queries q: [B, Hq, D]."""
     wide, large = q.element_size() == 4, q.shape[-1] > 128
     if large and not has_room(q):
-        return (16, 2) if wide else (32, 4)
+        return (16 if wide else 32), 4
     return 32 if wide else 64, 4 if large else 2
 
 
