@@ -198,8 +198,7 @@ def put_in(card: Card) -> None:
     cuda.device = cuda.stream = lambda _: contextlib.nullcontext()
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"):
         setattr(cuda, name, MagicMock())
-    for name in ("CUDAGraph", "graph"):
-        setattr(cuda, name, MagicMock())
+    cuda.CUDAGraph = cuda.graph = MagicMock()
     cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     cuda.Stream = Stream
     model_runner.CompileAhead = AtOnce
