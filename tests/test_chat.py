@@ -253,6 +253,10 @@ REFUSED = [
         *({"messages": [[USER], USER]}, TypeError),
         "`messages[1]` must be a list of messages, got dict",
     ),
+    (
+        *({"messages": [USER, [USER]]}, TypeError),
+        "`messages[0]` must be a list of messages, got dict",
+    ),
     *(
         (
             *({"messages": messages}, TypeError),
@@ -260,7 +264,6 @@ REFUSED = [
         )
         for messages, name, kind in (
             (["Hi"], "messages[0]", "str"),
-            ([USER, [USER]], "messages[1]", "list"),
             ([[USER], [USER, None]], "messages[1][1]", "NoneType"),
         )
     ),
