@@ -47,7 +47,7 @@ def capability(index: int | None) -> tuple[int, int]:
 @functools.cache
 def triton_refusal(device: torch.device) -> str | None:
     """Why our Triton kernels cannot run on `device`, or None if they can. Each choice between them
-    and PyTorch's functions asks here, so that a GPU runs either none of them or all it is asked to.
+    and PyTorch's functions asks here, so that a GPU that cannot run some of them runs none.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -62,7 +62,7 @@ def triton_refusal(device: torch.device) -> str | None:
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether what x is for is done by our kernels: on a GPU that can run them."""
+    """Whether x is on a GPU that our kernels run on."""
     return x.is_cuda and triton_refusal(x.device) is None
 
 
