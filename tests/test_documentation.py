@@ -40,6 +40,7 @@ NOT_HERE = {
     "ruff check . && ruff format --check . && mypy",
     "bash .ci/run",
     "pytest -m slow",
+    "pytest -m slow tests/test_other_gpus.py",
     'pip install -e ".[bench]"',
     'pip install ".[structured-outputs]"',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
