@@ -278,8 +278,12 @@ COMPILING = """
 import json, sys, threading
 import triton
 
-def record(*, fn, **_):
-    compiled.append((fn.name.split(".")[-1], threading.current_thread() is threading.main_thread()))
+def record(*, fn, compile, **_):
+    in_main = threading.current_thread() is threading.main_thread()
+    name = fn.name.split(".")[-1]
+    if next(iter(compile["signature"].values())) == "*fp32":
+        name += " of partial results"
+    compiled.append((name, in_main))
 
 compiled = []
 triton.knobs.runtime.jit_post_compile_hook = record
@@ -303,7 +307,7 @@ print(json.dumps([compiled[:before], compiled[before:]]))
 
 
 def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
-    """Those of decode attention and of products in threads."""
+    """Those of decode attention, products and partial results in threads."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
     model = make_checkpoint(tmp_path / "model", **shape)
     command = [sys.executable, "-c", COMPILING, str(model)]
@@ -316,6 +320,12 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     assert {"_row_kernel", "_tiles_kernel"} <= by_threads
     assert "_decode_kernel" in by_threads - in_main
     assert "_rms_norm_kernel" in in_main
+    partial = {name for name in by_threads if name.endswith("partial results")}
+    assert {name.split()[0] for name in partial} >= {
+        "_rms_norm_kernel",
+        "_qk_norm_rope_store_kernel",
+    }
+    assert not partial & in_main
 
 
 class Call:
@@ -365,7 +375,7 @@ def test_products_are_compiled_while_the_weights_load(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = Call()
-    monkeypatch.setattr("nanovllm.engine.model_runner.product_variants", lambda _: [call])
+    monkeypatch.setattr("nanovllm.engine.model_runner.kernel_variants", lambda _: [call])
     call.go_on_when(monkeypatch, ModelRunner, "load")
     small_runner(tiny).exit()
     assert call.go_on.is_set()
@@ -394,7 +404,7 @@ def test_memory_of_what_compiles_is_not_taken_off_the_steps(
     with LLM(tiny, **options) as llm:
         undisturbed = llm.metrics()["num_kvcache_blocks"]
     call = Call(held=1 << 30)
-    monkeypatch.setattr("nanovllm.engine.model_runner.product_variants", lambda _: [call])
+    monkeypatch.setattr("nanovllm.engine.model_runner.kernel_variants", lambda _: [call])
     call.go_on_when(monkeypatch, KVCachePool, "allocate")  # when the warm-up has begun
     with LLM(tiny, **options) as llm:
         assert llm.metrics()["num_kvcache_blocks"] <= undisturbed

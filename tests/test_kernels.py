@@ -1,12 +1,16 @@
 """Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+
+from checkpoints import make_checkpoint
 
 pytest.importorskip("triton")
 
@@ -23,15 +27,16 @@ from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_attention import choose_num_splits, decode_tiles, paged_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
-from nanovllm.layers.base import Build
+from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    product_variants,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context
 
@@ -617,12 +622,35 @@ def test_products_of_a_model_are_compiled_ahead_once() -> None:
         gated = MergedColumnParallelLinear(512, [64, 64], False, build)
         biased = RowParallelLinear(512, 128, True, build)
         plain = RowParallelLinear(512, 128, False, build._replace(fused=False))
-    assert not product_variants(torch.nn.ModuleList([biased, plain]))
-    calls = product_variants(torch.nn.ModuleList([one]))
+    assert not kernel_variants(torch.nn.ModuleList([biased, plain]))
+    calls = kernel_variants(torch.nn.ModuleList([one]))
     tiles = len(calls) - 1
     assert tiles > 1 or not can_describe(one.weight)
     for others, added in (([same], 0), ([narrow], 1), ([gated], 1), ([same, gated, narrow], 2)):
-        assert len(product_variants(torch.nn.ModuleList([one, *others]))) == 1 + tiles + added
+        assert len(kernel_variants(torch.nn.ModuleList([one, *others]))) == 1 + tiles + added
+
+
+def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> None:
+    """Of as many results as products give: on one GPU, where a norm waits for no other."""
+    weight = torch.empty(128, 512, dtype=HALF, device=DEVICE)
+    shapes = itertools.product(range(1, 300), (512, 1024, 4096, 6144), (512, 2048, 4096))
+    given = {tiles.splits for shape in shapes if (tiles := choose_tiles(*shape, True))} - {1}
+    numbers = linear_kernels.split_numbers(weight)
+    assert set(numbers) == (given if can_describe(weight) else set())
+    assert not linear_kernels.split_numbers(weight.float())
+    config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
+    build = Build(HALF, True, Group())
+    for group, of_norm in ((Group(), set(numbers)), (Group(0, 2), set())):
+        with torch.device(DEVICE):
+            norm = RMSNorm(64, 1e-6, build._replace(group=group))
+            rotary = RotaryEmbedding(config.head_dim, 16, 10_000.0)
+            attention = Qwen3Attention(config, rotary, TorchBackend(), build)
+        for param in (*norm.parameters(), *attention.parameters()):
+            param.fill_(1)
+        assert {key[-1] for key in norm.variants()} == of_norm  # type: ignore[index]
+        assert {key[-1] for key in attention.variants()} == {1, *numbers}  # type: ignore[index]
+        for call in (*norm.variants().values(), *attention.variants().values()):
+            call()
 
 
 def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:

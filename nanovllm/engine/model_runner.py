@@ -28,8 +28,7 @@ from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.kv_cache import KVCachePool, block_shape
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
-from nanovllm.layers.base import Build
-from nanovllm.layers.linear import product_variants
+from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
@@ -98,7 +97,7 @@ class ModelRunner:
                 ahead.submit(self._attention_variants())
             connect(ahead.wait)
             self.build_model()
-            ahead.submit(product_variants(self.model))
+            ahead.submit(kernel_variants(self.model))
             self.load()
             self.pool = KVCachePool(
                 self.model, config, model_config, group, self.device, self.dtype

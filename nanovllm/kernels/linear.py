@@ -31,6 +31,7 @@ BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 PROGRAMS = 128  # that run at once
 MOST_ROWS = 256  # of a product by tiles
+SPLITS = (2, 4)  # into how many partial results the sum may be split
 
 
 class Tiles(NamedTuple):
@@ -125,7 +126,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     # About a program for each multiprocessor: more would wait for the first to end.
     programs = N // BLOCK_N * triton.cdiv(T, block_t)
     splits = 1
-    while partial and splits < 4 and 2 * splits * programs <= PROGRAMS:
+    while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
         splits *= 2
     if splits == 1 and not (small and PROGRAMS // 2 <= programs <= PROGRAMS):
         return None
@@ -172,6 +173,13 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(x) == 1 and x.dtype in HALF:
         return _one_row(x, weight, gated=True)
     return silu_and_mul(linear(x, weight))
+
+
+def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
+    """How many partial results `linear` may give, besides one, where weights are like this one:
+    [..., M].
+    """
+    return SPLITS if like.dtype in HALF and can_describe(like.view(-1, like.shape[-1])) else ()
 
 
 def variants(

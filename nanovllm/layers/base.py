@@ -1,5 +1,6 @@
-"""What layers are told when they are built, and what they tell the loader."""
+"""What layers are told when they are built, and what they tell the loader and the runner."""
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -58,3 +59,18 @@ class Layer(nn.Module):
         a packed one.
         """
         return [Shard.whole(param.data)]
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        """A call for each of our kernels that small steps take here, by what tells kernels apart:
+        those of other layers may be the same. The weights may hold anything.
+        """
+        return {}
+
+
+def kernel_variants(model: nn.Module) -> list[Callable[[], object]]:
+    """The calls that compile a model's kernels ahead of its first small step."""
+    calls: dict[Hashable, Callable[[], object]] = {}
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            calls |= layer.variants()
+    return list(calls.values())

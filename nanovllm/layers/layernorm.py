@@ -1,5 +1,8 @@
 """RMS normalisation, alone or with the residual addition before it."""
 
+from collections.abc import Callable, Hashable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -28,6 +31,21 @@ class RMSNorm(Layer):
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        """Of partial results; the sums over ranks wait for these, and are compiled when all run."""
+        if not self.build.fused or self.build.group.size > 1:
+            return {}
+        from nanovllm.kernels.linear import split_numbers
+        from nanovllm.kernels.norm import add_rms_norm
+
+        def add(parts: int) -> None:
+            residual = self.weight.new_zeros(1, len(self.weight))
+            x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
+            add_rms_norm(x, residual, self.weight, self.eps)
+
+        numbers = split_numbers(self.weight)
+        return {(RMSNorm, self.weight.shape, parts): partial(add, parts) for parts in numbers}
 
     def add_forward(
         self, x: Hidden, residual: torch.Tensor | None

@@ -97,6 +97,14 @@ class ReplicatedLinear(Layer):
             return kernels.linear(x, self.weight, self.partial)
         return linear(x, self.weight, self.bias)
 
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        if not self.fused:
+            return {}
+        from nanovllm.kernels import linear as kernels
+
+        gated = isinstance(self, MergedColumnParallelLinear)
+        return kernels.variants(self.weight, self.partial, gated)
+
     def _into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """The plain product of many rows, into `out`."""
         if bias is None:
@@ -226,17 +234,3 @@ class RowParallelLinear(ReplicatedLinear):
         else:
             out = linear(x, self.weight, bias)
         return out if out.dim() == 3 else sum_over_ranks(out, group)
-
-
-def product_variants(model: nn.Module) -> list[Callable[[], object]]:
-    """A call for each of our kernels that the products of a model take, to be compiled ahead. The
-    weights may hold anything.
-    """
-    calls: dict[Hashable, Callable[[], object]] = {}
-    for layer in model.modules():
-        if isinstance(layer, ReplicatedLinear) and layer.fused:
-            from nanovllm.kernels import linear as kernels
-
-            gated = isinstance(layer, MergedColumnParallelLinear)
-            calls |= kernels.variants(layer.weight, layer.partial, gated)
-    return list(calls.values())

@@ -1,5 +1,7 @@
 """Qwen3, dense (Qwen team, 2025). Module names are those of the checkpoints."""
 
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,7 +11,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.bulk import Gathered, Hidden
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.base import Build
+from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -23,7 +25,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
 
 
-class Qwen3Attention(nn.Module):
+class Qwen3Attention(Layer):
     """Grouped-query attention with RMS-normalised queries and keys."""
 
     def __init__(
@@ -72,6 +74,27 @@ class Qwen3Attention(nn.Module):
             out = self.attn(q, k, v)
         out = out.flatten(1)
         return self.o_proj(out if rows is None else out.index_select(0, rows))
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        if not self.fused:
+            return {}
+        from nanovllm.kernels.linear import split_numbers
+        from nanovllm.kernels.rope import qk_norm_rope_store
+
+        num_heads, num_kv_heads, _ = self.head_counts
+        weight, cos_sin = self.q_norm.weight, self.rotary_emb.cos_sin
+
+        def store(parts: int) -> None:
+            shape = 1, num_heads + 2 * num_kv_heads, self.head_dim
+            qkv = weight.new_zeros(shape)
+            if parts > 1:
+                qkv = weight.new_zeros(parts, *shape, dtype=torch.float32)
+            k, v = weight.new_zeros(2, 1, 1, num_kv_heads, self.head_dim)
+            zero = weight.new_zeros(1, dtype=torch.int32)
+            qk_norm_rope_store(qkv, weight, weight, self.q_norm.eps, cos_sin, zero, k, v, zero)
+
+        numbers = 1, *split_numbers(weight)
+        return {(Qwen3Attention, parts): partial(store, parts) for parts in numbers}
 
 
 class Qwen3MLP(nn.Module):
