@@ -100,14 +100,15 @@ def draw(
     axes: Axes, title: str, results: dict[str, Any], drawn: dict[str, list[Bar | None]]
 ) -> None:
     """One model's bars."""
-    width = 0.8 / len(drawn)
+    width = 0.84 / len(drawn)
+    size = min(6.5, 22 / len(drawn))  # labels must not touch
     for i, (engine, row) in enumerate(drawn.items()):
         for x, bar in enumerate(row):
             if bar is None:
                 continue
             at = x + (i - (len(drawn) - 1) / 2) * width
             axes.bar(at, bar.share, 0.92 * width, color=COLOURS[engine])
-            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=6.5)
+            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=size)
     axes.axhline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     names = [f"{name}\n{result['unit']}" for name, result in results.items()]
