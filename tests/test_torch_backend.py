@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_kernels import Case, close, run_case
 
+from checkpoints import SMALL, TINY, greedy
+from nanovllm import LLM
 from nanovllm.attention import torch_backend
 from nanovllm.attention.torch_backend import MIN_PADDING, TorchBackend
 
@@ -31,9 +33,25 @@ def test_decode_of_mixed_lengths_pads_little(lens, monkeypatch):
     monkeypatch.setattr(torch_backend, "_slots", counting)
     case = Case([1] * len(lens), lens, num_decodes=len(lens), hq=2, hkv=1, d=16)
     out = run_case(TorchBackend(), case)
-    assert sum(lens) <= sum(gathered) <= 2 * sum(lens) + MIN_PADDING * len(lens)
+    assert sum(lens) <= sum(gathered) <= 1.5 * sum(lens) + MIN_PADDING * len(lens)
     assert len(gathered) <= 8, "sequences of similar length share a gather"
     wanted = case.wanted()  # one by one in float64, in the order of the rows
     close(out, wanted)
     if len(lens) > 1:
         assert (wanted[:-1] - wanted[1:]).abs().amax((1, 2)).min() > 1e-3, "rows can be told apart"
+
+
+def test_layers_share_the_plan_of_a_step(monkeypatch):
+    """What to gather is the same in all layers, and another in each step."""
+    planned, plan = [], torch_backend._plan
+
+    def counting(*args):
+        planned.append(args)
+        return plan(*args)
+
+    monkeypatch.setattr(torch_backend, "_plan", counting)
+    with LLM(TINY, **{**SMALL, "device": "cpu"}, attention_backend="torch") as llm:
+        layers = len(llm.model_runner.model.model.layers)
+        [output] = llm.generate(["37+48="], greedy(6, ignore_eos=True), use_tqdm=False)
+    assert layers > 1 and len(output.outputs[0].token_ids) == 6
+    assert len(planned) == 5, "steps that decode"

@@ -2,7 +2,7 @@
 
 import bisect
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,29 @@ from nanovllm.utils.context import Context
 MIN_PADDING = 64  # tokens that are not worth a gather of their own
 
 
+class Gather(NamedTuple):
+    """B decoding sequences of similar length, whose KV is gathered together up to the longest, L.
+
+    Attributes:
+        rows: [B] int64, theirs in the step.
+        slots: [B * L] int64. Shorter sequences repeat their last slot, masked, rather than read
+            foreign ones.
+        mask: [B, 1, 1, L] bool, which positions a sequence has.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
 class TorchBackend(AttentionBackend):
     """Gathers each sequence's KV out of its blocks and calls `scaled_dot_product_attention`."""
 
     name: ClassVar[str] = "torch"
     supports_cuda_graph: ClassVar[bool] = False  # shapes follow the context lengths
+
+    def __init__(self) -> None:
+        self._gathers: tuple[Context | None, list[Gather]] = (None, [])  # the same in all layers
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
@@ -62,37 +80,42 @@ class TorchBackend(AttentionBackend):
     def decode(
         self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
-        # Sequences of similar length share a gather, so that padding at most doubles it.
-        lens = context.context_lens[: q.shape[0]].long()
-        order = lens.argsort()
-        sorted_lens, out, begin = lens[order].tolist(), torch.empty_like(q), 0
-        while begin < len(sorted_lens):
-            end = bisect.bisect_right(sorted_lens, 2 * sorted_lens[begin] + MIN_PADDING)
-            rows = order[begin:end]
-            out[rows] = _decode(q[rows], cache, context.block_tables[rows], lens[rows], scale)
-            begin = end
+        if self._gathers[0] is not context:
+            self._gathers = (context, _plan(context, q.shape[0], cache.k.shape[1]))
+        out = torch.empty_like(q)
+        for gather in self._gathers[1]:
+            out[gather.rows] = _decode(q[gather.rows], cache, gather, scale)
         return out
 
 
-def _decode(
-    q: torch.Tensor, cache: KVCache, tables: torch.Tensor, lens: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """q: [B, Hq, D]; tables: [B, W]; lens: [B] int64. Returns [B, Hq, D]."""
-    (B, Hq, D), (_, S, Hkv, _) = q.shape, cache.k.shape
-    lens = lens.unsqueeze(1)
-    positions = torch.arange(int(lens.max()), device=q.device).unsqueeze(0)  # [1, L]
-    # Shorter sequences repeat their last slot, masked, rather than read foreign ones.
-    own = torch.minimum(positions, lens - 1).clamp(min=0)
-    slots = _slots(tables, own, S).flatten()
+def _plan(context: Context, num_decodes: int, block_size: int) -> list[Gather]:
+    """Sequences of similar length share a gather, so that padding adds at most a half."""
+    lens = context.context_lens[:num_decodes].long()
+    order = lens.argsort()
+    sorted_lens, gathers, begin = lens[order].tolist(), [], 0
+    while begin < num_decodes:
+        end = bisect.bisect_right(sorted_lens, int(1.5 * sorted_lens[begin]) + MIN_PADDING)
+        rows = order[begin:end]
+        lengths = lens[rows].unsqueeze(1)
+        positions = torch.arange(sorted_lens[end - 1], device=lens.device).unsqueeze(0)  # [1, L]
+        own = torch.minimum(positions, lengths - 1).clamp(min=0)
+        slots = _slots(context.block_tables[rows], own, block_size).flatten()
+        gathers.append(Gather(rows, slots, (positions < lengths)[:, None, None, :]))
+        begin = end
+    return gathers
+
+
+def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scale: float) -> torch.Tensor:
+    """q: [B, Hq, D]. Returns [B, Hq, D]."""
+    (B, Hq, D), Hkv = q.shape, cache.k.shape[2]
     # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product. Gathering from two
     # dimensions is three times as fast as from three.
     k, v = (
-        x.view(-1, Hkv * D).index_select(0, slots).view(B, -1, Hkv, D).transpose(1, 2)
+        x.view(-1, Hkv * D).index_select(0, gather.slots).view(B, -1, Hkv, D).transpose(1, 2)
         for x in cache
     )
-    mask = (positions < lens)[:, None, None, :]
     rows = q.reshape(B, Hkv, Hq // Hkv, D)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=gather.mask, scale=scale)
     return out.reshape(B, Hq, D)
 
 

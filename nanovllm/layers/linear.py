@@ -19,7 +19,7 @@ from nanovllm.layers.base import Build, Layer, Shard
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias`. A weight in oneDNN's keeping (`onednn.py`) is multiplied there."""
     if weight.is_mkldnn:
-        return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 

@@ -1,7 +1,9 @@
 """Matrix products of a float32 model on a CPU through oneDNN.
 
-PyTorch sends float32 products to MKL, which on AMD's CPUs leaves AVX-512 unused; oneDNN takes
-half the time there. The results differ in rounding only: no precision is given up.
+PyTorch sends float32 products to MKL. oneDNN is faster for the few rows of a decode, most of all
+with weights in its own packed layout, which PyTorch offers by the operations that its compiler
+takes (`torch.ops.mkldnn`): docs/experiments.md, section 14. The results differ in rounding only: no
+precision is given up.
 """
 
 import torch
@@ -10,17 +12,20 @@ from torch import nn
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import ReplicatedLinear
 
-MIN_WEIGHT = 2**18  # elements; converting the rows costs more than smaller products gain
+MIN_WEIGHT = 2**18  # elements; a call costs more than smaller products gain
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Give the weights of the larger products to oneDNN; a tied embedding keeps its own copy."""
+    """Give oneDNN the weights of the larger products, packed; a tied embedding keeps its own
+    copy.
+    """
     for module in model.modules():
         if (
             isinstance(module, (ReplicatedLinear, ParallelLMHead))
             and module.weight.numel() >= MIN_WEIGHT
         ):
-            module.weight = nn.Parameter(module.weight.to_mkldnn(), False)
+            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight)
+            module.weight = nn.Parameter(packed, False)
 
 
 def can_use_onednn(device: torch.device, dtype: torch.dtype) -> bool:
