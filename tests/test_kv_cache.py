@@ -9,7 +9,7 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_cache import KVCachePool
-from nanovllm.engine.memory import GIB, RESERVE
+from nanovllm.engine.memory import CPU_TOKENS, GIB, RESERVE
 from nanovllm.layers.attention import Attention
 from nanovllm.model_config import ModelConfig
 
@@ -80,3 +80,5 @@ def test_options_come_first(make_pool):
     pool = make_pool(kv_cache_memory_bytes=100_000)
     assert pool.how_many_fit(64, 0, 0) == 100_000 // pool.block_bytes
     assert make_pool(max_num_seqs=3).how_many_fit(65, 0, 0) == 3 * 5
+    assert make_pool(max_num_seqs=512).how_many_fit(4096, 0, 0) == CPU_TOKENS // 16
+    assert make_pool(max_num_seqs=512).how_many_fit(2 * CPU_TOKENS, 0, 0) == CPU_TOKENS // 8

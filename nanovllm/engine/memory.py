@@ -4,6 +4,7 @@ from nanovllm.utils.cgroup import memory_left
 
 GIB = 1 << 30
 CPU_LIMIT = 4 * GIB  # of the default KV cache on a CPU
+CPU_TOKENS = 2**17  # the same, for small models: more would only keep prefixes longer
 RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
 
 
