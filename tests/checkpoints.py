@@ -132,6 +132,11 @@ def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:
         return reference_model(path).model(torch.tensor([token_ids])).last_hidden_state[0]
 
 
+def rare(*values: Any) -> Any:
+    """A parameter that only `-m slow` tries."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     """Greedy parameters."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)

@@ -556,6 +556,7 @@ def test_del_frees_the_engine(end, checkpoint, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.slow
 def test_a_forked_child_is_told_so():
     """It asked a thread that it does not have, and waited. Its end leaves the parent's alone."""
     code = f"""

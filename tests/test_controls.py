@@ -12,6 +12,7 @@ import pytest
 from host import EOS, VOCAB_SIZE, FakeModel, make_scheduler, reference
 from numpy.typing import NDArray
 
+from checkpoints import rare
 from nanovllm import SamplingParams
 from nanovllm.engine.controls import (
     Controls,
@@ -697,7 +698,7 @@ class Engine:
         return [seq.slot for seq in seqs] if penalised else []
 
 
-@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
+@pytest.mark.parametrize("mixed", [True, rare(False)], ids=["mixed", "prefill-first"])
 @pytest.mark.parametrize("lookahead", [0, 1], ids=["synchronous", "overlap"])
 def test_random_requests(lookahead: int, mixed: bool) -> None:
     """Arrivals, chunks, preemptions, aborts and failing launches: in each step the controls are

@@ -22,6 +22,7 @@ from checkpoints import (
     greedy,
     in_threads,
     make_checkpoint,
+    rare,
     reference,
     references,
     run_steps,
@@ -327,7 +328,7 @@ threading.Thread(target=work, daemon=True).start()
 started.wait()
 """,
 }
-RARE_ENDS = {"in a cycle", "sys.exit"}
+RARE_ENDS = {"at once", "in a cycle", "sys.exit"}
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,9 @@ llm.exit()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("end", ["", "llm.exit()", "del llm, stream, calls, call; gc.collect()"])
+@pytest.mark.parametrize(
+    "end", [rare(""), rare("llm.exit()"), "del llm, stream, calls, call; gc.collect()"]
+)
 def test_a_forked_child_is_told_so(end):
     """`generate` hung: it waited for threads of PyTorch and for locks of others, which it lacks.
     What it does, and its end, leave the parent's engine alone.

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from peer_ranks import EPS, Job, RankProcesses, region_files
 from test_sampling_kernel import interpreted, oracle_draw
 
+from checkpoints import rare
 from nanovllm.kernels.peers import signal, sums_by_owner, wait_for
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 
@@ -78,9 +79,9 @@ MIXED = [NEVER, 6, 0]
 
 
 @pytest.mark.parametrize("owners_from", MIXED, ids=["by-all", "both", "by-owner"])
-@pytest.mark.parametrize("parts", [1, 4], ids=["whole", "partial"])
+@pytest.mark.parametrize("parts", [rare(1), 4], ids=["whole", "partial"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "float16"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [rare(2), 3])
 def test_norm_sums_over_the_ranks(
     processes: RankProcesses,
     size: int,
@@ -204,7 +205,7 @@ def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str,
 
 
 @pytest.mark.parametrize("V", [120, 20], ids=["shared", "last-rank-empty"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [rare(2), 3])
 def test_the_best_of_all_ranks_is_drawn(
     processes: RankProcesses, size: int, V: int, tmp_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ def test_the_best_of_all_ranks_is_drawn(
     assert len(drawn_by) == sum(n > 0 for n in sizes), "every rank has won"
 
 
+@pytest.mark.slow
 def test_both_kernels_share_the_memory(processes: RankProcesses, tmp_path: Path) -> None:
     """A step's norms, however they are summed, and its sampling take turns on the same rows."""
     calls: list[list[dict[str, Any]]] = [[], [], []]

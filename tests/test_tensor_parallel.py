@@ -14,7 +14,7 @@ from ranks import ranks_of, threads_fixture  # noqa: F401
 from test_reference import GREEDY, make_prompts, reference_greedy
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import SMALL, greedy, make_checkpoint, run_steps, tokens
+from checkpoints import SMALL, greedy, make_checkpoint, rare, run_steps, tokens
 from checkpoints import reference as continuation
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
@@ -109,10 +109,10 @@ def wanted(path: Path, prompts: Any, params: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "size", "options"),
     [
-        ("uneven", 2, {}),
-        pytest.param(*("odd", 2, {"mixed_steps": False, "overlap": True}), marks=pytest.mark.slow),
+        rare("uneven", 2, {}),
+        rare("odd", 2, {"mixed_steps": False, "overlap": True}),
         ("odd", 4, {"overlap": True}),
-        pytest.param("uneven", 4, {"mixed_steps": False}, marks=pytest.mark.slow),
+        rare("uneven", 4, {"mixed_steps": False}),
     ],
     ids=["two", "two-odd-prefill-first-overlap", "four-odd-overlap", "four-prefill-first"],
 )
@@ -163,8 +163,8 @@ def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
     ("size", "options"),
     [
         (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4, "overlap": True}),
-        (4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
-        (2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
+        rare(4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
+        rare(2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
     ],
     ids=["256-two", "256-four", "32-two"],
 )
@@ -182,7 +182,7 @@ def test_defect_9_every_rank_has_the_block_size_of_the_engine(
     assert metrics["num_steps"] > sum(map(len, LONG_PROMPTS)) // 100
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, rare(4)])
 @pytest.mark.usefixtures("low_guesses")
 def test_the_embedded_checkpoint_token_for_token(tiny: str, reference: Any, size: int) -> None:
     prompts = [prompt for prompt in make_prompts() if len(prompt) < 100][:40:2]
@@ -204,7 +204,7 @@ def test_the_embedded_checkpoint_token_for_token(tiny: str, reference: Any, size
     assert metrics["num_cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("block_size", [16, rare(256)])
 def test_defect_11_messages_do_not_grow_with_cached_prompts(
     block_size: int, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
