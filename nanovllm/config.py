@@ -26,7 +26,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
 DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
 NO_REVISION = "pass the directory of the revision"
@@ -168,8 +168,8 @@ class Config:
             PyTorch expressions.
         overlap: launch each step before the tokens of the one before it are read; None does so on
             CUDA. False is the plain synchronous loop.
-        load_format: "auto" reads the checkpoint's weights; "dummy" draws random ones for the
-            shapes in config.json (for benchmarks).
+        load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random
+            ones for the shapes in config.json (for benchmarks).
         generation_config: "auto" takes what sampling parameters are by default from the
             checkpoint's generation_config.json; "vllm" does not.
         seed: seeds sampling (and dummy weights).

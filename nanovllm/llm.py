@@ -10,7 +10,7 @@ from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.inputs import Params, ParsedPrompt, Prompts, name_prompts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_maker import Refusal
+from nanovllm.engine.request_maker import OnError, Refusal
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -36,7 +36,7 @@ class LLM(LLMEngine):
     """
 
     def score(
-        self, prompts: Prompts, *, use_tqdm: bool = True, on_error: str = "raise"
+        self, prompts: Prompts, *, use_tqdm: bool = True, on_error: OnError = "raise"
     ) -> list[ScoreOutput]:
         """How likely texts are, token by token: for perplexity, and to compare answers.
 
@@ -72,7 +72,7 @@ class LLM(LLMEngine):
         *,
         normalize: bool = True,
         use_tqdm: bool = True,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
     ) -> list[EmbeddingRequestOutput]:
         """Texts as vectors: hidden states behind the final norm.
 
@@ -112,7 +112,7 @@ class LLM(LLMEngine):
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -165,7 +165,7 @@ class LLM(LLMEngine):
         params: BeamSearchParams,
         use_tqdm: bool = False,
         *,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
     ) -> list[BeamSearchOutput]:
         """Find likely continuations of prompts by beam search.
 

@@ -66,7 +66,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ("dtype", "float64", ValueError, "one of auto, .*float32, got 'float64'"),
         ("attention_backend", "xformers", ValueError, "one of auto, flash_attn, .*'xformers'"),
-        ("load_format", "gguf", ValueError, "one of auto, dummy, got 'gguf'"),
+        ("load_format", "gguf", ValueError, "one of auto, safetensors, dummy, got 'gguf'"),
         ("generation_config", "hf", ValueError, "one of auto, vllm, got 'hf'"),
         ("generation_config", None, ValueError, "one of auto, vllm, got None"),
         ("seed", -1, ValueError, "between 0 and .*, got -1"),
@@ -136,7 +136,12 @@ def test_options_by_default_and_from_numpy():
 
 @pytest.mark.parametrize(
     ("name", "value", "plain"),
-    [("dtype", "half", "float16"), ("dtype", "float", "float32"), ("max_model_len", None, 10**9)],
+    [
+        ("dtype", "half", "float16"),
+        ("dtype", "float", "float32"),
+        ("max_model_len", None, 10**9),
+        ("load_format", "safetensors", "auto"),
+    ],
 )
 def test_values_of_vllm_mean_the_same(name, value, plain, checkpoint):
     facts = []

@@ -377,7 +377,7 @@ def processing(draw: Any) -> Any:
     return torch.tensor(logits, dtype=torch.float32), rows
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=processing())
 def test_logits_are_processed_as_written(case: Any) -> None:
     logits, rows = case

@@ -148,9 +148,9 @@ PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b 
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
-        ({"choice": CHOICES}, CHOICES),
+        rare({"choice": CHOICES}, CHOICES),
         ({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
-        ({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
+        rare({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
         ({"grammar": 'start: "y" x?\nx: "e" ("s" | "llow")'}, ["y", "yes", "yellow"]),
         pytest.param(
             {

@@ -27,7 +27,7 @@ from nanovllm.engine.inputs import (
 )
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.request import Listener
-from nanovllm.engine.request_maker import CheckedRequest, Refusal, RequestMaker
+from nanovllm.engine.request_maker import CheckedRequest, OnError, Refusal, RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
@@ -222,7 +222,7 @@ class LLMEngine:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts.
 
@@ -255,7 +255,7 @@ class LLMEngine:
         prompts: Prompts,
         sampling_params: Params = None,
         *,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
     ) -> Iterator[RequestOutput]:
         """Complete prompts, and give what is new after each step.
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from nanovllm.engine.controls import RequestControls
 from nanovllm.engine.detokenizer import Detokenizer
@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice
 
 T = TypeVar("T")
-ON_ERROR = ("raise", "return")
+OnError: TypeAlias = Literal["raise", "return"]
 
 
 class CheckedRequest(NamedTuple):
@@ -96,7 +96,7 @@ class RequestMaker:
         self,
         prompts: Mapping[str, T],
         params: Params,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         read: Callable[[T, str], ParsedPrompt] | None = None,
     ) -> list[CheckedRequest | Refusal]:
         """Many prompts; see `LLMEngine.generate`.
@@ -111,7 +111,7 @@ class RequestMaker:
         Raises:
             TypeError, ValueError: naming what is wrong, with one prompt or with the whole call.
         """
-        check_choice("on_error", on_error, ON_ERROR)
+        check_choice("on_error", on_error, get_args(OnError))
         read = read or self.prompts.parse
         spread = spread_sampling_params(params, len(prompts), self.params.default)
         parsed: dict[int, ParsedParams] = {}  # by their identity: most often they are one object

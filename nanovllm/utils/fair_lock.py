@@ -25,7 +25,7 @@ class FairLock:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._last = _Place()
-        self._moving_up = threading.RLock()  # held by who changes `_last`
+        self._moving_up = threading.RLock()  # guards `_last`
         self._queued: set[int] = set()  # threads
 
     @property

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 _importing = threading.Lock()  # of two threads at once, one would get half of transformers
 
-WHOLE = "tokenizer.json"  # says all, whatever class the tokenizer has
+WHOLE = "tokenizer.json"  # all there is to know about a fast tokenizer
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
 FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
