@@ -157,9 +157,9 @@ class Config:
             CUDA, float32 on a CPU.
         attention_backend: "flash_attn", "triton", "torch", or "auto".
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
-            half of the free memory, at most 4 GiB and 131,072 tokens. There the process grows as
-            blocks are first written to: by what sequences need at once, and by cached prefixes up
-            to the whole.
+            half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
+            process grows as blocks are first written to: by what sequences need at once, and by
+            cached prefixes up to the whole.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
         mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
             alone, and the running sequences wait meanwhile, as in nano-vLLM.

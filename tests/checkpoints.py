@@ -1,7 +1,6 @@
 """Tiny random checkpoints, and what transformers generates from them."""
 
 import functools
-import gc
 import itertools
 import json
 import shutil
@@ -18,8 +17,6 @@ from safetensors.torch import load_file, save_file
 import nanovllm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.step_inputs import PendingTokens
-
-gc.freeze()  # engines collect garbage when they end: spare them the imported modules
 
 TINY = Path(nanovllm.TINY)
 VOCAB = 128

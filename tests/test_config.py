@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from checkpoints import (
+    PARAMS,
     PROMPT,
+    PROMPTS,
     SMALL,
     TINY,
     checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     reference,
+    references,
     tokens,
 )
 from nanovllm import LLM, AsyncLLM, SamplingParams, model_config
@@ -140,7 +143,6 @@ def test_options_by_default_and_from_numpy():
         ("dtype", "half", "float16"),
         ("dtype", "float", "float32"),
         ("max_model_len", None, 10**9),
-        ("load_format", "safetensors", "auto"),
     ],
 )
 def test_values_of_vllm_mean_the_same(name, value, plain, checkpoint):
@@ -151,6 +153,11 @@ def test_values_of_vllm_mean_the_same(name, value, plain, checkpoint):
                 (llm.model_runner.dtype, llm.max_model_len, llm.model_runner.max_model_len)
             )
     assert facts[0] == facts[1]
+
+
+def test_safetensors_are_what_a_checkpoint_has(checkpoint):
+    with LLM(checkpoint, **SMALL, load_format="safetensors") as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(checkpoint)
 
 
 def test_token_budget_below_max_num_seqs_is_refused_with_remedy():

@@ -22,7 +22,7 @@ needs_onednn = pytest.mark.skipif(
 
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("rows", [1, 7, 64, 2000])
 def test_product_is_that_of_float64(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "MIN_WEIGHT", 0)
     generator = torch.Generator().manual_seed(rows)
@@ -57,7 +57,7 @@ def test_engine_takes_it_unless_told_otherwise(
 
 @needs_onednn
 def test_small_products_are_left_alone() -> None:
-    """Below a size the conversion of the rows costs more than it gains."""
+    """Below a size a call costs more than it gains."""
     for rows, taken in ((256, False), (1024, True)):
         layer = ReplicatedLinear(512, rows, False, PLAIN)
         use_onednn(layer)

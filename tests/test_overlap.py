@@ -257,7 +257,7 @@ def test_defect_15_ctrl_c_at_any_line(by, times, llm, checkpoint):
 @pytest.mark.parametrize("every", [9, rare(1)])
 def test_defect_15_ctrl_c_at_any_call_of_a_stream(every, llm, checkpoint):
     """A stream that begins and is left, interrupted anywhere, leaves no request. By calls (each, or
-    every third), since lines would be too strict: Python raises it when a function begins, or goes
+    every ninth), since lines would be too strict: Python raises it when a function begins, or goes
     round a loop.
     """
 

@@ -34,9 +34,6 @@ class TorchBackend(AttentionBackend):
     name: ClassVar[str] = "torch"
     supports_cuda_graph: ClassVar[bool] = False  # shapes follow the context lengths
 
-    def __init__(self) -> None:
-        self._gathers: tuple[Context | None, list[Gather]] = (None, [])  # the same in all layers
-
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
         return None
@@ -80,16 +77,18 @@ class TorchBackend(AttentionBackend):
     def decode(
         self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
     ) -> torch.Tensor:
-        if self._gathers[0] is not context:
-            self._gathers = (context, _plan(context, q.shape[0], cache.k.shape[1]))
+        if "gathers" not in context.shared:
+            context.shared["gathers"] = _plan(context, q.shape[0], cache.k.shape[1])
         out = torch.empty_like(q)
-        for gather in self._gathers[1]:
+        for gather in context.shared["gathers"]:
             out[gather.rows] = _decode(q[gather.rows], cache, gather, scale)
         return out
 
 
 def _plan(context: Context, num_decodes: int, block_size: int) -> list[Gather]:
-    """Sequences of similar length share a gather, so that padding adds at most a half."""
+    """Sequences of similar length share a gather, so that padding adds at most a half, and
+    `MIN_PADDING` tokens for each.
+    """
     lens = context.context_lens[:num_decodes].long()
     order = lens.argsort()
     sorted_lens, gathers, begin = lens[order].tolist(), [], 0

@@ -74,10 +74,10 @@ class KVCachePool:
             return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
-            most = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
             available = memory.available_cpu_memory() // self.group.size
-            useful = min(config.max_num_seqs * per_seq, most)
-            return memory.num_blocks_for_cpu(block_bytes, available, useful)
+            few = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
+            most = min(config.max_num_seqs * per_seq, few)
+            return memory.num_blocks_for_cpu(block_bytes, available, most)
         free, total = torch.cuda.mem_get_info(self._device)
         return memory.num_blocks_for_cuda(
             block_bytes, total, free, own_now, own_peak, config.gpu_memory_utilization

@@ -4,7 +4,7 @@ from nanovllm.utils.cgroup import memory_left
 
 GIB = 1 << 30
 CPU_LIMIT = 4 * GIB  # of the default KV cache on a CPU
-CPU_TOKENS = 2**17  # the same, for small models: more would only keep prefixes longer
+CPU_TOKENS = 2**17  # the same, for small models, whose process would grow for prefixes alone
 RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
 
 
@@ -47,13 +47,13 @@ def num_blocks_for_cuda(
     return num_blocks
 
 
-def num_blocks_for_cpu(block_bytes: int, available: int, max_useful: int) -> int:
-    """Blocks for a CPU: at most 4 GiB, half the free memory, and what can ever be in use.
+def num_blocks_for_cpu(block_bytes: int, available: int, most: int) -> int:
+    """Blocks for a CPU: at most 4 GiB, half the free memory, and `most`.
 
     Raises:
         ValueError: if not one block fits.
     """
-    num_blocks = min(min(CPU_LIMIT, available // 2) // block_bytes, max_useful)
+    num_blocks = min(min(CPU_LIMIT, available // 2) // block_bytes, most)
     if num_blocks < 1:
         raise ValueError(
             f"no memory for a KV cache: a block takes {block_bytes / GIB:.3f} GiB and half of "

@@ -194,9 +194,8 @@ class ModelRunner:
         return self.pool.tensor
 
     def warmup(self, ahead: CompileAhead) -> int:
-        """Run the largest steps, and when threads have compiled the kernels of attention and
-        products, small ones of each power of two tokens. What else only decode takes is compiled
-        with the graphs.
+        """Run the largest steps, and when threads have compiled the kernels that they were given,
+        small ones of each power of two tokens.
 
         Returns:
             The most bytes that this engine had allocated: weights, and activations or what rows

@@ -31,7 +31,7 @@ BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 PROGRAMS = 128  # that run at once
 MOST_ROWS = 256  # of a product by tiles
-SPLITS = (2, 4)  # into how many partial results the sum may be split
+SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of two
 
 
 class Tiles(NamedTuple):
@@ -176,8 +176,8 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
-    """How many partial results `linear` may give, besides one, where weights are like this one:
-    [..., M].
+    """How many partial results `linear` may give, besides one, with weights of the dtype and on
+    the device of this one: [..., M].
     """
     return SPLITS if like.dtype in HALF and can_describe(like.view(-1, like.shape[-1])) else ()
 

@@ -33,7 +33,9 @@ class RMSNorm(Layer):
         return self.weight * h.to(x.dtype)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
-        """Of partial results; the sums over ranks wait for these, and are compiled when all run."""
+        """Of partial results. A norm that sums over ranks waits for the others: it is compiled
+        when all of them run.
+        """
         if not self.build.fused or self.build.group.size > 1:
             return {}
         from nanovllm.kernels.linear import split_numbers

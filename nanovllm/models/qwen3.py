@@ -93,7 +93,7 @@ class Qwen3Attention(Layer):
             zero = weight.new_zeros(1, dtype=torch.int32)
             qk_norm_rope_store(qkv, weight, weight, self.q_norm.eps, cos_sin, zero, k, v, zero)
 
-        numbers = 1, *split_numbers(weight)
+        numbers = 1, *(split_numbers(weight) if self.qkv_proj.fused else ())
         return {(Qwen3Attention, parts): partial(store, parts) for parts in numbers}
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ class Context:
         max_seqlen_q: most rows of a prefilling sequence.
         max_seqlen_k: longest context of a prefilling sequence.
         has_cached_context: whether a prefilling sequence sees more than this step's tokens.
+        shared: what a backend works out in the first layer for all of them.
     """
 
     num_decodes: int
@@ -46,6 +47,7 @@ class Context:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     has_cached_context: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_prefill(self) -> bool:
