@@ -134,6 +134,13 @@ def rare(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def with_rare(every: Iterable[str], *seldom: str) -> list[Any]:
+    """Parameters, of which only `-m slow` tries those of `seldom`."""
+    every = list(every)
+    assert set(every) >= set(seldom), "no such name"
+    return [rare(name) if name in seldom else name for name in every]
+
+
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
     """Greedy parameters."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)

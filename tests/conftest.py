@@ -18,9 +18,9 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
     with contextlib.suppress(ImportError):  # Linux has Triton
-        from interpreter import patch_once_a_launch
+        from interpreter import make_faster
 
-        patch_once_a_launch()
+        make_faster()
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -1,7 +1,4 @@
-"""Processes that run the kernels of a rank in Triton's interpreter, over memory that they share.
-
-Imports little: each process loads it anew.
-"""
+"""Processes that run the kernels of a rank in Triton's interpreter, over memory that they share."""
 
 import multiprocessing
 import traceback
@@ -10,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from interpreter import patch_once_a_launch
+from interpreter import make_faster
 
 from nanovllm.kernels import norm
 from nanovllm.kernels.sampling import sample
@@ -69,7 +66,7 @@ class Done(NamedTuple):
 def serve(connection: Connection) -> None:
     """Do jobs until nobody is there to send them."""
     torch.set_num_threads(1)
-    patch_once_a_launch()
+    make_faster()
     while True:
         job = connection.recv()
         try:
@@ -92,7 +89,8 @@ class RankProcesses:
     """`count` processes, to be closed."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # torch is loaded once, not by each
         self.processes, self.connections = [], []
         for _ in range(count):
             ours, theirs = context.Pipe()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from test_reference import chi_square_p
 from test_sampler import metadata, take
 
+from checkpoints import with_rare
 from nanovllm import SamplingParams
 from nanovllm.engine.controls import NO_FILTERS, Controls, token_mask
 from nanovllm.layers.controlled_sampler import (
@@ -247,7 +248,7 @@ def batches(draw: Any) -> tuple[torch.Tensor, list[SamplingParams]]:
     return torch.tensor(logits, dtype=torch.float32), [SamplingParams(**row) for row in rows]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(batch=batches())
 def test_filters_are_their_definitions(batch: tuple[torch.Tensor, list[SamplingParams]]) -> None:
     logits, rows = batch
@@ -540,10 +541,10 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", with_rare(DRAWN, "top_k", "min_p"))
 def test_draws_follow_what_is_left_of_the_softmax(name: str, by_kernels: bool) -> None:
-    """Chi-square over 8,000 draws: first tokens of as many requests."""
-    n, V = 8_000, 40
+    """Chi-square over 5,000 draws: first tokens of as many requests."""
+    n, V = 5_000, 40
     params, history = params_of(**DRAWN[name]), ([1, 2, 3, 20], [2, 5, 5, 7])
     logits = 1.3 * torch.randn(1, V, generator=torch.Generator().manual_seed(SEED))
     logits[0, 10:13] = logits[0].max() - 0.5  # ties

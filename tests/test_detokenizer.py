@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from checkpoints import TINY, rare
+from checkpoints import TINY, rare, with_rare
 from nanovllm.engine.detokenizer import Detokenizer
 
 FFFD = "\ufffd"
@@ -140,7 +140,6 @@ TOKENIZERS = {
     "slow_each": lambda: slow("each"),
     "slow_ignoring": lambda: transformers.ByT5Tokenizer(extra_ids=0),  # leaves wrong bytes out
 }
-LESS_COMMON = ("clean_unigram", "slow_each", "slow_ignoring")
 RUNS = ("metaspace", "unigram", "clean_unigram")  # decode bytes in a row together
 
 
@@ -223,10 +222,10 @@ def check_text(name: str, ids: list[int], skip: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [rare(name) if name in LESS_COMMON else name for name in TOKENIZERS]
+    "name", with_rare(TOKENIZERS, "clean_unigram", "slow_each", "slow_ignoring")
 )
 def test_text_is_that_of_decode(name):
-    @settings(max_examples=120, deadline=None, derandomize=True)
+    @settings(max_examples=80, deadline=None, derandomize=True)
     @given(token_ids(name), st.booleans())
     def check(ids, skip):
         check_text(name, ids, skip)

@@ -15,9 +15,11 @@ from checkpoints import (
     checkpoint_fixture,  # noqa: F401
     greedy,
     make_checkpoint,
+    rare,
     reference,
     reference_hidden,
     tokens,
+    with_rare,
 )
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
@@ -70,7 +72,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("name", CIRCUMSTANCES)
+@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "whole", "chunks-of-1", "prefill-first"))
 def test_vectors_are_those_of_transformers(name: str, pooling: str, checkpoint: Any) -> None:
     """Slots, which sums of chunks go by, are used again and again; so is what is cached."""
     with LLM(checkpoint, **{**SMALL, **CIRCUMSTANCES[name]}) as llm:
@@ -94,7 +96,7 @@ def test_what_others_have_cached(pooling: str, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, rare(4)])
 @pytest.mark.usefixtures("threads")
 def test_ranks_agree(size: int, pooling: str, tmp_path: Any) -> None:
     path = make_checkpoint(tmp_path / "odd", vocab_size=131, num_key_value_heads=1)

@@ -28,6 +28,7 @@ from checkpoints import (
     run_steps,
     run_until,
     tokens,
+    with_rare,
 )
 from faults import DEADLINE, wait_until
 from nanovllm import LLM, SamplingParams
@@ -328,11 +329,10 @@ threading.Thread(target=work, daemon=True).start()
 started.wait()
 """,
 }
-RARE_ENDS = {"at once", "in a cycle", "sys.exit"}
 
 
 @pytest.mark.parametrize(
-    "end", [pytest.param(e, marks=[pytest.mark.slow] * (e in RARE_ENDS)) for e in ENDS]
+    "end", with_rare(ENDS, "at once", "in a cycle", "in a daemon thread", "sys.exit")
 )
 def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""

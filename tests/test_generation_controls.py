@@ -206,7 +206,8 @@ def test_tokens_do_not_depend_on_preemption(
     check_all(outputs, wanted)
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@BOTH
 @pytest.mark.usefixtures("threads", "low_guesses")
 def test_tokens_do_not_depend_on_the_number_of_ranks(
     path: Path, wanted: list[Completion], overlap: bool
@@ -597,7 +598,9 @@ def add_faulty(llm: LLM) -> list[int]:
     return [llm.add_request(*REQUESTS[i]) for i in FAULTY]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), rare(KeyboardInterrupt())], ids=repr
+)
 @pytest.mark.parametrize(
     ("point", "after", "k"),
     [

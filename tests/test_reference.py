@@ -17,7 +17,7 @@ import train_tiny
 from scipy import stats
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import make_checkpoint, rare
+from checkpoints import make_checkpoint, rare, with_rare
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
 
@@ -113,51 +113,35 @@ def test_logits_are_those_of_the_reference(
             torch.testing.assert_close(torch.cat(sampler.logits), want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"kvcache_block_size": 16}, id="block-16"),
-        pytest.param({"kvcache_block_size": 256}, id="block-256", marks=pytest.mark.slow),
-        pytest.param({"max_num_seqs": 1}, id="one-sequence", marks=pytest.mark.slow),
-        pytest.param(
-            {"max_num_seqs": 1, "overlap": True}, id="one-sequence-overlap", marks=pytest.mark.slow
-        ),
-        pytest.param({"overlap": True}, id="overlap", marks=pytest.mark.slow),
-        pytest.param(
-            {"enable_prefix_caching": False}, id="no-prefix-cache", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"max_num_batched_tokens": 40, "max_num_seqs": 12, "kvcache_block_size": 32},
-            id="chunked",
-        ),
-        pytest.param(
-            {"max_num_batched_tokens": 12, "max_num_seqs": 12},
-            id="chunks-of-one",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
-            id="chunked-overlap",
-        ),
-        pytest.param({"mixed_steps": False}, id="prefill-first", marks=pytest.mark.slow),
-        pytest.param(
-            {
-                "mixed_steps": False,
-                "max_num_batched_tokens": 40,
-                "max_num_seqs": 12,
-                "overlap": True,
-            },
-            id="prefill-first-chunked-overlap",
-        ),
-    ],
-)
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "block-16": {"kvcache_block_size": 16},
+    "block-256": {"kvcache_block_size": 256},
+    "one-sequence": {"max_num_seqs": 1},
+    "one-sequence-overlap": {"max_num_seqs": 1, "overlap": True},
+    "overlap": {"overlap": True},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 40, "max_num_seqs": 12, "kvcache_block_size": 32},
+    "chunks-of-one": {"max_num_batched_tokens": 12, "max_num_seqs": 12},
+    "chunked-overlap": {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
+    "prefill-first": {"mixed_steps": False},
+    "prefill-first-chunked-overlap": {
+        "mixed_steps": False,
+        "max_num_batched_tokens": 40,
+        "max_num_seqs": 12,
+        "overlap": True,
+    },
+}
+USUAL_MODES = ("default", "block-16", "chunked-overlap")
+
+
+@pytest.mark.parametrize("mode", with_rare(MODES, *MODES.keys() - USUAL_MODES))
 def test_greedy_tokens_are_those_of_the_reference(
-    tiny: str, prompts: list[list[int]], expected: list[list[int]], options: dict
+    tiny: str, prompts: list[list[int]], expected: list[list[int]], mode: str
 ) -> None:
-    outputs, metrics = run(tiny, prompts, num_kvcache_blocks=256, **options)
+    outputs, metrics = run(tiny, prompts, num_kvcache_blocks=256, **MODES[mode])
     assert tokens(outputs) == expected
-    budget = options.get("max_num_batched_tokens", 16384)
+    budget = MODES[mode].get("max_num_batched_tokens", 16384)
     assert metrics["num_steps"] >= sum(map(len, prompts)) / budget
 
 
@@ -279,6 +263,7 @@ def test_triton_backend_under_the_interpreter(
     assert tokens(outputs) == [expected[i][:5] for i in few]
 
 
+@pytest.mark.slow
 def test_held_out_additions(tiny: str) -> None:
     """The embedded checkpoint adds numbers it has never seen, in at least 99 % of 1,000 cases."""
     rng = random.Random(SEED)
@@ -307,14 +292,14 @@ def chi_square_p(drawn: list[int], probs: np.ndarray) -> float:
 
 
 def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:
-    """Chi-square over 6,000 draws for each temperature, with greedy requests in the batch."""
+    """Chi-square over 4,000 draws for each temperature, with greedy requests in the batch."""
     model = str(make_checkpoint(tmp_path, initializer_range=0.2))
     reference = Qwen3ForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
     prompt = [3, 1, 4, 1, 5]
     with torch.no_grad():
         logits = reference(torch.tensor([prompt])).logits[0, -1].double()
     temperatures = [0.7, 1.5, 0.0]
-    params = [SamplingParams(temperature=t, max_tokens=1) for t in temperatures] * 6_000
+    params = [SamplingParams(temperature=t, max_tokens=1) for t in temperatures] * 4_000
     with LLM(model, seed=SEED) as llm:
         drawn = tokens(llm.generate([prompt] * len(params), params, use_tqdm=False))
     flat = [token for (token,) in drawn]
@@ -324,7 +309,7 @@ def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:
         p = chi_square_p(flat[i::3], probs)
         print("temperature", temperature, "p", p, "distinct", len(set(flat[i::3])))
         assert p > 1e-3
-        wrong = chi_square_p(flat[i::3], (logits / (temperature * 1.2)).softmax(-1).numpy())
+        wrong = chi_square_p(flat[i::3], (logits / (temperature * 1.25)).softmax(-1).numpy())
         assert wrong < 1e-6, "the test cannot tell distributions apart"
 
 

@@ -146,9 +146,9 @@ def alone(flat: Path) -> list[list[int]]:
     "options",
     [
         {},
-        {"max_num_seqs": 1},
+        rare({"max_num_seqs": 1}),
         {"max_num_seqs": 4, "max_num_batched_tokens": 5},
-        {"enable_prefix_caching": False},
+        rare({"enable_prefix_caching": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
     ],
     ids=["together", "one-by-one", "chunked", "no-prefix-cache", "small-pool"],

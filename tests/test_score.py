@@ -18,9 +18,11 @@ from checkpoints import (
     generate_checked,
     greedy,
     make_checkpoint,
+    rare,
     reference,
     reference_logprobs,
     tokens,
+    with_rare,
 )
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import extras
@@ -97,7 +99,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("name", CIRCUMSTANCES)
+@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "whole", "chunks-of-1", "prefill-first"))
 def test_prompts_have_the_log_probabilities_of_transformers(
     name: str, overlap: bool, checkpoint: Any
 ) -> None:
@@ -110,7 +112,7 @@ def test_prompts_have_the_log_probabilities_of_transformers(
     assert metrics["num_cached_tokens"] == sum(cached)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, rare(4)])
 @pytest.mark.usefixtures("threads")
 def test_ranks_put_their_logits_together(
     size: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +126,7 @@ def test_ranks_put_their_logits_together(
     assert_right(path, outputs, params)
 
 
+@pytest.mark.slow
 def test_workers_take_part(checkpoint: Any) -> None:
     """Ranks in processes: the plan says what they compute."""
     options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "overlap": True}

@@ -782,7 +782,7 @@ def test_threads_compile_side_by_side(monkeypatch):
     try:
 
         def work(thread):
-            for i in range(1500):
+            for i in range(300):
                 compiler.compile(StructuredOutputsParams(regex=f"{thread} {i % 150}"))
 
         in_threads(6, work)

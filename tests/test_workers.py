@@ -35,6 +35,7 @@ from checkpoints import (
     references,
     run_steps,
     tokens,
+    with_rare,
 )
 from faults import (
     CONNECT,
@@ -127,50 +128,33 @@ def use(engines, path, **options):
         run_steps(llm)
 
 
-CASES = [
-    ("before the ranks meet", SERVE, "raise", {}),
-    ("before the ranks meet", SERVE, "kill", {}),
-    ("while the ranks meet", CONNECT, "raise", {}),
-    ("while the ranks meet", CONNECT, "kill", {}),
-    ("just after the ranks met", CONNECT, "kill", {"after": True}),
-    ("loading", LOAD, "GPU memory", {}),
-    ("loading", LOAD, "kill", {}),
-    ("KV-cache sizing", SIZE, "host memory", {}),
-    ("prefill", RUN, "GPU memory", {}),
-    ("prefill", RUN, "kill", {}),
-    ("decode", RUN, "raise", {"call": 5}),
-    ("decode", RUN, "kill", {"call": 5}),
-    ("decode", RUN, "leave", {"call": 5}),
-    ("after a step", RUN, "abort", {"call": 5, "after": True}),
-    ("exit", SERVE, "raise", {"after": True}),
-    ("exit", SERVE, "kill", {"after": True}),
-]
-LESS_LIKELY = (
-    "before the ranks meet-kill",
-    "KV-cache sizing-host memory",
-    "loading-GPU memory",
-    "decode-kill",
-    "after a step-abort",
-    "while the ranks meet-raise",
-    "loading-kill",
-    "prefill-kill",
-    "decode-leave",
-    "exit-raise",
-)
+CASES = {
+    "before the ranks meet": (SERVE, "raise", {}),
+    "before the ranks meet, killed": (SERVE, "kill", {}),
+    "while the ranks meet": (CONNECT, "raise", {}),
+    "while the ranks meet, killed": (CONNECT, "kill", {}),
+    "just after the ranks met, killed": (CONNECT, "kill", {"after": True}),
+    "loading": (LOAD, "GPU memory", {}),
+    "loading, killed": (LOAD, "kill", {}),
+    "KV-cache sizing": (SIZE, "host memory", {}),
+    "prefill": (RUN, "GPU memory", {}),
+    "prefill, killed": (RUN, "kill", {}),
+    "decode": (RUN, "raise", {"call": 5}),
+    "decode, killed": (RUN, "kill", {"call": 5}),
+    "decode, left": (RUN, "leave", {"call": 5}),
+    "after a step": (RUN, "abort", {"call": 5, "after": True}),
+    "exit": (SERVE, "raise", {"after": True}),
+    "exit, killed": (SERVE, "kill", {"after": True}),
+}
+USUAL = ("before the ranks meet", "while the ranks meet, killed", "prefill", "exit, killed")
 
 
-@pytest.mark.parametrize(
-    ("where", "fault", "options"),
-    [
-        pytest.param(*case[1:], id=name, marks=[pytest.mark.slow] if name in LESS_LIKELY else [])
-        for case in CASES
-        for name in [f"{case[0]}-{case[2]}"]
-    ],
-)
+@pytest.mark.parametrize("case", with_rare(CASES, *CASES.keys() - USUAL))
 def test_defect_13_dead_worker_gives_an_error_that_names_it(
-    where, fault, options, inject, checkpoint, nothing_left, record_property
+    case, inject, checkpoint, nothing_left, record_property
 ):
     """A dead worker meant a hang. With overlap, a step may be under way when it dies."""
+    where, fault, options = CASES[case]
     what, exit_code, message = FAULTS[fault]
     died, engines = inject(where, what, **options), []
     with pytest.raises(WorkerError) as caught:
@@ -189,12 +173,13 @@ def test_defect_13_dead_worker_gives_an_error_that_names_it(
         assert_closed(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "fault", "rank", "options"),
     [
-        pytest.param(CONNECT, "kill", 2, {}, marks=pytest.mark.slow),
-        pytest.param(LOAD, "raise", 3, {}, marks=pytest.mark.slow),
-        pytest.param(RUN, "kill", 2, {}, marks=pytest.mark.slow),
+        (CONNECT, "kill", 2, {}),
+        (LOAD, "raise", 3, {}),
+        (RUN, "kill", 2, {}),
         (RUN, "raise", 1, {"call": 5}),
     ],
     ids=["meeting", "loading", "prefill", "decode"],
@@ -313,23 +298,6 @@ def test_death_between_two_calls(then, checkpoint, nothing_left):
     assert_closed(llm)
     llm.exit()
     nothing_left()
-    with LLM(checkpoint, **TP2) as llm:
-        assert_usable(llm, checkpoint)
-
-
-def test_no_thread_compiles_while_the_ranks_meet(checkpoint, monkeypatch):
-    """Meeting changes the environment, which Triton reads: seldom, that was a KeyError."""
-    calls = []
-    for owner, name in ((CompileAhead, "wait"), (group.Group, "connect")):
-        original = getattr(owner, name)
-
-        def recording(*args, name=name, original=original):
-            calls.append(name)
-            original(*args)
-
-        monkeypatch.setattr(owner, name, recording)
-    LLM(checkpoint, **TP2).exit()
-    assert calls == ["wait", "connect"]
 
 
 def test_error_keeps_no_half_built_engine(checkpoint, monkeypatch):
@@ -455,7 +423,7 @@ INTERRUPTED = [
     (workers_module, "_popen", True),
     (Executor, "_connect", False),
     (ModelRunner, "load", False),
-    (Scheduler, "__init__", False),
+    rare(Scheduler, "__init__", False),
     rare(workers_module, "_popen", False),
     rare(Workers, "_start", True),
     rare(llm_engine, "load_tokenizer", False),
@@ -480,17 +448,12 @@ def test_ctrl_c_in_construction_leaves_nothing(owner, name, after, checkpoint, m
 
 def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatch):
     """`del llm` freed nothing, and `exit()` twice raised."""
-    llm = LLM(checkpoint, **TP2)
-    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(checkpoint)
-    llm.exit()
-    nothing_left()
-    llm.exit()
-    assert_closed(llm)
-
     with LLM(checkpoint, **TP2, overlap=True) as llm:
         add_all(llm)
         run_steps(llm, 2)  # the workers may still be in the second
     nothing_left()
+    llm.exit()
+    assert_closed(llm)
 
     llm = LLM(checkpoint, **TP2)
     llm.me = llm
@@ -605,7 +568,7 @@ generate(llm)
 }
 
 
-RARE_MOMENTS = {"while workers start", "while workers load", "within a step"}
+RARE_MOMENTS = {"while workers start", "while workers load", "within a step", "idle"}
 
 
 @pytest.mark.parametrize(
@@ -646,7 +609,7 @@ def reach(child=0):
             if child:
                 os.kill(child, signal.SIGKILL)
         _, err = script.communicate(timeout=DEADLINE)  # nobody holds its pipes
-        assert not err, name  # PyTorch's store wrote a stack trace where the ranks met
+        assert not err, name
     with LLM(checkpoint, **TP2) as llm:
         assert_usable(llm, checkpoint)
 
@@ -740,6 +703,7 @@ SCRIPTS = {  # code, exit code, the last line of standard error
 
 
 RARE_SCRIPTS = {
+    "without a guard, without exit",
     "in a thread",
     "on standard input",
     "with a child that leaves first",
@@ -817,16 +781,22 @@ def test_defect_12_engines_share_nothing(checkpoint):
 
 def test_nobody_else_can_reach_what_the_ranks_tell_each_other(checkpoint, monkeypatch):
     """The store through which they met listened on 127.0.0.1, without a secret, for the engine's
-    life: other users of the machine could list and change its keys.
+    life: other users of the machine could list and change its keys. No thread compiles while they
+    meet: that changes the environment, which Triton reads, and seldom, there was a KeyError.
     """
-    arrive, before = group.Group.arrive, []
+    calls, before = [], []
+    for owner, name in ((CompileAhead, "wait"), (group.Group, "arrive"), (group.Group, "connect")):
+        original = getattr(owner, name)
 
-    def recording(self, *args):  # when all ranks are there and wait to meet
-        before.extend(listeners(pid) for pid in ("self", *children()))
-        arrive(self, *args)
+        def recording(*args, name=name, original=original):
+            calls.append(name)
+            if name == "arrive":  # all ranks are there and wait to meet
+                before.extend(listeners(pid) for pid in ("self", *children()))
+            original(*args)
 
-    monkeypatch.setattr(group.Group, "arrive", recording)
+        monkeypatch.setattr(owner, name, recording)
     with LLM(checkpoint, **TP2) as llm:
+        assert calls == ["wait", "arrive", "connect"]
         assert len(before) >= 2 and not any(before)  # other tests may have left a child
         after = [listeners(pid) for pid in ("self", *pids(llm))]
         assert [len(addresses) for addresses in after] == [1, 1], "more than Gloo's own"
