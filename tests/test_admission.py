@@ -30,9 +30,9 @@ class Result(NamedTuple):
 
 @cache
 def run_bench(num_blocks: int, max_tokens: int | None = None, seed: int = 0) -> Result:
-    """bench.py's workload; with `max_tokens`, lengths are not told: the sequences end by EOS."""
+    """Half of bench.py's workload; with `max_tokens`, nobody is told when sequences end: by EOS."""
     print(f"seed {seed}")
-    requests = bench_workload(256, seed, 100, 1024)
+    requests = bench_workload(128, seed, 100, 1024)
     scheduler = make_scheduler(
         num_blocks, 256, max_num_seqs=512, max_num_batched_tokens=16384, max_model_len=4096
     )
@@ -70,10 +70,10 @@ def run_bench(num_blocks: int, max_tokens: int | None = None, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("max_tokens", [1024, rare(3072)])
-@pytest.mark.parametrize("num_blocks", [rare(600), 300])
+@pytest.mark.parametrize("num_blocks", [rare(300), 150])
 def test_small_pool_does_not_thrash(num_blocks, max_tokens):
-    """Known defect 22: 1.37 and 1.40 times the prompts' tokens were computed. Lengths are told, or
-    sequences stop early at EOS, with a large max_tokens.
+    """Known defect 22: of twice as much, 1.37 and 1.40 times the prompts' tokens were computed.
+    Lengths are told, or sequences stop early at EOS, with a large max_tokens.
     """
     told, guessed = run_bench(num_blocks), run_bench(num_blocks, max_tokens)
     assert told.prefill_ratio <= 1.05

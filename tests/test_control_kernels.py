@@ -288,7 +288,7 @@ def test_weights_of_spans(kind: str) -> None:
 
 def test_what_is_below_the_threshold_is_never_drawn() -> None:
     """And with a threshold that keeps all the draws are those without."""
-    V, n = 300, 12
+    V, n = 300, 6
     torch.manual_seed(SEED)
     logits = torch.randn(n, V).bfloat16().to(DEVICE)
     keys = torch.randint(-(2**31), 2**31, (2, n), dtype=torch.int32).to(DEVICE)

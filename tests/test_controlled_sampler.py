@@ -496,7 +496,7 @@ def test_what_is_left_is_drawn_by_the_same_noise(by_kernels: bool) -> None:
     seed, a control that does not act changes nothing. Every other draw is of what is left. (For
     the kernels if all is one span: else fewer tokens in one make others likelier.)
     """
-    n, V = (35, 16) if by_kernels else (600, 80)
+    n, V = (21, 16) if by_kernels else (300, 80)
     logits = randn(n, V, 1.5)
     kinds = [
         params_of(**options)

@@ -93,7 +93,7 @@ def test_other_positions_and_keys_draw_otherwise(vary: str) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, rare(1.5)])
-@pytest.mark.parametrize("by", ["position", "request"])
+@pytest.mark.parametrize("by", [rare("position"), "request"])
 def test_draws_follow_the_softmax(by: str, temperature: float) -> None:
     """Chi-square over 20,000 draws, by the positions of one request and by first tokens of many."""
     n, V = 20_000, 40

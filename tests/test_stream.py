@@ -20,6 +20,7 @@ from checkpoints import (
     greedy,
     in_threads,
     play,
+    rare,
     reference,
     references,
     run_steps,
@@ -30,7 +31,7 @@ from nanovllm.sampling_params import StructuredOutputsParams
 # -- what it gives --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "overlap"])
+@pytest.fixture(scope="module", params=[rare(False), True], ids=["synchronous", "overlap"])
 def tiny_llm(request):
     with LLM(TINY, overlap=request.param, **SMALL) as llm:
         yield llm
