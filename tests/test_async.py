@@ -25,6 +25,7 @@ from checkpoints import (
     facts,
     gather,
     greedy,
+    rare,
     reference,
     references,
 )
@@ -63,7 +64,7 @@ class Hall:
         self.llm.scheduler.check_invariants()
 
 
-@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
+@pytest.fixture(params=[rare(False), True], ids=["synchronous", "overlap"])
 def hall(request, checkpoint, monkeypatch):
     hall = Hall(checkpoint, monkeypatch, overlap=request.param)
     yield hall

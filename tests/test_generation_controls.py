@@ -113,7 +113,7 @@ def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
 
 
-@pytest.fixture(name="llm", params=[False, True], ids=["synchronous", "overlap"])
+@pytest.fixture(name="llm", params=[rare(False), True], ids=["synchronous", "overlap"])
 def llm_fixture(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """A fresh engine without and with overlap."""
     with LLM(path, overlap=request.param, **SMALL) as llm:
