@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from checkpoints import rare
 from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
 from nanovllm.kernels import controls as kernels
 from nanovllm.kernels import logprobs as logprobs_kernels
@@ -146,11 +147,10 @@ def test_process(what: str, V: int) -> None:
 @pytest.mark.parametrize(
     ("V", "kind"),
     [
-        *((100, kind) for kind in ("random", "ties", "extremes")),
+        (100, "ties"),
         (4500, "16 bits"),
-        pytest.param(100, "peaked", marks=pytest.mark.slow),
-        pytest.param(100, "equal", marks=pytest.mark.slow),
-        pytest.param(4500, "random", marks=pytest.mark.slow),
+        *(rare(100, kind) for kind in ("random", "extremes", "peaked", "equal")),
+        rare(4500, "random"),
         pytest.param(151936, "random", marks=pytest.mark.gpu),
     ],
 )
@@ -191,9 +191,7 @@ def test_thresholds_by_hand() -> None:
     assert torch.equal(kept, filter_logits(logits, temperatures, c) > -INF)
 
 
-@pytest.mark.parametrize(
-    "kind", ["random", "ties", "extremes", pytest.param("equal", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["random", rare("ties"), rare("extremes"), rare("equal")])
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What top_p looks at is narrowed down first, if it is more than `PART` values."""
     monkeypatch.setattr(thresholds_kernels, "PART", 32 if kind == "random" else 256)

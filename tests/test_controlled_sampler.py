@@ -541,7 +541,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", with_rare(DRAWN, "top_k", "min_p"))
+@pytest.mark.parametrize("name", with_rare(DRAWN, "top_k", "top_p", "min_p"))
 def test_draws_follow_what_is_left_of_the_softmax(name: str, by_kernels: bool) -> None:
     """Chi-square over 5,000 draws: first tokens of as many requests."""
     n, V = 5_000, 40

@@ -256,6 +256,7 @@ def test_masks_are_made_for_the_device(path: Path, monkeypatch: pytest.MonkeyPat
     assert {device for device, _ in made} == {torch.device("cpu")}
 
 
+@pytest.mark.slow
 def test_order_and_company_do_not_matter(
     oracle: Oracle, wanted: list[Completion], path: Path
 ) -> None:

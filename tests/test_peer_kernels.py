@@ -74,7 +74,7 @@ def norm_inputs(
 
 
 NEVER = 99  # rows
-WAYS = pytest.mark.parametrize("owners_from", [NEVER, 0], ids=["by-all", "by-owner"])
+WAYS = pytest.mark.parametrize("owners_from", [rare(NEVER), 0], ids=["by-all", "by-owner"])
 MIXED = [NEVER, 6, 0]
 
 
@@ -206,7 +206,7 @@ def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str,
     return logits, calls
 
 
-@pytest.mark.parametrize("V", [120, 20], ids=["shared", "last-rank-empty"])
+@pytest.mark.parametrize("V", [rare(120), 20], ids=["shared", "last-rank-empty"])
 @pytest.mark.parametrize("size", [rare(2), 3])
 def test_the_best_of_all_ranks_is_drawn(
     processes: RankProcesses, size: int, V: int, tmp_path: Path

@@ -146,7 +146,7 @@ CASES = {
     "exit": (SERVE, "raise", {"after": True}),
     "exit, killed": (SERVE, "kill", {"after": True}),
 }
-USUAL = ("before the ranks meet", "while the ranks meet, killed", "prefill", "exit, killed")
+USUAL = ("before the ranks meet", "while the ranks meet, killed", "prefill")
 
 
 @pytest.mark.parametrize("case", with_rare(CASES, *CASES.keys() - USUAL))
@@ -236,7 +236,8 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
     assert caught.value.rank == 2
 
 
-@pytest.mark.parametrize("moment", ["set", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["set", "wait"])
 def test_death_in_the_middle_of_the_meeting(moment, inject, checkpoint, monkeypatch):
     """One that has arrived, but never tells its address, or tells it and is gone: PyTorch waited
     for it without end, and nothing could interrupt that.
