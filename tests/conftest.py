@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) and count < needed:
                 reason = f"needs {needed} CUDA device(s), PyTorch sees {count}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # The longest first, and by one process: at the end, another would wait for it.
+    items.sort(key=lambda item: item.path.name != "test_workers.py")
 
 
 def pytest_unconfigure() -> None:
