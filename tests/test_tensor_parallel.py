@@ -138,16 +138,20 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     assert all(len(set(drawn)) > 8 and drawn != best for drawn, best in sampled), "no chance"
 
 
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.usefixtures("threads", "low_guesses")
-def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(make: Any) -> None:
+def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
+    overlap: bool, make: Any
+) -> None:
     """Workers had been told a sequence's tokens once; after a preemption they computed garbage."""
     path = make("uneven")
     prompts = [[9 * i + j for i in range(14)] for j in range(6)]  # distinct: nothing is cached
     params = [greedy(30)] * 6
     found, metrics = run(
-        path, prompts, params, tensor_parallel_size=2, num_kvcache_blocks=7,
+        path, prompts, params, tensor_parallel_size=2, num_kvcache_blocks=7, overlap=overlap,
         enable_prefix_caching=False,
     )  # fmt: skip
+    assert metrics["overlap"] == overlap
     assert metrics["num_preemptions"] > 1
     assert metrics["num_prefill_tokens"] > sum(map(len, prompts)), "nothing was computed again"
     assert found == wanted(path, prompts, params)
@@ -156,7 +160,7 @@ def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(make: Any) ->
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
+        (2, {"kvcache_block_size": 256, "num_kvcache_blocks": 4, "overlap": True}),
         rare(4, {"kvcache_block_size": 256, "num_kvcache_blocks": 4}),
         rare(2, {"kvcache_block_size": 32, "num_kvcache_blocks": 26}),
     ],
@@ -298,12 +302,12 @@ def test_defect_2_ranks_agree_on_the_smallest_number_of_blocks(
 ) -> None:
     """Each rank sized its pool by its own memory; one then wrote beyond the end of its own."""
     path = make("uneven")
-    by_rank = [12, 9]
+    by_rank = [12, 9, 10, 11]
     monkeypatch.setattr(KVCachePool, "how_many_fit", lambda self, *_: by_rank[self.group.rank])
     options = {**SMALL, "max_num_batched_tokens": 24, "num_kvcache_blocks": -1}
-    with LLM(path, tensor_parallel_size=2, **options) as llm:
-        assert [runner.num_blocks for runner in ranks_of(llm).runners] == [9] * 2
-        assert [runner.kv_cache.shape[2] for runner in ranks_of(llm).runners] == [9] * 2
+    with LLM(path, tensor_parallel_size=4, **options) as llm:
+        assert [runner.num_blocks for runner in ranks_of(llm).runners] == [9] * 4
+        assert [runner.kv_cache.shape[2] for runner in ranks_of(llm).runners] == [9] * 4
         assert llm.metrics()["num_kvcache_blocks"] == len(llm.scheduler.block_manager.blocks) == 9
         outputs = llm.generate(PROMPTS[:8], PARAMS[:8], use_tqdm=False)
         assert llm.metrics()["num_preemptions"] > 0

@@ -299,6 +299,8 @@ def test_death_between_two_calls(then, checkpoint, nothing_left):
     assert_closed(llm)
     llm.exit()
     nothing_left()
+    with LLM(checkpoint, **TP2) as llm:
+        assert_usable(llm, checkpoint)
 
 
 def test_error_keeps_no_half_built_engine(checkpoint, monkeypatch):
@@ -464,6 +466,7 @@ def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatc
     nothing_left()
 
     llm = LLM(checkpoint, **TP2)
+    assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(checkpoint)
     with monkeypatch.context() as patch:
         interrupt_at(patch, Workers, "close")
         with pytest.raises(KeyboardInterrupt):

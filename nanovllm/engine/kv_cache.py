@@ -75,8 +75,8 @@ class KVCachePool:
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
             available = memory.available_cpu_memory() // self.group.size
-            few = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
-            most = min(config.max_num_seqs * per_seq, few)
+            limit = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
+            most = min(config.max_num_seqs * per_seq, limit)
             return memory.num_blocks_for_cpu(block_bytes, available, most)
         free, total = torch.cuda.mem_get_info(self._device)
         return memory.num_blocks_for_cuda(
