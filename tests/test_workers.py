@@ -572,21 +572,21 @@ generate(llm)
 }
 
 
+def in_two(every, seldom):
+    """Two parameters, of names that one test takes at once; only `-m slow` tries `seldom`."""
+    assert every.keys() > seldom
+    usual = pytest.param(every.keys() - seldom, id="usual")
+    return [usual, pytest.param(seldom, id="rare", marks=pytest.mark.slow)]
+
+
 RARE_MOMENTS = {"while workers start", "while workers load", "within a step", "idle"}
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [
-        pytest.param(MOMENTS.keys() - RARE_MOMENTS, id="usual"),
-        pytest.param(RARE_MOMENTS, id="rare", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("moments", in_two(MOMENTS, RARE_MOMENTS))
 def test_defect_12_crash_of_the_caller_leaves_nothing(moments, start_script, checkpoint):
     """Workers of a crashed caller ran on, and the name of their memory made later starts fail. A
     child that it forked holds all of its sockets open.
     """
-    assert MOMENTS.keys() > RARE_MOMENTS
     pairs = zip(MOMENTS, [*CRASHES, "SIGKILL", "SIGKILL"], strict=True)
     scripts = {}
     for moment, crash in pairs:
@@ -717,13 +717,7 @@ RARE_SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(SCRIPTS.keys() - RARE_SCRIPTS, id="usual"),
-        pytest.param(RARE_SCRIPTS, id="rare", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("names", in_two(SCRIPTS, RARE_SCRIPTS))
 def test_scripts_start_and_end_cleanly(names, start_script, checkpoint):
     """Whatever a script looks like and however it ends: as many workers as it needs and no more,
     right tokens, its own exit code, and no worker that keeps its pipes open. All at once, too.
