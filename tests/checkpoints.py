@@ -191,12 +191,12 @@ def run_until(error: type[BaseException], llm: LLM) -> dict[int, list[int]]:
 
 def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[int, list[int]]:
     """Ctrl-C between the k-th launch of a step and its books. Returns what `run_steps` does."""
-    run, scope = llm.model_runner.run, llm.core.reset_on_error
+    finish, scope = llm.model_runner.finish, llm.core.reset_on_error
     calls, armed = itertools.count(1), []
 
     def launch(*args: Any) -> Any:
         armed.extend([True] * (next(calls) == k))
-        return run(*args)
+        return finish(*args)
 
     def enter() -> Any:
         if armed:
@@ -204,7 +204,7 @@ def interrupt_after_launch(patch: pytest.MonkeyPatch, llm: LLM, k: int) -> dict[
         return scope()
 
     with patch.context() as own:
-        own.setattr(llm.model_runner, "run", launch)
+        own.setattr(llm.model_runner, "finish", launch)
         own.setattr(llm.core, "reset_on_error", enter)
         return run_until(KeyboardInterrupt, llm)
 
@@ -253,7 +253,7 @@ def play(patch: pytest.MonkeyPatch, llm: LLM, scripts: list[list[int]]) -> None:
     """Let the model say this: one script for each completion from now on, then "#" for ever."""
     order: dict[int, int] = {}  # by the ids of sequences, which grow with arrival
 
-    def scripted(scheduled: Any, known: Any) -> PendingTokens:
+    def scripted(scheduled: Any, newest: Any) -> PendingTokens:
         for seq in sorted((item.seq for item in scheduled), key=lambda seq: seq.seq_id):
             order.setdefault(seq.seq_id, len(order))
         said = [

@@ -16,9 +16,10 @@ from nanovllm.config import Config
 from nanovllm.distributed import gloo
 from nanovllm.distributed.group import Group
 from nanovllm.engine import llm_engine
-from nanovllm.engine.controls import ControlTable, KnownTokens
+from nanovllm.engine.executor import Executor
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import mark_sent
+from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig
@@ -58,14 +59,11 @@ class RecordingSampler:
         return self.sampler(logits, *args)
 
 
-class ThreadedExecutor:
+class ThreadedExecutor(Executor):
     """`Executor` with all ranks in this process. Plans are pickled as they are for workers."""
 
-    is_broken = False
-
     def __init__(self, config: Config, model_config: ModelConfig) -> None:
-        self.config, self.model_config = config, model_config
-        self.controls = ControlTable(config.max_num_seqs, model_config.vocab_size)
+        super().__init__(config, model_config)
         self.runners: list[ModelRunner] = []
         self.samplers: list[RecordingSampler] = []
 
@@ -73,25 +71,27 @@ class ThreadedExecutor:
         """No processes here."""
 
     def start(self) -> ModelRunner:
-        size = self.config.tensor_parallel_size
+        size = self._config.tensor_parallel_size
         groups = connected_groups(size)
         self.runners = on_all_ranks(
-            size, lambda rank: ModelRunner(self.config, self.model_config, groups[rank])
+            size, lambda rank: ModelRunner(self._config, self._model_config, groups[rank])
         )
         for runner in self.runners:
             self.samplers.append(RecordingSampler(runner.sampler))
             runner.sampler = self.samplers[-1]  # type: ignore[assignment]
         return self.runners[0]
 
-    def run(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> PendingTokens:
-        plan, controls = self.controls.plan(scheduled, known)
+    def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
+        plan = plan_step(scheduled)
         message = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
-        tokens = on_all_ranks(
-            len(self.runners),
-            lambda rank: self.runners[rank].run(
-                pickle.loads(message), controls if rank == 0 else None
-            ),
-        )
+
+        def run(rank: int) -> PendingTokens:
+            runner = self.runners[rank]
+            launched = runner.launch(pickle.loads(message))
+            controls = self._controls_of(plan, scheduled, newest) if rank == 0 else None
+            return runner.finish(launched, controls)
+
+        tokens = on_all_ranks(len(self.runners), run)
         mark_sent(scheduled)
         everyone = [pending.wait() for pending in tokens]
         assert everyone == [everyone[0]] * len(everyone), "the ranks go on with different tokens"

@@ -17,17 +17,17 @@ from nanovllm import SamplingParams
 from nanovllm.engine.controls import (
     Controls,
     ControlTable,
+    LastTokens,
     RequestControls,
     request_controls,
     token_mask,
 )
 from nanovllm.engine.inputs import bad_word_tokens
-from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
+from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.sampling_params import StructuredOutputsParams
 
-Known = Any
 BadWords = tuple[tuple[int, ...], ...]
 INF = np.inf
 GREEDY = {"temperature": 0.0}
@@ -103,7 +103,7 @@ LASTING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("options", "want"), LASTING, ids=str)
 def test_requests_with_controls(options: dict[str, Any], want: dict[str, Any]) -> None:
     controls = controls_of(**options)
-    assert controls is not None and controls.lasts
+    assert controls is not None and controls.is_permanent
     mask = None if controls.allowed is None else [i for i in range(50) if bit(controls.allowed, i)]
     assert {
         "filters": controls.filters,
@@ -140,7 +140,7 @@ def test_requests_with_controls(options: dict[str, Any], want: dict[str, Any]) -
 def test_min_tokens_alone_ends(options: dict[str, Any], bans: list[int]) -> None:
     controls = controls_of(eos=[9, 8], min_tokens=3, **options)
     assert controls is not None
-    assert not controls.lasts
+    assert not controls.is_permanent
     assert (controls.min_tokens, controls.early_bans.tolist()) == (3, bans)
 
 
@@ -156,12 +156,12 @@ def test_bad_words_of_one_token_are_a_bias() -> None:
     """It is banned whatever `logit_bias` wants; longer ones depend on what comes before."""
     words = as_text(((7,), (1, 2), (8,), (1, 2, 3)))
     controls = controls_of(bad_words=words, logit_bias={7: 50.0, 3: 1.0})
-    assert controls is not None and controls.lasts
+    assert controls is not None and controls.is_permanent
     biases = dict(zip(controls.bias_tokens.tolist(), controls.biases.tolist(), strict=True))
     assert biases == {7: -INF, 3: 1.0, 8: -INF}
     assert controls.bad_words == ((1, 2), (1, 2, 3))
     controls = controls_of(bad_words=["1,2"])
-    assert controls is not None and controls.lasts
+    assert controls is not None and controls.is_permanent
 
 
 def bit(mask: np.ndarray, token: int) -> bool:
@@ -200,23 +200,27 @@ def make(
     return seq
 
 
-def unasked(seq: Sequence, start: int) -> list[int]:
-    raise AssertionError(f"the tokens of {seq!r} are not needed")
-
-
 def whole(*seqs: Sequence) -> list[ScheduledSequence]:
     """A step with all uncomputed tokens of these."""
     return [ScheduledSequence.of(seq, 1_000_000) for seq in seqs]
 
 
+def step_controls(
+    table: ControlTable, scheduled: list[ScheduledSequence], last_tokens: LastTokens | None = None
+) -> Controls | None:
+    """The controls of a step, if there are any. It needs the last tokens where they are given."""
+    step = plan_step(scheduled)
+    if not step.controlled.any():
+        return None
+    assert table.needs_tokens(scheduled) == (last_tokens is not None)
+    return table.controls(step, scheduled, last_tokens or {})
+
+
 def plan(
-    table: ControlTable, scheduled: list[ScheduledSequence], known: Known = unasked
+    table: ControlTable, scheduled: list[ScheduledSequence], last_tokens: LastTokens | None = None
 ) -> Controls | None:
     """Plan a step, count it as sent and launched. Its controls, if there are any."""
-    step, controls = table.plan(scheduled, known)
-    for name, mine, plain in zip(StepPlan._fields, step, plan_step(scheduled), strict=True):
-        assert name == "controlled" or np.array_equal(mine, plain), name
-    found = controls() if step.controlled.any() else None
+    step, found = plan_step(scheduled), step_controls(table, scheduled, last_tokens)
     mark_sent(scheduled)
     for seq, _, num_tokens, _ in scheduled:
         seq.num_computed_tokens += num_tokens
@@ -224,13 +228,9 @@ def plan(
     return found
 
 
-def controlled(table: ControlTable, scheduled: list[ScheduledSequence]) -> list[int]:
+def controlled(scheduled: list[ScheduledSequence]) -> list[int]:
     """Which of a step's sequences have controls."""
-    return np.flatnonzero(table.plan(scheduled, unasked)[0].controlled).tolist()
-
-
-def known(seq: Sequence, start: int) -> list[int]:
-    return seq.token_ids[seq.num_prompt_tokens + start :]
+    return np.flatnonzero(plan_step(scheduled).controlled).tolist()
 
 
 def test_min_tokens_act_until_they_are_reached() -> None:
@@ -275,7 +275,7 @@ def test_rows_are_those_that_sample() -> None:
         ScheduledSequence.of(chunk, 4),
         *whole(biased, late),
     ]
-    assert controlled(table, step) == [1, 3]
+    assert controlled(step) == [1, 3]
     found = plan(table, step)
     assert found is not None
     assert found.top_k.tolist() == [4, 0]
@@ -290,7 +290,7 @@ def test_rows_are_those_that_sample() -> None:
     assert found.has_filters and not found.has_penalties
     assert plan(table, whole(plain, late)) is None
     assert plan(table, [ScheduledSequence.of(chunk, 2)]) is None
-    assert controlled(table, whole(late, chunk)) == [1]
+    assert controlled(whole(late, chunk)) == [1]
     found = plan(table, whole(late, chunk))
     assert found is not None
     assert found.top_k.tolist() == [2]
@@ -302,7 +302,7 @@ def test_only_what_differs_from_the_softmax_draws() -> None:
     assert found is not None
     assert not found.draws
     for options in ({"min_p": 0.5}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):
-        found = plan(table, whole(make(3, slot=0, **options)), known)
+        found = plan(table, whole(make(3, slot=0, **options)))
         assert found is not None and found.draws, options
     found = plan(
         table, whole(make(3, slot=0, allowed_token_ids=[2, 4]), make(3, slot=1, logprobs=1))
@@ -345,34 +345,30 @@ def test_bad_words_longer_than_the_completion() -> None:
     table = ControlTable(1, VOCAB_SIZE)
     seq = make([4, 5], [[4, 5, 6, 7], [5, 8]], slot=0)
     for token, bans in ((5, []), (6, [8]), (4, [])):
-        found = plan(table, whole(seq), known)
+        found = plan(table, whole(seq))
         assert found is not None and found.edit_tokens.tolist() == bans
         seq.append_token(token)
 
 
 def test_bad_words_look_at_the_completion() -> None:
-    """Not at the prompt, and the newest token may be one that only `known` knows."""
+    """Not at the prompt, and the newest token may be one that is not booked yet."""
     table = ControlTable(4, VOCAB_SIZE)
     words = ((5, 6), (4, 5, 7), (9, 9, 9, 9, 8), (5, 11))
     seq = make([4, 5], words, slot=0)
 
-    def bans(tokens: list[int]) -> list[int]:
-        def known(asked: Sequence, start: int) -> list[int]:
-            assert asked is seq
-            return tokens[start:]
-
-        found = plan(table, whole(seq), known)
+    def bans(last_tokens: LastTokens | None = None) -> list[int]:
+        found = plan(table, whole(seq), last_tokens)
         assert found is not None
         assert np.isneginf(found.edit_biases).all()
         return found.edit_tokens.tolist()
 
-    assert bans([]) == []
-    for i, (token, want) in enumerate(
-        [(5, [6, 11]), (6, []), (4, []), (5, [6, 7, 11]), (9, []), (9, []), (9, []), (9, [8])]
+    assert bans() == []
+    for token, want in (
+        *((5, [6, 11]), (6, []), (4, []), (5, [6, 7, 11])),
+        *((9, []), (9, []), (9, []), (9, [8])),
     ):
         seq.append_token(PENDING)
-        tokens = [*seq.completion_token_ids[:i], token]
-        assert bans(tokens) == want
+        assert bans({seq: token}) == want
         seq.resolve_pending(token)
     assert seq.completion_token_ids == [5, 6, 4, 5, 9, 9, 9, 9]
 
@@ -396,14 +392,12 @@ PROMPT_ONLY = -(2**15)
 def test_counts_are_told_once() -> None:
     table = ControlTable(4, VOCAB_SIZE)
     seq, other = make([3, 4, 3], slot=2, **PENALTIES), make(2, slot=1, top_k=2)
-    assert counts_of(plan(table, whole(seq, other), known)) == {2: {3: PROMPT_ONLY, 4: PROMPT_ONLY}}
+    assert counts_of(plan(table, whole(seq, other))) == {2: {3: PROMPT_ONLY, 4: PROMPT_ONLY}}
     for _ in range(4):
         seq.append_token(7)
         other.append_token(7)
         assert counts_of(plan(table, whole(seq, other))) == {}
-    assert counts_of(plan(table, whole(make(2, slot=3, **PENALTIES)), known)) == {
-        3: {1: PROMPT_ONLY}
-    }
+    assert counts_of(plan(table, whole(make(2, slot=3, **PENALTIES)))) == {3: {1: PROMPT_ONLY}}
     seq.append_token(7)
     assert counts_of(plan(table, whole(seq))) == {}, "not in each step, and in no other's way"
 
@@ -413,9 +407,7 @@ def test_counts_of_a_chunked_prompt_are_told_when_it_samples() -> None:
     seq = make([3, 4, 3, 5, 6], slot=0, **PENALTIES)
     assert plan(table, [ScheduledSequence.of(seq, 2)]) is None
     assert plan(table, [ScheduledSequence.of(seq, 1)]) is None
-    assert counts_of(plan(table, whole(seq), known)) == {
-        0: dict.fromkeys([3, 4, 5, 6], PROMPT_ONLY)
-    }
+    assert counts_of(plan(table, whole(seq))) == {0: dict.fromkeys([3, 4, 5, 6], PROMPT_ONLY)}
 
 
 @pytest.mark.parametrize("slot", [0, 3])
@@ -423,16 +415,16 @@ def test_counts_begin_anew_after_a_preemption(slot: int) -> None:
     """In another slot or in its own, which another request may have had meanwhile."""
     table = ControlTable(4, VOCAB_SIZE)
     seq = make([3, 4], slot=0, **PENALTIES)
-    plan(table, whole(seq), known)
+    plan(table, whole(seq))
     seq.append_token(4)
     plan(table, whole(seq))
     seq.append_token(8)
     for thief in (make(1, slot=0, top_k=3), make(1, slot=0, **PENALTIES)):
-        plan(table, whole(thief), known)
+        plan(table, whole(thief))
     seq.slot, seq.num_sent_blocks, seq.num_computed_tokens = slot, 0, 0
     assert plan(table, [ScheduledSequence.of(seq, 2)]) is None
     want = {3: PROMPT_ONLY, 4: PROMPT_ONLY + 1, 8: 1}
-    assert counts_of(plan(table, whole(seq), known)) == {slot: want}
+    assert counts_of(plan(table, whole(seq))) == {slot: want}
     seq.append_token(8)
     assert counts_of(plan(table, whole(seq))) == {}
 
@@ -441,32 +433,30 @@ def test_counts_begin_anew_after_a_launch_that_failed() -> None:
     """The device may have counted the token of a step that is repeated, or not."""
     table = ControlTable(4, VOCAB_SIZE)
     seq, idle = make([3], slot=0, **PENALTIES), make([5], slot=2, **PENALTIES)
-    plan(table, whole(seq, idle), known)
+    plan(table, whole(seq, idle))
     seq.append_token(4)
     idle.append_token(6)
-    _, controls = table.plan(whole(seq), known)
-    assert counts_of(controls()) == {}
+    assert counts_of(step_controls(table, whole(seq))) == {}
     table.forget()
-    assert counts_of(plan(table, whole(seq), known)) == {0: {3: PROMPT_ONLY, 4: 1}}
+    assert counts_of(plan(table, whole(seq))) == {0: {3: PROMPT_ONLY, 4: 1}}
     seq.append_token(5)
-    assert counts_of(plan(table, whole(seq, idle), known)) == {2: {5: PROMPT_ONLY, 6: 1}}
+    assert counts_of(plan(table, whole(seq, idle))) == {2: {5: PROMPT_ONLY, 6: 1}}
     table.forget()
     idle.append_token(PENDING)
     want = {5: PROMPT_ONLY, 6: 1, 8: 1}
-    assert counts_of(plan(table, whole(idle), lambda asked, start: [6, 8])) == {2: want}
+    assert counts_of(plan(table, whole(idle), {idle: 8})) == {2: want}
 
 
 def test_counts_begin_anew_when_a_launched_step_was_not_booked() -> None:
     """Ctrl-C between the two: the device has counted a token that the host does not know of."""
     table = ControlTable(4, VOCAB_SIZE)
     seq = make([3], slot=0, **PENALTIES)
-    plan(table, whole(seq), known)
+    plan(table, whole(seq))
     seq.append_token(4)
     step = whole(seq)
+    assert counts_of(step_controls(table, step)) == {}
     for _ in range(2):
-        _, controls = table.plan(step, known)
-        controls()
-    assert counts_of(controls()) == {0: {3: PROMPT_ONLY, 4: 1}}
+        assert counts_of(step_controls(table, step)) == {0: {3: PROMPT_ONLY, 4: 1}}
 
 
 def test_counts_end_at_their_type() -> None:
@@ -474,7 +464,7 @@ def test_counts_end_at_their_type() -> None:
     seq = make([3, 4], slot=0, **PENALTIES)
     seq.token_ids += [3] * 40_000 + [5] * 32_768 + [6] * 32_767
     want = {3: -1, 4: PROMPT_ONLY, 5: 32_767, 6: 32_767}
-    assert counts_of(plan(table, whole(seq), known)) == {0: want}
+    assert counts_of(plan(table, whole(seq))) == {0: want}
 
 
 def test_a_slot_forgets_the_request_before() -> None:
@@ -485,8 +475,8 @@ def test_a_slot_forgets_the_request_before() -> None:
         "allowed_token_ids": [1], "logit_bias": {1: 1.0},
     }  # fmt: skip
     for options in ({}, {"logprobs": 1}, {"min_tokens": 1}, {"logit_bias": {2: 1.0}}, PENALTIES):
-        assert plan(table, whole(make(2, slot=0, **every)), known) is not None
-        found = plan(table, whole(make(2, slot=0, **options)), known)
+        assert plan(table, whole(make(2, slot=0, **every))) is not None
+        found = plan(table, whole(make(2, slot=0, **options)))
         if not options:
             assert found is None
             continue
@@ -587,11 +577,16 @@ class Engine:
         assert PENDING not in tokens
         return tokens
 
-    def known(self, seq: Sequence, start: int) -> list[int]:
-        """Waits for the device, so it is asked only where there is no other way."""
-        assert self.bad_words[seq.seq_id] or seq.slot in self.doubtful
-        self.counts["pending"] += seq.num_pending
-        return self.tokens_of(seq)[start:]
+    def last_tokens(self, sampling: list[Sequence]) -> dict[Sequence, int]:
+        """Waits for the device, so they are asked for only where there is no other way."""
+        asked = [
+            seq
+            for seq in sampling
+            if seq.num_pending and (self.bad_words[seq.seq_id] or seq.slot in self.doubtful)
+        ]
+        assert asked, "nobody needs them"
+        self.counts["pending"] += len(asked)
+        return {seq: self.tokens_of(seq)[-1] for seq in sampling if seq.num_pending}
 
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
         for seq, *_ in scheduled:
@@ -599,10 +594,14 @@ class Engine:
                 self.stays[seq.slot] = seq.seq_id, seq.num_preemptions
                 self.doubtful.add(seq.slot)
                 self.counts["resumed"] += seq.num_preemptions > 0
-        plan, controls = self.table.plan(scheduled, self.known)
+        plan = plan_step(scheduled)
         sampling = [item.seq for item in scheduled if item.samples]
         want = [row for row, seq in enumerate(sampling) if self.is_controlled(seq)]
-        found = controls() if plan.controlled.any() else None
+        found = None
+        if plan.controlled.any():
+            needs_tokens = self.table.needs_tokens(scheduled)
+            last_tokens = self.last_tokens(sampling) if needs_tokens else {}
+            found = self.table.controls(plan, scheduled, last_tokens)
         assert want == np.flatnonzero(plan.controlled[plan.samples]).tolist()
         self.counts["plain"] += len(sampling) - len(want)
         counted = []

@@ -151,7 +151,9 @@ def test_failed_launch_is_repeated(
     """A launch that failed late had added its hidden states to the sum, and so did its repeat."""
     with LLM(checkpoint, overlap=overlap, **{**SMALL, "max_num_batched_tokens": 24}) as llm:
         ids = [llm._add(llm._maker.check(prompt, greedy(1)), pooling) for prompt in PROMPTS]
-        fail_at(monkeypatch, llm.model_runner, "run", k, RuntimeError("out of memory"), after=True)
+        fail_at(
+            monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
+        )
         found, failures = {}, 0
         while not llm.is_finished():
             try:
@@ -261,7 +263,7 @@ def test_an_error_leaves_nothing_behind(checkpoint: Any, monkeypatch: pytest.Mon
         for pooling in ("last", "mean"):
             with monkeypatch.context() as patch:
                 fail_at(
-                    patch, llm.model_runner, "run", 3, RuntimeError("out of memory"), after=True
+                    patch, llm.model_runner, "launch", 3, RuntimeError("out of memory"), after=True
                 )
                 with pytest.raises(RuntimeError, match="out of memory"):
                     embed(llm, pooling)

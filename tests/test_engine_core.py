@@ -77,7 +77,7 @@ class Engine:
                 assert (seq.completion_token_ids, seq.finish_reason) == wanted
         assert not self.core.is_idle(), "there are some to be taken"
         self.core.forget_finished()
-        assert self.core.is_idle() and not self.core.under_way
+        assert self.core.is_idle() and not self.core.in_flight
         assert self.scheduler.block_manager.num_used_blocks == 0
 
 
@@ -95,9 +95,9 @@ def test_a_failed_launch_is_repeated_when_all_is_booked(engine: Engine, call: in
         while True:
             engine.core.step()
     assert engine.executor.num_calls == call
-    if engine.core.under_way:
+    if engine.core.in_flight:
         engine.core.step()
-        assert not engine.core.under_way
+        assert not engine.core.in_flight
         assert engine.executor.num_calls == call, "launched before all was booked"
     engine.finish(*requests)
     assert engine.core.metrics.num_steps == engine.executor.num_calls - 1
@@ -110,10 +110,10 @@ def test_after_ctrl_c_in_a_wait_the_step_is_booked_first(engine: Engine, wait: i
     with pytest.raises(KeyboardInterrupt):
         while True:
             engine.core.step()
-    num_calls, lookahead = engine.executor.num_calls, len(engine.core.under_way) - 1
+    num_calls, lookahead = engine.executor.num_calls, len(engine.core.in_flight) - 1
     engine.core.step()
     assert engine.executor.num_calls == num_calls, "launched one more"
-    assert len(engine.core.under_way) in (0, lookahead)
+    assert len(engine.core.in_flight) in (0, lookahead)
     engine.finish(*requests)
     assert engine.core.metrics.num_steps == engine.executor.num_calls
 

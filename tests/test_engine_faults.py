@@ -56,7 +56,8 @@ def fail_at(monkeypatch, owner, name, k, error, *, after=False):
 
 
 FAULT_POINTS = {
-    "run": lambda llm: (llm.model_runner, "run"),
+    "launch": lambda llm: (llm.model_runner, "launch"),
+    "finish": lambda llm: (llm.model_runner, "finish"),
     "schedule": lambda llm: (llm.scheduler, "schedule"),
     "postprocess": lambda llm: (llm.scheduler, "postprocess"),
     "allocate": lambda llm: (llm.scheduler.block_manager, "allocate"),
@@ -94,7 +95,7 @@ def test_generate_leaves_nothing_behind(point, k, after, error, llm, checkpoint,
 @pytest.mark.parametrize("k", [1, 2, pytest.param(3, marks=pytest.mark.slow), 6])
 def test_failed_step_can_be_repeated(k, error, llm, checkpoint, monkeypatch):
     ids = add_all(llm)
-    calls = fail_at(monkeypatch, llm.model_runner, "run", k, error, after=True)
+    calls = fail_at(monkeypatch, llm.model_runner, "launch", k, error, after=True)
     done = run_steps(llm, k - 1)
     with pytest.raises(type(error)):
         llm.step()
@@ -148,7 +149,7 @@ def test_interrupted_output_loses_nothing(llm, checkpoint, monkeypatch):
 def test_requests_of_a_failed_step_can_be_aborted(llm, checkpoint, monkeypatch):
     ids = add_all(llm)
     with monkeypatch.context() as patch:
-        fail_at(patch, llm.model_runner, "run", 1, RuntimeError("out of memory"))
+        fail_at(patch, llm.model_runner, "launch", 1, RuntimeError("out of memory"))
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.step()
     assert all(llm.abort(i) for i in ids)
@@ -317,7 +318,7 @@ def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
 ENDS = {
     "at once": "",
     "in a cycle": "llm.me = llm",
-    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm.core.under_way",
+    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm.core.in_flight",
     "sys.exit": "sys.exit(0)",
     "in a daemon thread": """
 def work():

@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.batch import Batch, build_batch
 from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
-from nanovllm.engine.step_inputs import Computed
+from nanovllm.engine.step_inputs import Computed, to_device
 
 B = 12
 
@@ -108,7 +108,7 @@ class StandIn:
         assert batch.is_decode, "this step is not for a graph"
         self.num_replays += 1
         if not self.padded:
-            return self.runner.run_model(self.runner.prepare(batch))
+            return self.runner.run_model(to_device(batch, self.runner.device))
         n = len(batch.input_ids)
         size = self.sizes[bisect_left(self.sizes, n)]
         lay_out(*self.inputs._split(self.inputs._device.numpy()), batch, size)

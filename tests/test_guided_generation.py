@@ -437,7 +437,7 @@ def test_failed_launch_is_repeated(
     with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
         prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
-        fail_at(monkeypatch, llm.model_runner, "run", k, RuntimeError("no memory"), after=after)
+        fail_at(monkeypatch, llm.model_runner, "launch", k, RuntimeError("no memory"), after=after)
         found, failures = {}, 0
         while not llm.is_finished():
             try:

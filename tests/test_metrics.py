@@ -432,14 +432,14 @@ def test_aborted_requests_are_counted_apart(num_steps, llm):
 
 
 def test_a_step_that_fails_and_is_repeated_counts_once(llm, monkeypatch):
-    run, calls = llm.model_runner.run, itertools.count()
+    run, calls = llm.model_runner.launch, itertools.count()
 
     def failing(*args, **kwargs):
         if next(calls) in (0, 2, 5):
             raise RuntimeError("out of memory")
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(llm.model_runner, "run", failing)
+    monkeypatch.setattr(llm.model_runner, "launch", failing)
     num_failures, outputs = 0, []
     for item in zip(PROMPTS, PARAMS, strict=True):
         llm.add_request(*item)

@@ -323,14 +323,14 @@ def test_defect_14_every_end_gives_all_back(
     llm.add_request([5] * 100, GREEDY)
     llm.step()
     if end == "Ctrl-C":
-        run = llm.model_runner.run
+        run = llm.model_runner.launch
 
         def interrupted(*args: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             return run(*args)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(llm.model_runner, "run", interrupted)
+            patch.setattr(llm.model_runner, "launch", interrupted)
             llm.step()
         del run
     if end != "del":
@@ -358,7 +358,7 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
     options = {"tensor_parallel_size": 2, **MODES[mode], **POOL}
     llm = LLM(tiny, **options)
     [worker] = llm.executor._workers._workers
-    run, calls = llm.model_runner.run, []
+    run, calls = llm.model_runner.launch, []
 
     def killing(*args: Any) -> Any:
         calls.append(args)
@@ -372,7 +372,7 @@ def test_defect_13_a_killed_worker_is_an_error_and_leaves_nothing(
         os.kill(worker.process.pid, signal.SIGKILL)
         worker.process.wait()
     else:
-        monkeypatch.setattr(llm.model_runner, "run", killing)
+        monkeypatch.setattr(llm.model_runner, "launch", killing)
     many = [[5] * 100] * 20, SamplingParams(max_tokens=500, ignore_eos=True), False
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL") as error:
         while moment == "between":

@@ -53,7 +53,7 @@ def test_an_end_noticed_late_changes_nothing(budget, pool, checkpoint, tmp_path)
         with LLM(path, overlap=overlap, **options) as llm:
             outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
             assert_idle(llm)
-            assert not llm.core.under_way
+            assert not llm.core.in_flight
             num_decodes.append(llm.metrics()["num_decode_tokens"])
             results.append([(o["token_ids"], o.outputs[0].finish_reason) for o in outputs])
     assert results[0] == results[1]
@@ -72,7 +72,7 @@ def test_abort_while_its_step_is_under_way(victim, num_steps, checkpoint):
     with LLM(checkpoint, overlap=True, **SMALL) as llm:
         ids = add_all(llm)
         done = run_steps(llm, num_steps)
-        under_way = [item.seq.seq_id for step in llm.core.under_way for item in step.scheduled]
+        under_way = [item.seq.seq_id for step in llm.core.in_flight for item in step.scheduled]
         assert under_way, "nothing is under way"
         late = llm.add_request(PROMPT[::-1], greedy(5))  # may get its blocks and slot
         assert llm.abort(ids[victim]) is (ids[victim] not in done)
@@ -91,7 +91,7 @@ def test_abort_of_everything_under_way(checkpoint):
         ids = add_all(llm)
         done = run_steps(llm, 2)
         assert all(llm.abort(i) for i in ids if i not in done)
-        assert llm.is_finished() and not llm.core.under_way
+        assert llm.is_finished() and not llm.core.in_flight
         assert_usable(llm, checkpoint)
         assert llm.step() == []
 
@@ -102,7 +102,7 @@ def test_superfluous_step_is_forgotten(checkpoint):
     with LLM(checkpoint, overlap=True, **SMALL) as llm:
         [output] = llm.generate([PROMPT], greedy(20, stop_token_ids=[stop]), use_tqdm=False)
         assert output.outputs[0].finish_reason == "stop"
-        assert not llm.core.under_way
+        assert not llm.core.in_flight
         assert_usable(llm, checkpoint)
 
 
@@ -112,7 +112,7 @@ def test_the_end_of_an_engine_with_a_step_under_way(end, checkpoint):
     llm = LLM(checkpoint, overlap=True, **SMALL)
     add_all(llm)
     llm.step()
-    assert llm.core.under_way
+    assert llm.core.in_flight
     model, runner = weakref.ref(llm.model_runner.model), weakref.ref(llm.model_runner)
     if end == "exit":
         llm.exit()
@@ -135,7 +135,7 @@ def test_the_end_of_an_engine_with_a_step_under_way(end, checkpoint):
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_defect_15_sigint_in_the_model(k, after, llm, checkpoint, monkeypatch):
     """The signal itself, in the main thread, while a step is launched."""
-    run, calls = llm.model_runner.run, itertools.count(1)
+    run, calls = llm.model_runner.launch, itertools.count(1)
 
     def interrupted(*args):
         tokens = run(*args) if after else None
@@ -144,11 +144,11 @@ def test_defect_15_sigint_in_the_model(k, after, llm, checkpoint, monkeypatch):
         return tokens if after else run(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "run", interrupted)
+        patch.setattr(llm.model_runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert next(calls) == k + 1
-    assert not llm.core.under_way
+    assert not llm.core.in_flight
     assert_usable(llm, checkpoint)
 
 
@@ -279,7 +279,7 @@ def test_defect_15_ctrl_c_at_any_call_of_a_stream(every, llm, checkpoint):
 
 def test_step_times_include_the_work(llm, monkeypatch):
     """Rates were a hundred times too high where launching a step is computing it, as on a CPU."""
-    run, launching = llm.model_runner.run, []
+    run, launching = llm.model_runner.launch, []
 
     def timed(*args):
         start = time.perf_counter()
@@ -287,7 +287,7 @@ def test_step_times_include_the_work(llm, monkeypatch):
         launching.append(time.perf_counter() - start)
         return tokens
 
-    monkeypatch.setattr(llm.model_runner, "run", timed)
+    monkeypatch.setattr(llm.model_runner, "launch", timed)
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert llm.step() == []  # books what overlap has left under way
     metrics = llm.metrics()

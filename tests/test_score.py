@@ -177,7 +177,9 @@ def test_failed_launch_is_repeated(
     """What the failed step has computed does not count, and its places come once."""
     with LLM(checkpoint, overlap=overlap, **{**SMALL, "max_num_batched_tokens": 24}) as llm:
         ids = [llm.add_request(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
-        fail_at(monkeypatch, llm.model_runner, "run", k, RuntimeError("out of memory"), after=True)
+        fail_at(
+            monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
+        )
         found, failures = {}, 0
         while not llm.is_finished():
             try:

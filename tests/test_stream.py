@@ -126,7 +126,7 @@ def test_news_come_as_they_are_there(llm):
     later = llm.stream(PROMPT, greedy(5))
     next(later)
     assert llm.metrics()["num_steps"] == before + 1
-    assert len(llm.core.under_way) == int(lookahead)
+    assert len(llm.core.in_flight) == int(lookahead)
 
 
 def test_without_tokenizer_or_text(llm, tiny_llm):

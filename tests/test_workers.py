@@ -224,13 +224,13 @@ def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
     first, second, third = pids(llm)
     os.kill(first, signal.SIGSTOP)
     os.kill(third, signal.SIGSTOP)
-    wait = llm.model_runner.run
+    wait = llm.model_runner.launch
 
     def run(*args):
         os.kill(second, signal.SIGKILL)
         return wait(*args)
 
-    llm.model_runner.run = run
+    llm.model_runner.launch = run
     with pytest.raises(WorkerError, match="SIGKILL") as caught:
         within_deadline(llm.step)
     assert caught.value.rank == 2
@@ -367,7 +367,7 @@ def test_error_of_rank_0_closes_the_engine(checkpoint, monkeypatch, nothing_left
     run_steps(llm, 2)
     monkeypatch.setattr(workers_module, "PATIENCE", 10 * DEADLINE)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "run", lambda *args: 1 / 0)
+        patch.setattr(llm.model_runner, "launch", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             within_deadline(llm.step)
         patch.undo()
@@ -398,7 +398,7 @@ def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
         points = [
             (llm.executor._workers, "call", False),
             (llm.executor._workers, "call", True),
-            (llm.model_runner, "run", True),
+            (llm.model_runner, "launch", True),
             (PendingTokens, "wait", False),
             (llm.executor, "wait", True),
             (llm.scheduler, "postprocess", False),
@@ -414,7 +414,7 @@ def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
         pressed = []
         mine = signal.signal(signal.SIGINT, lambda *args: pressed.append(args[0]))
         try:  # the caller's own handler, that does not raise
-            interrupt_at(monkeypatch, llm.model_runner, "run", 2)
+            interrupt_at(monkeypatch, llm.model_runner, "launch", 2)
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         finally:
             signal.signal(signal.SIGINT, mine)
@@ -558,7 +558,11 @@ MOMENTS = {
     "while the ranks meet": "Group.connect = lambda *args: reach(); build()",
     "while workers load": "ModelRunner.load = lambda self: reach(); build()",
     "idle": "llm = build(); reach()",
-    "within a step": "llm = build(); llm.model_runner.run = lambda *args: reach(); generate(llm)",
+    "within a step": """
+llm = build()
+llm.model_runner.launch = lambda *args: reach()
+generate(llm)
+""",
     "with a child": """
 llm = build()
 def run(*args):
@@ -566,7 +570,7 @@ def run(*args):
     if not child:
         signal.pause()
     reach(child)
-llm.model_runner.run = run
+llm.model_runner.launch = run
 generate(llm)
 """,
 }
@@ -660,7 +664,7 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         signal.signal(signal.SIGTERM, lambda *args: sys.exit(4))
         llm = build()
         print(generate(llm))
-        llm.model_runner.run = lambda *args: signal.raise_signal(signal.SIGTERM)
+        llm.model_runner.launch = lambda *args: signal.raise_signal(signal.SIGTERM)
         generate(llm)
         """,
         4,
@@ -671,12 +675,12 @@ SCRIPTS = {  # code, exit code, the last line of standard error
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         llm = build()
-        run = llm.model_runner.run
+        run = llm.model_runner.launch
         def interrupted(*args):
-            llm.model_runner.run = run
+            llm.model_runner.launch = run
             os.killpg(0, signal.SIGINT)
             return run(*args)
-        llm.model_runner.run = interrupted
+        llm.model_runner.launch = interrupted
         try:
             generate(llm)
         except KeyboardInterrupt:

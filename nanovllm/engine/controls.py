@@ -6,14 +6,14 @@ and are told the tokens.
 Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.plan import Int32, StepPlan, plan_step
+from nanovllm.engine.plan import Int32, StepPlan
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
@@ -25,14 +25,13 @@ NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 BANNED = -np.inf  # the bias of a token that must not come
 LOST = -1  # `Sequence.num_followed` if nobody can say
-ALWAYS = np.iinfo(np.int64).max
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
 
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
-# The completion of a sequence from a place on, also a token that is not booked yet.
-KnownTokens = Callable[[Sequence, int], list[int]]
+# Tokens that have been sampled and are not booked yet.
+LastTokens = Mapping[Sequence, int]
 # Of a shape, its content arbitrary.
 NewArray = Callable[[tuple[int, int]], Int32]
 
@@ -51,6 +50,7 @@ class RequestControls(NamedTuple):
         bad_words: sequences of at least two tokens whose last must not follow the others.
         allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all are.
         is_guided: whether its sequences have a grammar.
+        is_permanent: whether there is more than what `min_tokens` does.
     """
 
     filters: tuple[int, float, float]
@@ -63,6 +63,7 @@ class RequestControls(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
     allowed: Int32 | None
     is_guided: bool
+    is_permanent: bool
 
     @property
     def has_penalties(self) -> bool:
@@ -72,18 +73,9 @@ class RequestControls(NamedTuple):
     def has_edits(self) -> bool:
         return len(self.bias_tokens) > 0 or len(self.bad_words) > 0 or self.min_tokens > 0
 
-    @property
-    def lasts(self) -> bool:
-        """Whether there is more than what `min_tokens` does."""
-        return (
-            self.filters != NO_FILTERS
-            or self.has_penalties
-            or self.num_logprobs >= 0
-            or len(self.bias_tokens) > 0
-            or len(self.bad_words) > 0
-            or self.allowed is not None
-            or self.is_guided
-        )
+    def act_on(self, num_generated: int) -> bool:
+        """Whether they change the token after so many of the completion."""
+        return self.is_permanent or num_generated < self.min_tokens
 
 
 def request_controls(
@@ -112,9 +104,22 @@ def request_controls(
                 "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
                 f"forbid, got {params.allowed_token_ids!r}"
             )
-    controls = RequestControls(
-        filters=NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p),
-        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+    filters = NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p)
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    is_guided = params.structured_outputs is not None
+    has_tokens = bool(biases or bad_words) or params.allowed_token_ids is not None
+    is_permanent = (
+        filters != NO_FILTERS
+        or penalties != NO_PENALTIES
+        or params.logprobs is not None
+        or has_tokens
+        or is_guided
+    )
+    if not is_permanent and not (params.min_tokens and stops):
+        return None
+    return RequestControls(
+        filters=filters,
+        penalties=penalties,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         bias_tokens=np.array(sorted(biases), np.int32),
         biases=np.array([biases[token] for token in sorted(biases)], np.float32),
@@ -122,9 +127,9 @@ def request_controls(
         early_bans=np.array(sorted(stops), np.int32),
         bad_words=tuple(word for word in bad_words if len(word) > 1),
         allowed=token_mask(params.allowed_token_ids, vocab_size),
-        is_guided=params.structured_outputs is not None,
+        is_guided=is_guided,
+        is_permanent=is_permanent,
     )
-    return controls if controls.lasts or controls.min_tokens else None
 
 
 def token_mask(tokens: SequenceABC[int] | None, vocab_size: int) -> Int32 | None:
@@ -196,67 +201,71 @@ class ControlTable:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, new_array: NewArray = _new) -> None:
         self._vocab_size, self._new_array = vocab_size, new_array
-        self._until = np.zeros(max_num_seqs, np.int64)  # controls act on shorter sequences
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._top_p = np.ones(max_num_seqs, np.float32)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._penalties = np.ones((3, max_num_seqs), np.float32)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
         self._has_edits, self._has_mask = np.zeros((2, max_num_seqs), np.bool_)
+        self._seq_ids = np.full(max_num_seqs, -1, np.int64)  # whose controls these are
         self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
 
-    def plan(
-        self, scheduled: list[ScheduledSequence], known: KnownTokens
-    ) -> tuple[StepPlan, Callable[[], Controls]]:
-        """The plan of a step, and its controls, which may have to wait for tokens.
-
-        Args:
-            scheduled: the step.
-            known: gives the tokens of sequences whose controls depend on them.
-        """
-        for item in scheduled:
-            if not item.seq.num_sent_blocks:
-                self._join(item.seq)
-        plan = plan_step(scheduled)
-        lengths = plan.starts + plan.num_tokens
-        controlled = plan.samples & (lengths < self._until[plan.slots])
-        rows = np.flatnonzero(controlled)
-
-        def controls() -> Controls:
-            seqs = [scheduled[row].seq for row in rows.tolist()]
-            return self._controls(seqs, plan.slots[rows], lengths[rows], known)
-
-        return plan._replace(controlled=controlled), controls
-
     def forget(self) -> None:
-        """The device may not have what it was told last."""
+        """A launch failed: send all token counts again with the next step."""
         self._num_counted[:] = -1
+
+    def needs_tokens(self, scheduled: list[ScheduledSequence]) -> bool:
+        """Whether the controls of a step depend on tokens that are not booked yet."""
+        return any(
+            item.samples and item.seq.num_pending and self._depends_on_tokens(item)
+            for item in scheduled
+        )
+
+    def _depends_on_tokens(self, item: ScheduledSequence) -> bool:
+        seq, controls = item.seq, item.seq.controls
+        if controls is None:
+            return False
+        is_counted = (self._seq_ids[seq.slot], self._num_counted[seq.slot]) == (seq.seq_id, item.end)
+        return (
+            len(controls.bad_words) > 0
+            or controls.is_guided
+            or (controls.has_penalties and not is_counted)
+        )
 
     def _join(self, seq: Sequence) -> None:
         slot, controls = seq.slot, seq.controls
-        self._until[slot] = 0
-        if controls is not None:
-            early = seq.num_prompt_tokens + controls.min_tokens
-            self._until[slot] = ALWAYS if controls.lasts else early
-            self._top_k[slot], top_p, self._min_p[slot] = controls.filters
-            self._top_p[slot] = max(top_p, SMALLEST)
-            self._penalties[:, slot] = controls.penalties
-            self._num_logprobs[slot] = controls.num_logprobs
-            self._has_edits[slot] = controls.has_edits
-            self._has_mask[slot] = controls.is_guided or controls.allowed is not None
-            self._num_counted[slot] = -1
+        assert controls is not None, f"{seq!r} has no controls"
+        self._seq_ids[slot] = seq.seq_id
+        self._top_k[slot], top_p, self._min_p[slot] = controls.filters
+        self._top_p[slot] = max(top_p, SMALLEST)
+        self._penalties[:, slot] = controls.penalties
+        self._num_logprobs[slot] = controls.num_logprobs
+        self._has_edits[slot] = controls.has_edits
+        self._has_mask[slot] = controls.is_guided or controls.allowed is not None
+        self._num_counted[slot] = -1
 
-    def _controls(
-        self, seqs: list[Sequence], slots: Int32, lengths: Int32, known: KnownTokens
+    def controls(
+        self, plan: StepPlan, scheduled: list[ScheduledSequence], last_tokens: LastTokens
     ) -> Controls:
+        """The controls of a step, which has some.
+
+        Args:
+            last_tokens: tokens that are not booked yet, if `needs_tokens` says so.
+        """
+        rows = np.flatnonzero(plan.controlled)
+        slots, lengths = plan.slots[rows], (plan.starts + plan.num_tokens)[rows]
+        seqs = [scheduled[row].seq for row in rows.tolist()]
+        for seq in seqs:
+            if self._seq_ids[seq.slot] != seq.seq_id:
+                self._join(seq)
         edits, sizes = [NO_EDITS], np.zeros(len(seqs) + 1, np.int32)
         for row in np.flatnonzero(self._has_edits[slots]).tolist():
-            edits.append(_edits(seqs[row], int(lengths[row]), known))
+            edits.append(_edits(seqs[row], int(lengths[row]), last_tokens))
             sizes[row + 1] = len(edits[-1][0])
         mask_rows = np.full(len(seqs), -1, np.int32)
         masked = np.flatnonzero(self._has_mask[slots])
         masks, mask_rows[masked] = _masks(
-            [seqs[row] for row in masked.tolist()], self._vocab_size, known, self._new_array
+            [seqs[row] for row in masked.tolist()], self._vocab_size, last_tokens, self._new_array
         )
         penalties = self._penalties[:, slots]
         stale = (penalties.T != NO_PENALTIES).any(1) & (self._num_counted[slots] != lengths)
@@ -272,12 +281,21 @@ class ControlTable:
             masks=masks,
             mask_rows=mask_rows,
             reset=slots[stale],
-            counts=_counts([seqs[i] for i in np.flatnonzero(stale)], known),
+            counts=_counts([seqs[i] for i in np.flatnonzero(stale).tolist()], last_tokens),
             num_logprobs=self._num_logprobs[slots],
         )
 
 
-def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float32]:
+def _completion(seq: Sequence, start: int, last_tokens: LastTokens) -> list[int]:
+    """The tokens of a completion from `start` on, also one that is not booked yet."""
+    token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
+    if seq.num_pending:
+        assert seq.num_pending == 1, f"{seq!r} has more than one pending token"
+        token_ids[-1] = last_tokens[seq]
+    return token_ids
+
+
+def _edits(seq: Sequence, length: int, last_tokens: LastTokens) -> tuple[Int32, Float32]:
     """Tokens, ascending, and what is added to their logits."""
     controls = seq.controls
     assert controls is not None, f"{seq!r} has no controls"
@@ -286,7 +304,8 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
         bans += controls.early_bans.tolist()
     if controls.bad_words:
         longest = max(map(len, controls.bad_words)) - 1
-        done = known(seq, max(0, length - seq.num_prompt_tokens - longest))
+        start = max(0, length - seq.num_prompt_tokens - longest)
+        done = _completion(seq, start, last_tokens)
         bans += [last for *before, last in controls.bad_words if done[-len(before) :] == before]
     if not bans:
         return controls.bias_tokens, controls.biases
@@ -297,7 +316,7 @@ def _edits(seq: Sequence, length: int, known: KnownTokens) -> tuple[Int32, Float
 
 
 def _masks(
-    seqs: list[Sequence], vocab_size: int, known: KnownTokens, new_array: NewArray
+    seqs: list[Sequence], vocab_size: int, last_tokens: LastTokens, new_array: NewArray
 ) -> tuple[Int32, Int32]:
     """The masks that these sequences need, and which of them each takes."""
     rows = np.zeros(len(seqs), np.int32)
@@ -311,19 +330,19 @@ def _masks(
     for i, mask in given.values():
         masks[i] = mask
     rows[[row for row, _, _ in guided]] = range(len(given), len(masks))
-    _follow([(seq, grammar) for _, seq, grammar in guided], known)
+    _follow([(seq, grammar) for _, seq, grammar in guided], last_tokens)
     fill_masks([grammar for _, _, grammar in guided], masks[len(given) :])
     return masks, rows
 
 
-def _follow(seqs: list[tuple[Sequence, Grammar]], known: KnownTokens) -> None:
+def _follow(seqs: list[tuple[Sequence, Grammar]], last_tokens: LastTokens) -> None:
     """Let the grammars follow the tokens that they do not know yet, mostly one each."""
     lengths, news = [], []
     for seq, grammar in seqs:
         if seq.num_followed == LOST:
             grammar.reset()
             seq.num_followed = 0
-        news.append(known(seq, seq.num_followed))
+        news.append(_completion(seq, seq.num_followed, last_tokens))
         lengths.append(seq.num_followed + len(news[-1]))
     for seq, _ in seqs:
         seq.num_followed = LOST  # until it is done: Ctrl-C may come
@@ -334,11 +353,13 @@ def _follow(seqs: list[tuple[Sequence, Grammar]], known: KnownTokens) -> None:
         seq.num_followed = length
 
 
-def _counts(seqs: list[Sequence], known: KnownTokens) -> Int32:
+def _counts(seqs: list[Sequence], last_tokens: LastTokens) -> Int32:
     """Slot, token and count [3, h] of all tokens that these sequences have."""
     parts = [np.zeros((3, 0), np.int32)]
     for seq in seqs:
-        tokens, counts = np.unique(np.array(known(seq, 0), np.int32), return_counts=True)
+        tokens, counts = np.unique(
+            np.array(_completion(seq, 0, last_tokens), np.int32), return_counts=True
+        )
         prompt = np.unique(np.array(seq.prompt_token_ids, np.int32))
         every = np.union1d(tokens, prompt)
         values = np.zeros(len(every), np.int32)

@@ -1,7 +1,7 @@
 """`EngineCore`: the requests of an engine, and the loop that computes them.
 
-A `step` is three verbs: schedule, run, postprocess. Everything else here keeps the books. Imports
-no torch.
+A `step` is three verbs: schedule, launch, postprocess. Everything else here keeps the books.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.under_way import StepUnderWay, known_tokens
 
 if TYPE_CHECKING:
     from nanovllm.engine.executor import Executor
@@ -33,7 +33,7 @@ class EngineCore:
     Attributes:
         requests: those that have not ended, by their ids.
         finished: those that have ended, until `forget_finished`; not those with a listener.
-        under_way: steps that have been launched and not been booked yet, the oldest first.
+        in_flight: steps that have been launched and not been booked yet, the oldest first.
         metrics: what has been done.
         abort_later: drops requests, a set of ids, before anything else is done with the engine. For
             streams, which may end in the middle of any call: garbage collection ends them.
@@ -43,7 +43,7 @@ class EngineCore:
         self._executor, self._scheduler, self._lookahead = executor, scheduler, lookahead
         self.requests: dict[int, Request] = {}
         self.finished: list[Request] = []
-        self.under_way: deque[StepUnderWay] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self.metrics, self._latencies = Metrics(), Latencies()
         self._launching = False  # still True when a launch has failed
         self._booked_at = 0.0  # seconds of time.perf_counter
@@ -62,33 +62,33 @@ class EngineCore:
         self._drop_left()
         scheduled = self._schedule()
         if scheduled:
-            self._run(scheduled)
+            self._launch(scheduled)
         self._book(leave=self._lookahead if scheduled else 0)
 
     def _schedule(self) -> list[ScheduledSequence]:
         # After a launch that failed, the device may have newer tokens than the step it repeats
-        # needs: first book the steps under way, so that the host knows the right ones. And after
-        # Ctrl-C while it waited for a step, there is one more under way than there should be.
-        books_only = self.under_way and (self._launching or len(self.under_way) > self._lookahead)
+        # needs: first book the steps in flight, so that the host knows the right ones. And after
+        # Ctrl-C while it waited for a step, there is one more in flight than there should be.
+        books_only = self.in_flight and (self._launching or len(self.in_flight) > self._lookahead)
         with self.reset_on_error():
             return [] if books_only else self._scheduler.schedule()
 
-    def _run(self, scheduled: list[ScheduledSequence]) -> None:
+    def _launch(self, scheduled: list[ScheduledSequence]) -> None:
         self._launching, launched_at = True, time.perf_counter()
-        known = known_tokens(self.under_way, self._executor.wait)
-        tokens = self._executor.run(scheduled, known)
+        newest = self.in_flight[-1] if self.in_flight else None
+        tokens = self._executor.run(scheduled, newest)
         with self.reset_on_error():
             self._scheduler.advance(scheduled)
-            self.under_way.append(StepUnderWay(scheduled, tokens, launched_at))
+            self.in_flight.append(InFlightStep(scheduled, tokens, launched_at))
         self._launching = False
 
     def _book(self, leave: int) -> None:
-        """Book the steps under way, the oldest first, all but `leave`."""
-        while len(self.under_way) > leave:
-            step = self.under_way[0]
+        """Book the steps in flight, the oldest first, all but `leave`."""
+        while len(self.in_flight) > leave:
+            step = self.in_flight[0]
             token_ids = self._executor.wait(step.tokens)
             with self.reset_on_error():
-                self.under_way.popleft()
+                self.in_flight.popleft()
                 step.take_results()
                 num_sampled = sum(not seq.is_finished for seq in step.sampled())
                 finished = self._scheduler.postprocess(step.scheduled, token_ids)
@@ -101,11 +101,11 @@ class EngineCore:
             num_tokens = self.metrics.count_step(step.scheduled, num_sampled, seconds)
             self._latencies.add_step(seconds, *num_tokens)
             self._booked_at = now
-            self._forget_superfluous()
+            self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine
                 request.tell()
 
-    def _listened(self, step: StepUnderWay) -> list[Request]:
+    def _listened(self, step: InFlightStep) -> list[Request]:
         """The requests in a step to whose news somebody listens, each once."""
         ids = dict.fromkeys(item.seq.request_id for item in step.scheduled)
         requests = (self.requests.get(request_id) for request_id in ids)
@@ -117,10 +117,10 @@ class EngineCore:
         self.metrics.count_finished(request)
         self._latencies.add_finished(request.metrics())
 
-    def _forget_superfluous(self) -> None:
-        """What is under way when no request is left computes tokens that nobody waits for."""
+    def _drop_unneeded_steps(self) -> None:
+        """Drop the steps in flight once no request is left: nobody will read their tokens."""
         if self._scheduler.is_finished():
-            self.under_way.clear()
+            self.in_flight.clear()
             self._scheduler.forget_steps()
 
     def forget_finished(self) -> None:
@@ -140,7 +140,7 @@ class EngineCore:
             for request in found:
                 del self.requests[request.request_id]
                 self.metrics.num_aborted += 1
-            self._forget_superfluous()
+            self._drop_unneeded_steps()
         return len(found)
 
     def abort_all(self) -> None:
@@ -166,7 +166,7 @@ class EngineCore:
     def reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
         self.metrics.num_aborted += len(self.requests)
-        self.under_way.clear()
+        self.in_flight.clear()
         self.finished.clear()
         self.requests.clear()
         self._launching = False

@@ -17,9 +17,10 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.store import Store, arrival
-from nanovllm.engine.controls import ControlTable, KnownTokens
+from nanovllm.engine.controls import Controls, ControlTable, LastTokens
+from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import mark_sent, max_plan_bytes
+from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, WorkerError, Workers
@@ -120,18 +121,18 @@ class Executor:
         except BaseException as error:
             self._meeting_error = error
 
-    def run(self, scheduled: list[ScheduledSequence], known: KnownTokens) -> PendingTokens:
+    def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
         """Launch a step on all ranks. Samples one token for each of the sequences that `samples`.
 
         Args:
             scheduled: the step.
-            known: the tokens of a sequence, for controls that depend on them.
+            newest: the step before it, if that is still in flight.
 
         Raises:
             WorkerError: if a worker has died.
         """
         assert self.model_runner is not None, "not started"
-        plan, controls = self._controls.plan(scheduled, known)
+        plan = plan_step(scheduled)
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
@@ -139,12 +140,26 @@ class Executor:
             if self._workers is not None:
                 self._workers.call("run", plan)
             try:
-                tokens = self.model_runner.run(plan, controls)
+                launched = self.model_runner.launch(plan)
+                controls = self._controls_of(plan, scheduled, newest)
+                tokens = self.model_runner.finish(launched, controls)
             except BaseException:
                 self._controls.forget()
                 raise
             mark_sent(scheduled)
         return tokens
+
+    def _controls_of(
+        self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None
+    ) -> Controls | None:
+        """Waits for the tokens of `newest` where the controls depend on them."""
+        if not plan.controlled.any():
+            return None
+        last_tokens: LastTokens = {}
+        if self._controls.needs_tokens(scheduled):
+            assert newest is not None, "tokens are pending, and no step is in flight"
+            last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
+        return self._controls.controls(plan, scheduled, last_tokens)
 
     def wait(self, tokens: PendingTokens) -> list[int]:
         """What a step has sampled.

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from nanovllm.distributed.group import Group
@@ -57,20 +56,19 @@ class Extras:
 
     def sample(
         self,
-        who: NDArray[np.bool_],
+        rows: torch.Tensor,
         metadata: SamplingMetadata,
         computed: Computed,
-        controls: Callable[[], Controls] | None,
+        controls: Controls | None,
     ) -> Logprobs | None:
         """Sample rows with controls again, by those, and replace their tokens.
 
         Args:
-            who: [n], the rows with controls among those that sample.
+            rows: [n] int32, those with controls among the rows that sample.
             metadata: of these rows.
             computed: what was sampled without.
             controls: on rank 0.
         """
-        [rows] = upload(computed.tokens.device, np.flatnonzero(who).astype(np.int32))
         logits = computed.logits
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
@@ -79,12 +77,11 @@ class Extras:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))
             self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
         else:
-            own = controls()
-            if own.draws:
-                tokens = self.sampler(logits, metadata, own, self._last_tokens)
+            if controls.draws:
+                tokens = self.sampler(logits, metadata, controls, self._last_tokens)
             else:
                 tokens = computed.tokens.index_select(0, rows)
-            most = min(int(own.num_logprobs.max()), self._vocab_size)
+            most = min(int(controls.num_logprobs.max()), self._vocab_size)
             logprobs = None if most < 0 else logprobs_of(logits, tokens, most)
             self._group.broadcast(tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)

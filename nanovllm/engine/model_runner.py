@@ -3,7 +3,6 @@
 Knows nothing of queues or blocks beyond the arrays of a `Batch`.
 """
 
-import dataclasses
 import gc
 import logging
 import time
@@ -11,10 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
 from nanovllm.attention.triton_backend import HEAD_DIMS
@@ -27,20 +25,35 @@ from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.kv_cache import KVCachePool, block_shape
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in
+from nanovllm.engine.step_inputs import (
+    Computed,
+    PendingTokens,
+    StepInputs,
+    controlled_rows,
+    fill_in,
+    to_device,
+)
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
 from nanovllm.utils.ahead import CompileAhead
-from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.device import resolve_device, triton_refusal, upload
+from nanovllm.utils.context import use_context
+from nanovllm.utils.device import resolve_device, triton_refusal
 from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
 
 SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose model has been launched."""
+
+    plan: StepPlan
+    batch: Batch
+    computed: Computed
 
 
 class ModelRunner:
@@ -209,7 +222,7 @@ class ModelRunner:
 
         def run(num_seqs: int, num_tokens: int) -> None:
             batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
-            self.run_model(self.prepare(batch))
+            self.run_model(to_device(batch, self.device))
 
         run(config.max_num_seqs, budget)
         run(1, budget)
@@ -271,26 +284,33 @@ class ModelRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if on_cuda else nullcontext():
             yield
 
-    def run(self, plan: StepPlan, controls: Callable[[], Controls] | None = None) -> PendingTokens:
-        """Launch a step. Samples one token for each of the sequences that `samples`.
+    def run(self, plan: StepPlan) -> None:
+        """A whole step, on a rank above 0."""
+        self.finish(self.launch(plan), None)
 
-        Args:
-            plan: the step, the same on all ranks.
-            controls: those of the step, on rank 0. Called when the model has been launched.
-        """
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch the model for a step, the same on all ranks, and sample without controls."""
         self._table.update(plan)
         batch = build_batch(plan, self._table, self.config.kvcache_block_size)
         with self._scope():
             if batch.is_decode and self.graphs is not None:
-                computed = self.graphs.replay(batch)
-            else:
-                every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
-                computed = self.run_model(self.prepare(batch), every_row)
+                return LaunchedStep(plan, batch, self.graphs.replay(batch))
+            every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
+            computed = self.run_model(to_device(batch, self.device), every_row)
+            return LaunchedStep(plan, batch, computed)
+
+    def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
+        """Sample the rows with controls again, and send the step's results to the host.
+
+        Args:
+            controls: those of the step, on rank 0; None if no row has any.
+        """
+        plan, batch, computed = step
+        with self._scope():
             logprobs = None
             if plan.controlled.any():
-                metadata, _ = self.prepare_sample(batch, plan.controlled)
-                who = plan.controlled[plan.samples]
-                logprobs = self.extras.sample(who, metadata, computed, controls)
+                rows, metadata = controlled_rows(batch, plan.controlled, self.device)
+                logprobs = self.extras.sample(rows, metadata, computed, controls)
             prompt_logprobs = self.extras.prompt_logprobs(plan, computed.hidden)
             pooled = self.extras.pool(plan, computed.hidden)
             return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled)
@@ -318,56 +338,6 @@ class ModelRunner:
         logits = self.model.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
         return Computed(tokens, logits, hidden)
-
-    def prepare(self, batch: Batch) -> StepInputs:
-        """The batch on the device."""
-        inputs = self.prepare_decode(batch)
-        return self.prepare_prefill(batch, inputs) if len(batch.cu_seqlens_q) > 1 else inputs
-
-    def prepare_decode(self, batch: Batch) -> StepInputs:
-        """What a batch needs if its sequences have one token each."""
-        input_ids, positions, slot_mapping, context_lens, block_tables, slots = upload(
-            self.device,
-            batch.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.context_lens,
-            batch.block_tables,
-            batch.slots[: batch.num_decodes],
-        )
-        context = Context(batch.num_decodes, slot_mapping, context_lens, block_tables)
-        sampling, rows = self.prepare_sample(batch, batch.samples)
-        return StepInputs(input_ids, positions, context, slots, rows, sampling)
-
-    def prepare_prefill(self, batch: Batch, inputs: StepInputs) -> StepInputs:
-        """What is to be added where sequences prefill, beside decodes or not."""
-        cu_seqlens_q, cu_seqlens_k = upload(self.device, batch.cu_seqlens_q, batch.cu_seqlens_k)
-        q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
-        context = dataclasses.replace(
-            inputs.context,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=int(q_lens.max()),
-            max_seqlen_k=int(k_lens.max()),
-            has_cached_context=bool((k_lens > q_lens).any()),
-        )
-        return inputs._replace(context=context)
-
-    def prepare_sample(
-        self, batch: Batch, who: NDArray[np.bool_]
-    ) -> tuple[SamplingMetadata, torch.Tensor]:
-        """How to sample n sequences, the ones that `who`: [B] says, and the rows [n] int32 of all
-        that do.
-        """
-        temperatures, keys, positions, slots, rows = upload(
-            self.device,
-            batch.temperatures[who],
-            np.ascontiguousarray(batch.random_keys[:, who]),
-            batch.context_lens[who],
-            batch.slots[who],
-            batch.sample_rows,
-        )
-        return SamplingMetadata(temperatures, keys, positions, slots), rows
 
     def drop_graphs(self) -> None:
         """Run no CUDA graphs any more. Waits for those that run, see `Group.abort`."""

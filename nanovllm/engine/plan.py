@@ -62,7 +62,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         starts=np.array([item.start for item in scheduled], np.int32),
         num_tokens=num_tokens,
         samples=np.array([item.samples for item in scheduled]),
-        controlled=np.zeros(len(scheduled), np.bool_),
+        controlled=np.array([_is_controlled(item) for item in scheduled]),
         prompt_logprobs=np.array(asked, np.int32).reshape(-1, 4).T,
         pooling=np.array(pooled, np.int32).reshape(-1, 2).T,
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
@@ -73,9 +73,16 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     )
 
 
+def _is_controlled(item: ScheduledSequence) -> bool:
+    seq, controls = item.seq, item.seq.controls
+    if controls is None or not item.samples:
+        return False
+    return controls.act_on(item.end - seq.num_prompt_tokens)
+
+
 def _prompt_logprobs(i: int, item: ScheduledSequence) -> tuple[int, int, int, int]:
-    seq, end = item.seq, item.start + item.num_tokens
-    count = min(end, seq.num_prompt_tokens - 1) - item.start  # none for the last prompt token
+    seq = item.seq
+    count = min(item.end, seq.num_prompt_tokens - 1) - item.start  # none for the last prompt token
     assert seq.sampling_params.prompt_logprobs is not None
     following = seq.token_ids[item.start + count]
     return i, count, following, seq.sampling_params.prompt_logprobs

@@ -48,6 +48,11 @@ class ScheduledSequence(NamedTuple):
         return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
 
     @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.num_tokens
+
+    @property
     def is_decode(self) -> bool:
         """Whether the token is one that the sequence generated (the last of them, alone)."""
         return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens

@@ -1,16 +1,19 @@
 """`StepInputs`: a step's arrays as tensors on the device, and the sampled tokens' way back."""
 
+import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
-from nanovllm.utils.device import runs_kernels
+from nanovllm.utils.device import runs_kernels, upload
 
 
 class StepInputs(NamedTuple):
@@ -31,6 +34,52 @@ class StepInputs(NamedTuple):
     decode_slots: torch.Tensor
     sample_rows: torch.Tensor | None
     sampling: SamplingMetadata
+
+
+def to_device(batch: Batch, device: torch.device) -> StepInputs:
+    """The batch on the device, in one copy."""
+    ids, positions, slots, lens, tables, decode_slots, cu_q, cu_k, rows, *sampling = upload(
+        device,
+        batch.input_ids,
+        batch.positions,
+        batch.slot_mapping,
+        batch.context_lens,
+        batch.block_tables,
+        batch.slots[: batch.num_decodes],
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        batch.sample_rows,
+        *_sampling(batch, batch.samples),
+    )
+    context = Context(batch.num_decodes, slots, lens, tables)
+    if len(batch.cu_seqlens_q) > 1:  # some prefill
+        q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
+        context = dataclasses.replace(
+            context,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=int(q_lens.max()),
+            max_seqlen_k=int(k_lens.max()),
+            has_cached_context=bool((k_lens > q_lens).any()),
+        )
+    return StepInputs(ids, positions, context, decode_slots, rows, SamplingMetadata(*sampling))
+
+
+def controlled_rows(
+    batch: Batch, controlled: NDArray[np.bool_], device: torch.device
+) -> tuple[torch.Tensor, SamplingMetadata]:
+    """Of the sequences that `controlled`: [B] names, their rows [n] int32 among those that sample,
+    and how to sample them.
+    """
+    rows = np.flatnonzero(controlled[batch.samples]).astype(np.int32)
+    uploaded, *sampling = upload(device, rows, *_sampling(batch, controlled))
+    return uploaded, SamplingMetadata(*sampling)
+
+
+def _sampling(batch: Batch, which: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
+    """The arrays of `SamplingMetadata` for the sequences that `which`: [B] names."""
+    keys = np.ascontiguousarray(batch.random_keys[:, which])
+    return batch.temperatures[which], keys, batch.context_lens[which], batch.slots[which]
 
 
 def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
