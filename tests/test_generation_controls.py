@@ -605,10 +605,10 @@ def add_faulty(llm: LLM) -> list[int]:
 @pytest.mark.parametrize(
     ("point", "after", "k"),
     [
-        ("run", False, 1),
-        ("run", True, 6),
-        rare("run", False, 6),
-        rare("run", True, 1),
+        ("launch", False, 1),
+        ("finish", True, 6),
+        rare("launch", False, 6),
+        rare("finish", True, 1),
         *((point, True, 3) for point in ("sample", "_update_counts", "_counts")),
         *(rare(point, True, 1) for point in ("sample", "_update_counts", "_counts")),
     ],

@@ -273,7 +273,7 @@ def test_error_in_a_step_reaches_the_loop(point, k, after, error, llm, checkpoin
     assert_usable(llm, checkpoint)
 
 
-@pytest.mark.parametrize("point", ["run", "postprocess"])
+@pytest.mark.parametrize("point", ["launch", "postprocess"])
 def test_error_in_another_stream(point, llm, checkpoint, monkeypatch):
     """A step that failed is repeated; books that are not to be trusted drop all requests."""
     ours, theirs = llm.stream(PROMPT, greedy(9)), llm.stream(PROMPT[::-1], greedy(9))
@@ -283,7 +283,7 @@ def test_error_in_another_stream(point, llm, checkpoint, monkeypatch):
         fail_at(patch, *FAULT_POINTS[point](llm), 1, RuntimeError("out of memory"))
         with pytest.raises(RuntimeError, match="out of memory"):
             list(theirs)
-    if point == "run":
+    if point == "launch":
         assert tokens + [t for o in ours for t in o["token_ids"]] == reference(
             checkpoint, PROMPT, 9
         )

@@ -25,6 +25,7 @@ NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 BANNED = -np.inf  # the bias of a token that must not come
 LOST = -1  # `Sequence.num_followed` if nobody can say
+NOBODY = -1  # instead of a `seq_id`
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
 MAX_COUNT = (1 << 15) - 1
 
@@ -207,12 +208,12 @@ class ControlTable:
         self._penalties = np.ones((3, max_num_seqs), np.float32)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
         self._has_edits, self._has_mask = np.zeros((2, max_num_seqs), np.bool_)
-        self._seq_ids = np.full(max_num_seqs, -1, np.int64)  # whose controls these are
+        self._seq_ids = np.full(max_num_seqs, NOBODY, np.int64)  # whose controls these are
         self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
 
     def forget(self) -> None:
-        """A launch failed: send all token counts again with the next step."""
-        self._num_counted[:] = -1
+        """A launch failed: take everything in again, and send all token counts again."""
+        self._seq_ids[:] = NOBODY
 
     def needs_tokens(self, scheduled: list[ScheduledSequence]) -> bool:
         """Whether the controls of a step depend on tokens that are not booked yet."""
