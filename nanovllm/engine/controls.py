@@ -226,7 +226,10 @@ class ControlTable:
         seq, controls = item.seq, item.seq.controls
         if controls is None:
             return False
-        is_counted = (self._seq_ids[seq.slot], self._num_counted[seq.slot]) == (seq.seq_id, item.end)
+        is_counted = (self._seq_ids[seq.slot], self._num_counted[seq.slot]) == (
+            seq.seq_id,
+            item.end,
+        )
         return (
             len(controls.bad_words) > 0
             or controls.is_guided
