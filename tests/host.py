@@ -10,9 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, NamedTuple, Protocol
 
-from nanovllm.engine.batch import Batch, SlotTable, build_batch
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
-from nanovllm.engine.plan import mark_sent, plan_step
+from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams

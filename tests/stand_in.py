@@ -256,7 +256,8 @@ def compile_engine(shape: str, head_dim: int, **options: Any) -> str:
 
 def compile_attention(shape: str, head_dim: int, dtype: str, block_size: int) -> str:
     """The kernels of attention only, for contexts of one split."""
-    from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
+    from nanovllm.attention import select_backend
+    from nanovllm.attention.base import AttentionNeeds, KVCache
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from host import FakeModel, make_scheduler, make_seq
 
-from nanovllm.engine.batch import Batch, warmup_batch
+from nanovllm.engine.plan import Batch, warmup_batch
 from nanovllm.engine.scheduler import ScheduledSequence
 
 

@@ -28,7 +28,8 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, AsyncLLM, SamplingParams, model_config
-from nanovllm.attention.base import AttentionNeeds, select_backend
+from nanovllm.attention import select_backend
+from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor

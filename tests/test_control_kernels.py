@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import rare
-from nanovllm.engine.controls import IN_PROMPT, MAX_COUNT, Controls, token_mask
+from nanovllm.engine.request_controls import token_mask
 from nanovllm.kernels import controls as kernels
 from nanovllm.kernels import logprobs as logprobs_kernels
 from nanovllm.kernels import thresholds as thresholds_kernels
@@ -19,6 +19,7 @@ from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.thresholds import thresholds
 from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
+from nanovllm.layers.controls import IN_PROMPT, MAX_COUNT, Controls
 from nanovllm.layers.embed_head import vocab_span
 
 SEED = 5

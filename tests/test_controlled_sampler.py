@@ -17,7 +17,7 @@ from test_sampler import metadata, take
 
 from checkpoints import with_rare
 from nanovllm import SamplingParams
-from nanovllm.engine.controls import NO_FILTERS, Controls, token_mask
+from nanovllm.engine.request_controls import token_mask
 from nanovllm.layers.controlled_sampler import (
     ControlledSampler,
     Logprobs,
@@ -25,6 +25,7 @@ from nanovllm.layers.controlled_sampler import (
     logprobs_of,
     process_logits,
 )
+from nanovllm.layers.controls import NO_FILTERS, Controls
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 
 SEED = 11

@@ -14,18 +14,13 @@ from numpy.typing import NDArray
 
 from checkpoints import rare
 from nanovllm import SamplingParams
-from nanovllm.engine.controls import (
-    Controls,
-    ControlTable,
-    LastTokens,
-    RequestControls,
-    request_controls,
-    token_mask,
-)
+from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.inputs import bad_word_tokens
 from nanovllm.engine.plan import mark_sent, plan_step
+from nanovllm.engine.request_controls import RequestControls, request_controls, token_mask
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.layers.controls import Controls
 from nanovllm.sampling_params import StructuredOutputsParams
 
 BadWords = tuple[tuple[int, ...], ...]

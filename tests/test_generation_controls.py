@@ -32,7 +32,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine import controls, executor
+from nanovllm.engine import control_table, executor
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.controlled_sampler import ControlledSampler
 from nanovllm.outputs import CompletionOutput
@@ -619,7 +619,7 @@ def test_a_failed_step_can_be_repeated(
 ) -> None:  # fmt: skip
     """Whether or not the device has counted the tokens of the step that failed."""
     extras = llm.model_runner.extras
-    owner = {"sample": extras, "_update_counts": extras.sampler, "_counts": controls}
+    owner = {"sample": extras, "_update_counts": extras.sampler, "_counts": control_table}
     ids = add_faulty(llm)
     calls = fail_at(monkeypatch, owner.get(point, llm.model_runner), point, k, error, after=after)
     done = run_until(type(error), llm)

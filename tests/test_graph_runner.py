@@ -11,8 +11,8 @@ from host import FakeModel, make_scheduler, make_seq
 from checkpoints import SMALL, checkpoint_fixture, greedy, reference, tokens  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
-from nanovllm.engine.batch import Batch, build_batch
 from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
+from nanovllm.engine.plan import Batch, build_batch
 from nanovllm.engine.step_inputs import Computed, to_device
 
 B = 12

@@ -30,7 +30,7 @@ from checkpoints import (
     with_rare,
 )
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import controls
+from nanovllm.engine import control_table
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.structured_output import GrammarCompiler, accept_tokens, fill_masks
 
@@ -458,7 +458,7 @@ def test_ctrl_c_while_grammars_follow(
     with LLM(TINY, **OPTIONS) as llm:
         prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
-        fail_at(monkeypatch, controls, name, k, KeyboardInterrupt(), after=after)
+        fail_at(monkeypatch, control_table, name, k, KeyboardInterrupt(), after=after)
         found = run_until(KeyboardInterrupt, llm) | run_steps(llm)
     assert [found[i] for i in ids] == expected[10:]
 

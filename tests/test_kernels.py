@@ -14,7 +14,8 @@ from checkpoints import make_checkpoint, rare, with_rare
 
 pytest.importorskip("triton")
 
-from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
+from nanovllm.attention import select_backend
+from nanovllm.attention.base import AttentionNeeds, KVCache
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group

@@ -17,7 +17,7 @@ from checkpoints import reference as continuation
 from nanovllm import LLM
 from nanovllm.engine import model_runner
 from nanovllm.engine.admission import LengthEstimator
-from nanovllm.engine.batch import build_batch
+from nanovllm.engine.plan import build_batch
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 

@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 from host import FakeModel, Loop, make_scheduler, make_seq, reference
 
-from nanovllm.engine.batch import Batch, SlotTable, build_batch
 from nanovllm.engine.executor import OVERHEAD
-from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
+from nanovllm.engine.plan import (
+    Batch,
+    SlotTable,
+    StepPlan,
+    build_batch,
+    mark_sent,
+    max_plan_bytes,
+    plan_step,
+)
 from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import TokenLogprobs

@@ -17,13 +17,14 @@ import torch
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.store import Store, arrival
-from nanovllm.engine.controls import Controls, ControlTable, LastTokens
+from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import PATIENCE, WorkerError, Workers
+from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.controls import Controls
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_inputs import Computed
 from nanovllm.layers.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
+from nanovllm.layers.controls import Controls
 from nanovllm.layers.embed_head import local_vocab
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.device import upload

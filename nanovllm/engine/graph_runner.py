@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.plan import Batch
 from nanovllm.engine.step_inputs import Computed, StepInputs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context

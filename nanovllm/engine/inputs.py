@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from typing_extensions import NotRequired, TypedDict
 
-from nanovllm.engine.controls import RequestControls, request_controls
+from nanovllm.engine.request_controls import RequestControls, request_controls
 from nanovllm.sampling_params import SamplingParams
 
 Prompt: TypeAlias = "str | Iterable[int] | Mapping[str, Any]"

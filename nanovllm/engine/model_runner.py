@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionNeeds, KVCache, select_backend
+from nanovllm.attention import select_backend
+from nanovllm.attention.base import AttentionNeeds, KVCache
 from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
-from nanovllm.engine.batch import Batch, SlotTable, build_batch, warmup_batch
-from nanovllm.engine.controls import Controls
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.kv_cache import KVCachePool, block_shape
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch, warmup_batch
 from nanovllm.engine.step_inputs import (
     Computed,
     PendingTokens,
@@ -34,6 +33,7 @@ from nanovllm.engine.step_inputs import (
     to_device,
 )
 from nanovllm.layers.base import Build, kernel_variants
+from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig

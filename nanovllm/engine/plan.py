@@ -1,6 +1,11 @@
-"""`StepPlan`: a scheduled step as all ranks receive it, with only what has changed since the last.
+"""A step on the host: from what is scheduled, through what the ranks are told, to flat arrays.
 
-numpy only: knows no device. Letters: T tokens of the step, B sequences, W blocks of the longest.
+`plan_step` makes the `StepPlan` that all ranks receive, with only what has changed since the last;
+on each of them a `SlotTable` keeps what they were told, and `build_batch` lays the step out as the
+arrays of a `Batch`. numpy only: knows no device.
+
+Letters: T tokens of the step, B sequences, P those of them that prefill, W blocks of the longest,
+S block size.
 """
 
 from collections.abc import Iterable
@@ -11,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.scheduler import ScheduledSequence
-
-Int32 = NDArray[np.int32]
+from nanovllm.layers.controls import Int32
 
 
 class StepPlan(NamedTuple):
@@ -102,3 +106,113 @@ def max_plan_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: i
     """Bytes that no plan exceeds: a row of each array for all sequences, all their blocks new."""
     words = max_num_batched_tokens + max_num_seqs * (14 + 3 * max_blocks)
     return 4 * words
+
+
+class Batch(NamedTuple):
+    """The arrays of `nanovllm.utils.context.Context`, and what goes into the model.
+
+    Rows are ordered: decodes (one token each) first, then the prefilling sequences' tokens.
+    """
+
+    num_decodes: int
+    input_ids: Int32  # [T], -1 where a decode's token is known to the device only
+    positions: Int32  # [T]
+    slot_mapping: Int32  # [T]
+    context_lens: Int32  # [B]
+    block_tables: Int32  # [B, W], zeros past a sequence's blocks
+    cu_seqlens_q: Int32  # [P + 1]
+    cu_seqlens_k: Int32  # [P + 1]
+    slots: Int32  # [B], the sequences' rows in the device's table of last tokens
+    samples: NDArray[np.bool_]  # [B], whether the sequence's next token is sampled
+    sample_rows: Int32  # [n], rows of [T] of those n sequences
+    temperatures: NDArray[np.float32]  # [B]
+    random_keys: Int32  # [2, B], two words for each sequence (uint32 in the bits of int32)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has exactly one token, and samples the next."""
+        return self.num_decodes == len(self.context_lens) == len(self.sample_rows)
+
+
+class SlotTable:
+    """What a rank remembers of the running sequences from step to step, by their slot.
+
+    Args:
+        max_num_seqs: number of slots.
+        max_blocks: blocks of the longest sequence.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.temperatures = np.zeros(max_num_seqs, np.float32)
+        self.random_keys = np.zeros((2, max_num_seqs), np.int32)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in what has changed. Doing it twice does no harm."""
+        slots, columns, blocks = plan.new_blocks
+        self.block_tables[slots, columns] = blocks
+        self.temperatures[plan.joined] = plan.temperatures
+        self.random_keys[:, plan.joined] = plan.random_keys
+
+
+def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
+    """Arrays for a step, whose changes are in `table` already."""
+    counts, starts, samples = plan.num_tokens, plan.starts, plan.samples  # [B]
+    is_prefill = counts > 1
+    num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
+    ends = np.cumsum(counts)  # [B], row after each sequence's last
+    rows = np.repeat(np.arange(len(counts)), counts)  # [T], the sequence of each token
+    positions = np.arange(len(rows)) - np.repeat(ends - counts - starts, counts)
+    context_lens = starts + counts
+    width = -(-int(context_lens.max()) // block_size)
+    used = np.arange(width) * block_size < context_lens[:, None]
+    block_tables = np.where(used, table.block_tables[plan.slots, :width], np.int32(0))
+    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    return Batch(
+        num_decodes=num_decodes,
+        input_ids=plan.token_ids,
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        context_lens=context_lens,
+        block_tables=block_tables,
+        cu_seqlens_q=_running_sum(counts[num_decodes:]),
+        cu_seqlens_k=_running_sum(context_lens[num_decodes:]),
+        slots=plan.slots,
+        samples=samples,
+        sample_rows=(ends[samples] - 1).astype(np.int32),
+        temperatures=table.temperatures[plan.slots],
+        random_keys=table.random_keys[:, plan.slots],
+    )
+
+
+def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
+    """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
+    sample.
+
+    Nothing is stored (slots are -1), and every block table points at block 0 only.
+    """
+    lens = np.full(num_seqs, num_tokens // num_seqs)
+    lens[: num_tokens % num_seqs] += 1
+    lens = np.minimum(lens, max_model_len)
+    T = int(lens.sum())
+    return Batch(
+        num_decodes=0,
+        input_ids=np.zeros(T, np.int32),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lens]),
+        slot_mapping=np.full(T, -1, np.int32),
+        context_lens=lens.astype(np.int32),
+        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
+        cu_seqlens_q=_running_sum(lens),
+        cu_seqlens_k=_running_sum(lens),
+        slots=np.arange(num_seqs, dtype=np.int32),
+        samples=np.ones(num_seqs, np.bool_),
+        sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
+        temperatures=np.ones(num_seqs, np.float32),
+        random_keys=np.zeros((2, num_seqs), np.int32),
+    )
+
+
+def _running_sum(lens: NDArray[np.integer]) -> Int32:
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=out[1:])
+    return out

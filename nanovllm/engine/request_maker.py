@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from nanovllm.engine.controls import RequestControls
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.inputs import (
     Params,
@@ -15,6 +14,7 @@ from nanovllm.engine.inputs import (
     spread_sampling_params,
 )
 from nanovllm.engine.request import Decoder, Listener, Request
+from nanovllm.engine.request_controls import RequestControls
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
 from nanovllm.outputs import RequestOutput, TokenLogprobs

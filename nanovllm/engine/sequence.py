@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import xxhash
 
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.request_controls import RequestControls
+from nanovllm.engine.structured_output import Grammar
+from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.engine.controls import RequestControls
-    from nanovllm.engine.detokenizer import Detokenizer
-    from nanovllm.engine.structured_output import Grammar
-    from nanovllm.outputs import TokenLogprobs
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet

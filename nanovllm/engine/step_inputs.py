@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import Batch, StepPlan
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.controls import MAX_COUNT, NO_FILTERS, Controls
+from nanovllm.layers.controls import MAX_COUNT, NO_FILTERS, Controls
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
 from nanovllm.utils.device import runs_kernels, upload, upload_beside

@@ -1,190 +1,36 @@
-"""What requests want beyond drawing from the whole softmax, laid out as arrays for a step.
+"""`ControlTable`: the controls of the running sequences, laid out as arrays for a step.
 
 numpy only: knows no device. Rank 0 alone keeps it: the other ranks give their part of the logits
-and are told the tokens.
-
-Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+and are told the tokens. Letters as in `layers/controls.py`.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nanovllm.engine.plan import Int32, StepPlan
+from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.request_controls import BANNED
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.controls import (
+    IN_PROMPT,
+    MAX_COUNT,
+    NO_PENALTIES,
+    Controls,
+    Float32,
+    Int32,
+)
 
-Float32 = NDArray[np.float32]
-NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
-NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
-BANNED = -np.inf  # the bias of a token that must not come
 LOST = -1  # `Sequence.num_followed` if nobody can say
 NOBODY = -1  # instead of a `seq_id`
-IN_PROMPT = -(1 << 15)  # sign bit of a token's count
-MAX_COUNT = (1 << 15) - 1
-
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 # Tokens that have been sampled and are not booked yet.
 LastTokens = Mapping[Sequence, int]
 # Of a shape, its content arbitrary.
 NewArray = Callable[[tuple[int, int]], Int32]
-
-
-class RequestControls(NamedTuple):
-    """The controls of one request.
-
-    Attributes:
-        filters: top_k (0: all), top_p, min_p.
-        penalties: repetition, presence, frequency.
-        num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
-        bias_tokens: [E] int32, ascending.
-        biases: [E] float32, what is added to their logits, -inf where they are banned.
-        min_tokens: `early_bans` hold before so many have been generated.
-        early_bans: [K] int32, tokens.
-        bad_words: sequences of at least two tokens whose last must not follow the others.
-        allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all are.
-        is_guided: whether its sequences have a grammar.
-        is_permanent: whether there is more than what `min_tokens` does.
-    """
-
-    filters: tuple[int, float, float]
-    penalties: tuple[float, float, float]
-    num_logprobs: int
-    bias_tokens: Int32
-    biases: Float32
-    min_tokens: int
-    early_bans: Int32
-    bad_words: tuple[tuple[int, ...], ...]
-    allowed: Int32 | None
-    is_guided: bool
-    is_permanent: bool
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.penalties != NO_PENALTIES
-
-    @property
-    def has_edits(self) -> bool:
-        return len(self.bias_tokens) > 0 or len(self.bad_words) > 0 or self.min_tokens > 0
-
-    def act_on(self, num_generated: int) -> bool:
-        """Whether they change the token after so many of the completion."""
-        return self.is_permanent or num_generated < self.min_tokens
-
-
-def request_controls(
-    params: SamplingParams,
-    vocab_size: int,
-    eos_token_ids: Collection[int],
-    bad_words: Collection[tuple[int, ...]] = (),
-) -> RequestControls | None:
-    """The controls that `params` ask for, with the tokens of bad words. None if there are none.
-
-    Raises:
-        ValueError: if they may leave no token.
-    """
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    stops = set(params.stop_token_ids or ())
-    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
-        stops |= {token for token in eos_token_ids if token < vocab_size}
-    biases = dict(params.logit_bias or {})
-    biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
-    if params.allowed_token_ids is not None:
-        banned = {word[-1] for word in bad_words}
-        if params.min_tokens:
-            banned |= stops
-        if banned.issuperset(params.allowed_token_ids):
-            raise ValueError(
-                "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
-                f"forbid, got {params.allowed_token_ids!r}"
-            )
-    filters = NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p)
-    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    is_guided = params.structured_outputs is not None
-    has_tokens = bool(biases or bad_words) or params.allowed_token_ids is not None
-    is_permanent = (
-        filters != NO_FILTERS
-        or penalties != NO_PENALTIES
-        or params.logprobs is not None
-        or has_tokens
-        or is_guided
-    )
-    if not is_permanent and not (params.min_tokens and stops):
-        return None
-    return RequestControls(
-        filters=filters,
-        penalties=penalties,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias_tokens=np.array(sorted(biases), np.int32),
-        biases=np.array([biases[token] for token in sorted(biases)], np.float32),
-        min_tokens=params.min_tokens if stops else 0,
-        early_bans=np.array(sorted(stops), np.int32),
-        bad_words=tuple(word for word in bad_words if len(word) > 1),
-        allowed=token_mask(params.allowed_token_ids, vocab_size),
-        is_guided=is_guided,
-        is_permanent=is_permanent,
-    )
-
-
-def token_mask(tokens: SequenceABC[int] | None, vocab_size: int) -> Int32 | None:
-    """The mask [W] of the tokens that are allowed; None for all."""
-    if tokens is None:
-        return None
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-class Controls(NamedTuple):
-    """The controls of a step.
-
-    Attributes:
-        top_k: [n] int32, 0 for all tokens.
-        top_p, min_p: [n] float32.
-        penalties: [3, n] float32: repetition, presence, frequency.
-        edit_starts: [n + 1] int32, where each row's edits begin.
-        edit_tokens: [E] int32, ascending in each row; may repeat.
-        edit_biases: [E] float32, added to their logits.
-        masks: [m, W] int32, see `token_mask`.
-        mask_rows: [n] int32, each row's mask; -1: none.
-        reset: [r] int32, slots whose table of counts begins anew, with `counts`.
-        counts: [3, h] int32: slot, token, and its count, negative for those in the prompt.
-        num_logprobs: [n] int32, -1 for none.
-    """
-
-    top_k: Int32
-    top_p: Float32
-    min_p: Float32
-    penalties: Float32
-    edit_starts: Int32
-    edit_tokens: Int32
-    edit_biases: Float32
-    masks: Int32
-    mask_rows: Int32
-    reset: Int32
-    counts: Int32
-    num_logprobs: Int32
-
-    @property
-    def has_filters(self) -> bool:
-        return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
-
-    @property
-    def has_penalties(self) -> bool:
-        return bool((self.penalties.T != NO_PENALTIES).any())
-
-    @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn otherwise than without controls."""
-        edits = len(self.edit_tokens) > 0 or len(self.masks) > 0
-        return edits or self.has_filters or self.has_penalties
 
 
 def _new(shape: tuple[int, int]) -> Int32:
@@ -226,10 +72,8 @@ class ControlTable:
         seq, controls = item.seq, item.seq.controls
         if controls is None:
             return False
-        is_counted = (self._seq_ids[seq.slot], self._num_counted[seq.slot]) == (
-            seq.seq_id,
-            item.end,
-        )
+        slot = seq.slot
+        is_counted = self._seq_ids[slot] == seq.seq_id and self._num_counted[slot] == item.end
         return (
             len(controls.bad_words) > 0
             or controls.is_guided

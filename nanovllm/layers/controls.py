@@ -1,0 +1,61 @@
+"""`Controls`: the arrays that `ControlledSampler` samples a step by. numpy only: knows no device.
+
+Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
+IN_PROMPT = -(1 << 15)  # sign bit of a token's count
+MAX_COUNT = (1 << 15) - 1
+
+
+class Controls(NamedTuple):
+    """The controls of a step.
+
+    Attributes:
+        top_k: [n] int32, 0 for all tokens.
+        top_p, min_p: [n] float32.
+        penalties: [3, n] float32: repetition, presence, frequency.
+        edit_starts: [n + 1] int32, where each row's edits begin.
+        edit_tokens: [E] int32, ascending in each row; may repeat.
+        edit_biases: [E] float32, added to their logits.
+        masks: [m, W] int32, see `token_mask`.
+        mask_rows: [n] int32, each row's mask; -1: none.
+        reset: [r] int32, slots whose table of counts begins anew, with `counts`.
+        counts: [3, h] int32: slot, token, and its count, negative for those in the prompt.
+        num_logprobs: [n] int32, -1 for none.
+    """
+
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    penalties: Float32
+    edit_starts: Int32
+    edit_tokens: Int32
+    edit_biases: Float32
+    masks: Int32
+    mask_rows: Int32
+    reset: Int32
+    counts: Int32
+    num_logprobs: Int32
+
+    @property
+    def has_filters(self) -> bool:
+        return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool((self.penalties.T != NO_PENALTIES).any())
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn otherwise than without controls."""
+        edits = len(self.edit_tokens) > 0 or len(self.masks) > 0
+        return edits or self.has_filters or self.has_penalties
