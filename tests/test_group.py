@@ -16,7 +16,7 @@ from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
-from nanovllm.layers.linear import RowParallelLinear, local_kv_heads, pick
+from nanovllm.layers.linear import RowParallelLinear, gather_owned_rows, local_kv_heads
 
 CPU = torch.device("cpu")
 SEED = 29
@@ -190,6 +190,6 @@ def test_rows_picked_by_all_ranks_add_up(size: int, num_rows: int) -> None:
         gathered = Gathered(torch.empty_like(whole), 1, exchange)
         held = gathered.held
         assert held == range(num_rows)[part_of(rank, size, num_rows)]
-        picked.append(pick(whole[held.start : held.stop], rows, held))
+        picked.append(gather_owned_rows(whole[held.start : held.stop], rows, held))
     assert torch.equal(torch.stack(picked).sum(0), whole[rows])
     assert all(part.shape == (3, 3) for part in picked)

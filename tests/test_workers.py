@@ -210,7 +210,7 @@ raise LookupError("injected")"""
 @pytest.mark.slow
 def test_error_does_not_name_a_rank_that_ended_before(inject, checkpoint, monkeypatch):
     """Losing contact is a consequence, even if it is noticed before its cause."""
-    monkeypatch.setattr(workers_module, "GRACE", DEADLINE)
+    monkeypatch.setattr(workers_module, "BLAME_TIMEOUT", DEADLINE)
     inject(RUN, textwrap.indent(DIES_LATE, "    ").strip(), rank=2)
     with pytest.raises(WorkerError, match="LookupError: injected") as caught:
         within_deadline(lambda: use([], checkpoint, **TP4))
@@ -365,7 +365,7 @@ def test_error_of_rank_0_closes_the_engine(checkpoint, monkeypatch, nothing_left
     llm = LLM(checkpoint, **TP2)
     add_all(llm)
     run_steps(llm, 2)
-    monkeypatch.setattr(workers_module, "PATIENCE", 10 * DEADLINE)
+    monkeypatch.setattr(workers_module, "EXIT_TIMEOUT", 10 * DEADLINE)
     with monkeypatch.context() as patch:
         patch.setattr(llm.model_runner, "launch", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -437,7 +437,7 @@ INTERRUPTED = [
 @pytest.mark.parametrize(("owner", "name", "after"), INTERRUPTED)
 def test_ctrl_c_in_construction_leaves_nothing(owner, name, after, checkpoint, monkeypatch):
     """Workers that have been started, or half started, ran on."""
-    monkeypatch.setattr(workers_module, "PATIENCE", DEADLINE)  # they are not waited for
+    monkeypatch.setattr(workers_module, "EXIT_TIMEOUT", DEADLINE)  # they are not waited for
     begin = time.monotonic()
     calls = interrupt_at(monkeypatch, owner, name, after=after)
     with pytest.raises(KeyboardInterrupt):
@@ -476,7 +476,7 @@ def test_defect_14_every_end_gives_all_back(checkpoint, nothing_left, monkeypatc
 
 def test_exit_does_not_wait_for_a_stuck_worker(checkpoint, monkeypatch, nothing_left):
     """One that does not end by itself is killed; nobody has lost anything by that."""
-    monkeypatch.setattr(workers_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(workers_module, "EXIT_TIMEOUT", 0.1)
     llm = LLM(checkpoint, **TP2)
     os.kill(pids(llm)[0], signal.SIGSTOP)
     within_deadline(lambda: llm.exit() or True)
@@ -660,7 +660,7 @@ SCRIPTS = {  # code, exit code, the last line of standard error
     ),
     "ended by a handler in the middle of a step": (
         """
-        workers.PATIENCE = 1000  # the workers wait for this rank, and are not waited for
+        workers.EXIT_TIMEOUT = 1000  # the workers wait for this rank, and are not waited for
         signal.signal(signal.SIGTERM, lambda *args: sys.exit(4))
         llm = build()
         print(generate(llm))

@@ -18,7 +18,7 @@ from nanovllm.distributed.store import arrival
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds for the end of NCCL
+ABORT_TIMEOUT = 3.0  # seconds for the end of NCCL
 
 
 class LostContactError(RuntimeError):
@@ -184,7 +184,7 @@ class Group:
         """Give memory and connections back. The other ranks must have ended."""
         self.abort()  # an orderly end of NCCL would wait for the others
         if self._aborting is not None:
-            self._aborting.join(PATIENCE)
+            self._aborting.join(ABORT_TIMEOUT)
         with ExitStack() as finally_:  # all of it, whatever fails
             for region in self._regions:
                 finally_.callback(region.close)

@@ -31,12 +31,13 @@ class EngineCore:
             while the host books, 0 to book each step before the next is chosen.
 
     Attributes:
-        requests: those that have not ended, by their ids.
-        finished: those that have ended, until `forget_finished`; not those with a listener.
-        in_flight: steps that have been launched and not been booked yet, the oldest first.
-        metrics: what has been done.
-        abort_later: drops requests, a set of ids, before anything else is done with the engine. For
-            streams, which may end in the middle of any call: garbage collection ends them.
+        requests: unfinished requests by their ids.
+        finished: finished requests without a listener, until `forget_finished`.
+        in_flight: steps that are launched and not booked, the oldest first.
+        metrics: counters of the work done.
+        abort_later: takes a set of ids. The next call of the engine aborts these requests first.
+            Streams use it: Python may collect their generator in the middle of another call, where
+            aborting is unsafe.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, lookahead: int) -> None:
@@ -48,7 +49,8 @@ class EngineCore:
         self._launching = False  # still True when a launch has failed
         self._booked_at = 0.0  # seconds of time.perf_counter
         self._left: deque[set[int]] = deque()
-        self.abort_later = self._left.append  # no function of Python's: Ctrl-C would come before it
+        # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
+        self.abort_later = self._left.append
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -58,7 +60,7 @@ class EngineCore:
                 self._scheduler.add(seq)
 
     def step(self) -> None:
-        """Launch a step, and book the one before it (or the same one, see `lookahead`)."""
+        """Launch a step, and book the step before it (or the same one, see `lookahead`)."""
         self._drop_left()
         scheduled = self._schedule()
         if scheduled:
@@ -66,9 +68,9 @@ class EngineCore:
         self._book(leave=self._lookahead if scheduled else 0)
 
     def _schedule(self) -> list[ScheduledSequence]:
-        # After a launch that failed, the device may have newer tokens than the step it repeats
-        # needs: first book the steps in flight, so that the host knows the right ones. And after
-        # Ctrl-C while it waited for a step, there is one more in flight than there should be.
+        # A failed launch is repeated, and the device's table of last tokens may be newer than the
+        # repeated step needs: book all steps in flight first, so that the host sends the tokens.
+        # After Ctrl-C in a wait, there is one step more in flight than `lookahead` allows.
         books_only = self.in_flight and (self._launching or len(self.in_flight) > self._lookahead)
         with self.reset_on_error():
             return [] if books_only else self._scheduler.schedule()
@@ -106,7 +108,7 @@ class EngineCore:
                 request.tell()
 
     def _listened(self, step: InFlightStep) -> list[Request]:
-        """The requests in a step to whose news somebody listens, each once."""
+        """The requests of a step that have a listener, each once."""
         ids = dict.fromkeys(item.seq.request_id for item in step.scheduled)
         requests = (self.requests.get(request_id) for request_id in ids)
         return [request for request in requests if request and request.listener is not None]
@@ -124,16 +126,16 @@ class EngineCore:
             self._scheduler.forget_steps()
 
     def forget_finished(self) -> None:
-        """The caller has taken them."""
+        """Drop the finished requests, which the caller has taken."""
         self.finished.clear()
 
     def is_idle(self) -> bool:
-        """Whether no request is left, nor one that has ended and is to be taken."""
+        """Whether no request is unfinished, and none waits to be taken by the caller."""
         self._drop_left()
         return self._scheduler.is_finished() and not self.finished
 
     def abort(self, request_ids: Iterable[int]) -> int:
-        """Drop those of the requests that have not ended. Returns how many."""
+        """Drop the unfinished ones of these requests. Returns how many there were."""
         found = [self.requests[i] for i in request_ids if i in self.requests]
         with self.reset_on_error():
             self._scheduler.abort(seq for request in found for seq in request.seqs)
@@ -144,19 +146,19 @@ class EngineCore:
         return len(found)
 
     def abort_all(self) -> None:
-        """Drop all requests, also those that are to be taken."""
+        """Drop all requests, the finished ones too."""
         self.abort(list(self.requests))
         self.forget_finished()
 
     def _drop_left(self) -> None:
-        """What `abort_later` was told."""
+        """Abort the requests that `abort_later` was given."""
         while self._left:
             self.abort(self._left[0])
             self._left.popleft()
 
     @contextmanager
     def reset_on_error(self) -> Iterator[None]:
-        """Books that were interrupted half-way are not to be trusted: start new ones."""
+        """An error half-way through an update leaves the books inconsistent: start new ones."""
         try:
             yield
         except BaseException:  # Ctrl-C too
@@ -173,7 +175,7 @@ class EngineCore:
         self._scheduler.reset()
 
     def describe(self) -> dict[str, Any]:
-        """What has been done, for `LLMEngine.metrics`."""
+        """Counters and times, for `LLMEngine.metrics`."""
         self._drop_left()
         return {
             "overlap": bool(self._lookahead),

@@ -23,7 +23,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
 from nanovllm.engine.scheduler import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import PATIENCE, WorkerError, Workers
+from nanovllm.engine.workers import EXIT_TIMEOUT, WorkerError, Workers
 from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
@@ -92,19 +92,22 @@ class Executor:
                 self._workers.check()
         return self.model_runner
 
-    def _connect(self, quiet: Callable[[], None]) -> None:
-        """Meet the workers, if there are any. Raises if one dies, whatever that wait does.
+    def _connect(self, wait_for_compilers: Callable[[], None]) -> None:
+        """Meet the workers, if there are any.
 
         Args:
-            quiet: called when they are there. Returns when no thread compiles: meeting changes the
-                environment of the process, and Triton reads it.
+            wait_for_compilers: called once all workers have arrived. Meeting edits `os.environ`,
+                which Triton's compile threads read.
+
+        Raises:
+            WorkerError: if a worker dies, even while this process waits for it.
         """
         workers = self._workers
         if workers is None:
             return
         store = Store(workers.ask)
         store.wait([arrival(rank) for rank in range(1, self._group.size)])
-        quiet()
+        wait_for_compilers()
         self._group.arrive(store, self._device)
         self._meeting = threading.Thread(target=self._meet, args=(store,), daemon=True)
         self._meeting.start()
@@ -123,7 +126,8 @@ class Executor:
             self._meeting_error = error
 
     def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
-        """Launch a step on all ranks. Samples one token for each of the sequences that `samples`.
+        """Launch a step on all ranks, which samples one token for each sequence that `samples`:
+        launch the model, make the controls while the device computes, finish with them.
 
         Args:
             scheduled: the step.
@@ -153,7 +157,7 @@ class Executor:
     def _controls_of(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None
     ) -> Controls | None:
-        """Waits for the tokens of `newest` where the controls depend on them."""
+        """None if no sequence has any. Waits for the tokens of `newest` if they depend on them."""
         if not plan.controlled.any():
             return None
         last_tokens: LastTokens = {}
@@ -176,7 +180,9 @@ class Executor:
 
     @contextmanager
     def _all_or_none(self, harm: type[BaseException] = BaseException) -> Iterator[None]:
-        """All ranks do what happens here. An error on one of them ends an engine of several."""
+        """All ranks do what the block does. With workers, an error breaks the engine: the ranks
+        are in different states then.
+        """
         try:
             yield
         except harm as error:
@@ -185,7 +191,7 @@ class Executor:
             self.is_broken = True
             reason = self._workers.reason_of(error)
             if isinstance(reason, WorkerError):
-                _clear_frames(error)  # whoever keeps it keeps no tensors and sockets by it
+                _clear_frames(error)  # a caller who keeps the error keeps no tensors or sockets
             if reason is error:
                 raise
             raise reason from error
@@ -198,14 +204,14 @@ class Executor:
         """
         runner, workers = self.model_runner, self._workers
         in_order = runner is not None and not self.is_broken
-        with _uninterrupted(), ExitStack() as finally_:  # the last of these is done first
+        with _uninterrupted(), ExitStack() as finally_:  # runs in reverse order
             finally_.callback(self._group.close)
             finally_.callback(self._end_meeting)
             if workers is not None:
                 self._workers = None
                 in_order = in_order and workers.failure is None
                 finally_.callback(workers.close, kill=not in_order)
-            if runner is not None:  # while there are workers: a step under way needs all ranks
+            if runner is not None:  # before the workers end: a step in flight needs all ranks
                 finally_.callback(runner.exit)
             if workers is not None and not in_order:
                 if runner is not None:
@@ -216,7 +222,7 @@ class Executor:
 
     def _end_meeting(self) -> None:
         if self._meeting is not None:
-            self._meeting.join(PATIENCE)
+            self._meeting.join(EXIT_TIMEOUT)
             self._meeting_error = None
 
 

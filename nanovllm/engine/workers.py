@@ -23,8 +23,9 @@ from nanovllm.engine.channel import Channel
 from nanovllm.engine.worker import Report, Setup, receive_object, send_object
 from nanovllm.model_config import ModelConfig
 
-GRACE = 1.0  # seconds for a death to explain another one's lost contact
-PATIENCE = 3.0  # seconds that a worker has to end by itself
+# Seconds to wait for the rank that really died before blaming one that only lost its connection.
+BLAME_TIMEOUT = 1.0
+EXIT_TIMEOUT = 3.0  # seconds that a worker has to end by itself
 
 
 class WorkerError(RuntimeError):
@@ -172,7 +173,7 @@ class Workers:
         from nanovllm.distributed.group import LostContactError
 
         if isinstance(error, (LostContactError, ConnectionError)):
-            self._failed.wait(GRACE + PATIENCE)  # the death is about to be noticed
+            self._failed.wait(BLAME_TIMEOUT + EXIT_TIMEOUT)  # the death is about to be noticed
         elif not isinstance(error, RuntimeError):
             return error  # not of the device: all ranks meet the same mistake in a checkpoint
         return self.failure or error
@@ -187,7 +188,7 @@ class Workers:
                 send_object(sock, self._tell(*message))
             report = message
         if report.lost_contact:
-            self._blamed.wait(GRACE)
+            self._blamed.wait(BLAME_TIMEOUT)
         with self._blame:
             self._blamed.set()
             exit_code = _end(process)
@@ -211,7 +212,7 @@ class Workers:
         for worker in self._workers:
             with contextlib.suppress(OSError):  # it has ended already
                 worker.socket.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + EXIT_TIMEOUT
         self._join_watchers(deadline)
         self._kill()  # those that are stuck
         self._join_watchers()
@@ -252,7 +253,7 @@ def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
 def _end(process: subprocess.Popen[bytes]) -> int:
     """Wait for a process that should end, and kill it if it does not. Returns its exit code."""
     try:
-        return process.wait(PATIENCE)
+        return process.wait(EXIT_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()

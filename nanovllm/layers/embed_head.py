@@ -6,7 +6,7 @@ from torch import nn
 
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer, Shard
-from nanovllm.layers.linear import linear, pick, sum_over_ranks
+from nanovllm.layers.linear import gather_owned_rows, linear, sum_over_ranks
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -41,7 +41,9 @@ class VocabParallelEmbedding(Layer):
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
         if self.build.group.size == 1:
             return F.embedding(input_ids, self.weight)
-        return sum_over_ranks(pick(self.weight, input_ids, self.vocab), self.build.group)
+        return sum_over_ranks(
+            gather_owned_rows(self.weight, input_ids, self.vocab), self.build.group
+        )
 
 
 class ParallelLMHead(VocabParallelEmbedding):

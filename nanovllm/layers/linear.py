@@ -34,7 +34,7 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
     return group.all_reduce(x)
 
 
-def pick(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
+def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
     """Rows of something of which this rank holds some; other ranks' are 0, so that the ranks' sum
     has all.
 

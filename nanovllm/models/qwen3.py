@@ -18,7 +18,7 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    pick,
+    gather_owned_rows,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -151,7 +151,7 @@ class Qwen3DecoderLayer(nn.Module):
         if rows is not None and isinstance(normed, Gathered):
             # Behind attention: when this sum is there, all ranks have the gathered rows, so none
             # waits for them while another's norm waits for it, perhaps on the whole GPU.
-            residual = self.group.all_reduce(pick(residual, rows, normed.held))
+            residual = self.group.all_reduce(gather_owned_rows(residual, rows, normed.held))
         elif rows is not None:
             residual = residual.index_select(0, rows)
         hidden, residual = self.post_attention_layernorm.add_forward(hidden, residual)
