@@ -1,7 +1,7 @@
-"""`Extras`: what some sequences of a step want beside a plainly sampled token.
+"""`Extras`: results of a step that only some sequences ask for.
 
-Controls of sampling, log-probabilities of the prompt, pooled hidden states. All ranks take part,
-because each has a part of the logits; rank 0 has the results.
+These are tokens sampled with controls, log-probabilities of the prompt, and pooled hidden states.
+All ranks take part, because each rank has a part of the logits; rank 0 gets the results.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ BYTES = 16
 
 
 class Extras:
-    """Computes them for one rank.
+    """Computes these results on one rank.
 
     Args:
         compute_logits: the model's: [B, M] -> [B, len(vocab)].
@@ -36,7 +36,7 @@ class Extras:
         last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
 
     Attributes:
-        most_bytes: of the device's memory that it may take.
+        most_bytes: device memory that one step may need for them.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Extras:
         computed: Computed,
         controls: Controls | None,
     ) -> Logprobs | None:
-        """Sample rows with controls again, by those, and replace their tokens.
+        """Sample the rows with controls again, now with them, and replace their tokens.
 
         Args:
-            rows: [n] int32, those with controls among the rows that sample.
-            metadata: of these rows.
-            computed: what was sampled without.
-            controls: on rank 0.
+            rows: [n] int32, the rows with controls among the rows that sample.
+            metadata: how to sample these n rows.
+            computed: logits and tokens of all rows that sample.
+            controls: of these n rows on rank 0, None on the others: they receive the tokens.
         """
         logits = computed.logits
         if len(rows) < len(logits):
@@ -98,7 +98,13 @@ class Extras:
         return whole[:, : self._vocab_size].contiguous()
 
     def prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
-        """Of prompt tokens, each by the hidden state [T, M] before it; some rows at a time."""
+        """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
+        rows at a time, to bound the memory of their logits.
+
+        Args:
+            plan: the step.
+            hidden: [T, M] of the whole step.
+        """
         if not plan.prompt_logprobs.size:
             return None
         ends = np.cumsum(plan.num_tokens)
@@ -122,8 +128,15 @@ class Extras:
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
     def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The hidden states [T, M] of prompts as one vector each, [k, M] float32, of those whose
-        prompt ends in this step: the last, or the mean over the prompt.
+        """One vector for each prompt that ends in this step: its last hidden state, or the mean of
+        all of them. Sums of a prompt in chunks are kept from step to step.
+
+        Args:
+            plan: the step.
+            hidden: [T, M] of the whole step.
+
+        Returns:
+            [k, M] float32, None if no such prompt ends.
         """
         pooled = []
         ends = np.cumsum(plan.num_tokens)

@@ -41,9 +41,8 @@ class VocabParallelEmbedding(Layer):
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
         if self.build.group.size == 1:
             return F.embedding(input_ids, self.weight)
-        return sum_over_ranks(
-            gather_owned_rows(self.weight, input_ids, self.vocab), self.build.group
-        )
+        rows = gather_owned_rows(self.weight, input_ids, self.vocab)
+        return sum_over_ranks(rows, self.build.group)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -35,13 +35,13 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
 
 
 def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
-    """Rows of something of which this rank holds some; other ranks' are 0, so that the ranks' sum
-    has all.
+    """Rows of a matrix that is split over the ranks. The rows of other ranks are 0 here, so the sum
+    over the ranks has all of them.
 
     Args:
-        own: [len(held) or more, M]
-        index: [n] int32, which rows of the whole.
-        held: those that are in `own`.
+        own: [len(held) or more, M], this rank's rows.
+        index: [n] int32, rows of the whole matrix.
+        held: the rows of the whole that are in `own`.
 
     Returns:
         [n, M]
