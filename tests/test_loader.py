@@ -20,7 +20,7 @@ from checkpoints import (
     make_checkpoint,
 )
 from nanovllm import LLM
-from nanovllm.utils.loader import INDEX, checkpoint_shards
+from nanovllm.models.loader import INDEX, checkpoint_shards
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

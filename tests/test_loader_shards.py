@@ -14,9 +14,9 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.model_config import ModelConfig
+from nanovllm.models import loader
+from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils import loader
-from nanovllm.utils.loader import checkpoint_shards, load_dummy, load_model
 
 HEADS = 8
 CHECKPOINTS: dict[str, dict[str, Any]] = {

@@ -278,7 +278,7 @@ def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
         loading.touch()
         wait_until(lambda: executors[0]._group._is_aborted)
 
-    monkeypatch.setattr("nanovllm.utils.loader._copy", copy)
+    monkeypatch.setattr("nanovllm.models.loader._copy", copy)
     with pytest.raises(WorkerError, match="injected"):
         LLM(checkpoint, **TP2)
     assert len(loaded) == 1

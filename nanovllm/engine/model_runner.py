@@ -38,10 +38,10 @@ from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import MODELS
+from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
 from nanovllm.utils.device import resolve_device, triton_refusal
-from nanovllm.utils.loader import load_dummy, load_model
 
 logger = logging.getLogger(__name__)
 
