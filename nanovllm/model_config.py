@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanovllm.models import FAMILIES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_float, check_int
 from nanovllm.utils.files import has_file, read_json
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 SUPPORTED_ACTIVATIONS = ("silu",)
+ROPE_TYPES = ("default", "llama3")
 GENERATION_CONFIG = "generation_config.json"
 # The keys there that say how to sample, and our names for them.
 SAMPLING_KEYS = {
@@ -27,6 +28,20 @@ SAMPLING_KEYS = {
 MOST = 2**31 - 1  # tokens and positions are int32
 
 T = TypeVar("T", int, float, bool)
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Rotary embedding, in the names of config.json's `rope_parameters`. The factors are those of
+    "llama3", whose long wavelengths are divided (see `RotaryEmbedding`).
+    """
+
+    rope_theta: float
+    rope_type: str = "default"  # or "llama3"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,10 +58,13 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeParameters
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    qk_norm: bool  # queries and keys are normalised, each head for itself
+    qkv_bias: bool
+    output_bias: bool  # of attention's output projection
+    mlp_bias: bool
     eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
 
     @classmethod
@@ -64,22 +82,29 @@ class ModelConfig:
             )
         raw = read_json(directory / "config.json")
         _refuse_unsupported(raw)
+        architecture = raw["architectures"][0]
+        family = FAMILIES[architecture]
         num_heads = _read(raw, "num_attention_heads", int)
+        hidden_size = _read(raw, "hidden_size", int)
+        bias = _read(raw, "attention_bias", bool, False)
         config = cls(
-            architecture=raw["architectures"][0],
+            architecture=architecture,
             dtype=_read_dtype(raw),
             vocab_size=_read(raw, "vocab_size", int),
-            hidden_size=_read(raw, "hidden_size", int),
+            hidden_size=hidden_size,
             intermediate_size=_read(raw, "intermediate_size", int),
             num_hidden_layers=_read(raw, "num_hidden_layers", int),
             num_attention_heads=num_heads,
             num_key_value_heads=_read(raw, "num_key_value_heads", int, num_heads),
-            head_dim=_read(raw, "head_dim", int, 128),
+            head_dim=_read(raw, "head_dim", int, family.head_dim or hidden_size // num_heads),
             rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
-            rope_theta=_read_rope_theta(raw),
+            rope=_read_rope(raw),
             max_position_embeddings=_read(raw, "max_position_embeddings", int),
             tie_word_embeddings=_read(raw, "tie_word_embeddings", bool, False),
-            attention_bias=_read(raw, "attention_bias", bool, False),
+            qk_norm=family.qk_norm,
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=bias if family.output_bias is None else family.output_bias,
+            mlp_bias=_read(raw, "mlp_bias", bool, False),
             eos_token_ids=_read_eos(directory, raw),
         )
         config._check_shapes()
@@ -166,11 +191,11 @@ def _read(
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
-    if not isinstance(architectures, list) or architectures[0] not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else repr(architectures)
         raise ValueError(
             f"config.json: `architectures` {name} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"supported: {', '.join(FAMILIES)}"
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in SUPPORTED_ACTIVATIONS:
@@ -195,25 +220,44 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         )
 
 
-def _read_rope_theta(raw: dict[str, Any]) -> float:
-    """The rotary base: `rope_theta` (transformers 4), or inside `rope_parameters` (5)."""
-    theta = raw.get("rope_theta")
-    # transformers 4 puts scaling into `rope_scaling`, 5 theta and scaling into `rope_parameters`.
+def _read_rope(raw: dict[str, Any]) -> RopeParameters:
+    """Transformers 4 has `rope_theta`, and scaling as `rope_scaling`; 5 both as `rope_parameters`,
+    for all layers or for each kind of layer.
+    """
+    theta, scaling = raw.get("rope_theta"), None
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         if not isinstance(rope, dict):
             raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
-        # One for all layers, or (in 5) one for each kind of layer.
         for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
             rope_type = part.get("rope_type", part.get("type", "default"))
-            if rope_type != "default":
+            if rope_type not in ROPE_TYPES:
                 raise ValueError(
-                    f"RoPE scaling {rope_type!r} is not supported, only the default (none): "
-                    f"config.json has it as `{key}`"
+                    f"RoPE scaling {rope_type!r} is not supported, only "
+                    f"{' and '.join(ROPE_TYPES)} are: config.json has it as `{key}`"
                 )
-        full = rope.get("full_attention")
-        theta = (full if isinstance(full, dict) else rope).get("rope_theta", theta)
-    return _read({"rope_theta": theta}, "rope_theta", float, minimum=1, maximum=1e30)
+            if part.get("partial_rotary_factor", 1.0) != 1.0:
+                raise ValueError(
+                    "rotating a part of each head is not supported: config.json has "
+                    f"`partial_rotary_factor` {part['partial_rotary_factor']!r} in `{key}`"
+                )
+            theta = part.get("rope_theta", theta)
+            if rope_type == "llama3":
+                scaling = part
+    read_theta = _read({"rope_theta": theta}, "rope_theta", float, 10000.0, maximum=1e30)
+    if scaling is None:
+        return RopeParameters(read_theta)
+    low, high = (
+        _read(scaling, key, float, minimum=1e-3) for key in ("low_freq_factor", "high_freq_factor")
+    )
+    if low >= high:
+        raise ValueError(
+            "config.json: `low_freq_factor` of RoPE must be below `high_freq_factor`, got "
+            f"{low} and {high}"
+        )
+    factor = _read(scaling, "factor", float)
+    original = _read(scaling, "original_max_position_embeddings", int)
+    return RopeParameters(read_theta, "llama3", factor, low, high, original)
 
 
 def _read_dtype(raw: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import torch
 from ranks import PATIENCE, connected_groups, on_all_ranks
 from torch import distributed as dist
 
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.layers.base import Build
@@ -149,7 +150,9 @@ def test_a_bias_is_added_once() -> None:
         groups = connected_groups(size)
 
         def forward(rank: int, size: int = size, groups: list[Group] = groups) -> torch.Tensor:
-            layer = RowParallelLinear(8, 6, True, Build(torch.float64, False, groups[rank]))
+            layer = RowParallelLinear(
+                8, 6, True, Build(torch.float64, False, groups[rank], TorchBackend())
+            )
             columns = slice(rank * 8 // size, (rank + 1) * 8 // size)
             layer.weight.data.copy_(weight[:, columns])
             layer.bias.data.copy_(bias)
@@ -160,7 +163,7 @@ def test_a_bias_is_added_once() -> None:
 
 
 def test_a_rank_without_tokens_has_no_logits() -> None:
-    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4)))
+    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4), TorchBackend()))
     assert len(head.vocab) == 0
     assert head(torch.ones(5, 8)).shape == (5, 0)
 

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from checkpoints import make_checkpoint, rare, with_rare
 pytest.importorskip("triton")
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
@@ -36,7 +37,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, RopeParameters
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import Context
@@ -71,7 +72,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_defect_4_float32_norm_leaves_its_inputs_alone(fused: bool) -> None:
     """`.float()` of float32 is a no-op: an in-place norm would change the residual."""
-    norm = RMSNorm(64, 1e-6, Build(torch.float32, fused, Group())).to(DEVICE)
+    norm = RMSNorm(64, 1e-6, Build(torch.float32, fused, Group(), TorchBackend())).to(DEVICE)
     norm.weight.data.copy_(randn(64, seed=2))
     x, residual = randn(5, 64), randn(5, 64, seed=1)
     copies = x.clone(), residual.clone()
@@ -127,9 +128,10 @@ PRODUCTS = {  # T, N, K; through which of the paths
 }
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
 @pytest.mark.parametrize("name", with_rare(PRODUCTS, "tiles-70", "tiles-wide", "tiles-200"))
-def test_linear(name: str, partial: bool) -> None:
+def test_linear(name: str, partial: bool, has_bias: bool) -> None:
     """Against float64; rows of x may be a slice of something wider, or have others after them."""
     T, N, K = PRODUCTS[name]
     x = randn(T, K + 8, dtype=HALF)[:, :K]
@@ -138,7 +140,8 @@ def test_linear(name: str, partial: bool) -> None:
         given, x = x, spare_rows(T, K, like=x)
         x.as_strided((256, K), (K, 1)).fill_(torch.nan)
         x.copy_(given)
-    out = linear(x, weight, partial)
+    bias = randn(N, dtype=HALF, seed=2) if has_bias else None
+    out = linear(x, weight, bias, partial)
     tiles = choose_tiles(T, N, K, partial)
     if name.startswith("tiles"):
         assert (tiles is not None) == (partial or (N == 4096 and T <= 128))
@@ -146,7 +149,8 @@ def test_linear(name: str, partial: bool) -> None:
         assert partial and out.shape == (tiles.splits, T, N) and out.dtype == torch.float32
         out = out.sum(0)
     assert out.shape == (T, N)
-    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=2e-2, rtol=1e-2)
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
@@ -204,12 +208,14 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
 
 @pytest.mark.parametrize("T", [3, 70])
 def test_projections_to_heads_may_be_partial(T: int) -> None:
-    layer = QKVParallelLinear(512, 16, 4, 2, False, Build(HALF, True, Group())).to(DEVICE)
+    layer = QKVParallelLinear(512, 16, 4, 2, False, Build(HALF, True, Group(), TorchBackend())).to(
+        DEVICE
+    )
     layer.weight.data.copy_(randn(128, 512, seed=1) * 512**-0.5)
     x = randn(T, 512, dtype=HALF)
     out = layer(x)
     assert out.shape == (4, T, 128) if can_describe(x) else (T, 128)
-    wanted = x.double() @ layer.weight.double().T
+    wanted = x.double() @ layer.weight.data.double().T
     torch.testing.assert_close(out.double().view(-1, T, 128).sum(0), wanted, atol=2e-2, rtol=1e-2)
 
 
@@ -227,15 +233,20 @@ def test_a_matrix_of_unaligned_rows_is_not_described() -> None:
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
     ("T", "N", "K"), [(1, 64, 512), (1, 37, 1000), (1, 3, 5000), (70, 2048, 512), (5, 24, 96)]
 )
-def test_gated_linear(T: int, N: int, K: int) -> None:
+def test_gated_linear(T: int, N: int, K: int, has_bias: bool) -> None:
     x = randn(T, K, dtype=HALF)
     weight = randn(2 * N, K, dtype=HALF, seed=1) * K**-0.5
-    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    product, bias = x.double() @ weight.double().T, None
+    if has_bias:
+        bias = randn(2 * N, dtype=HALF, seed=2)
+        product += bias
+    gate, up = product.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(gated_linear(x, weight).double(), wanted, atol=3e-2, rtol=2e-2)
+    torch.testing.assert_close(gated_linear(x, weight, bias).double(), wanted, atol=3e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 4))
@@ -259,7 +270,7 @@ def test_fused_kernels_over_random_shapes(seed: int) -> None:
     x, matrix = x.to(HALF), randn(2 * N, M, dtype=HALF, seed=seed + 3) * M**-0.5
     wanted = x.double() @ matrix.double().T
     for partial in (False, True):
-        product = linear(x, matrix, partial)
+        product = linear(x, matrix, None, partial)
         product = product.sum(0) if product.dim() == 3 else product
         torch.testing.assert_close(product.double(), wanted, atol=2e-2, rtol=1e-2)
     gate, up = wanted.chunk(2, -1)
@@ -289,6 +300,7 @@ def test_fill_in(T: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "no norms"])
 @pytest.mark.parametrize(
     ("T", "hq", "hkv", "d"),
     [(T, *heads) for T in (1, 9) for heads in ((4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128))]
@@ -296,7 +308,7 @@ def test_fill_in(T: int) -> None:
     + [pytest.param(257, 6, 2, 64, marks=pytest.mark.slow)],
 )
 def test_qk_norm_rope_store(
-    T: int, hq: int, hkv: int, d: int, parts: int, dtype: torch.dtype
+    T: int, hq: int, hkv: int, d: int, has_norms: bool, parts: int, dtype: torch.dtype
 ) -> None:
     """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""
     max_position, N, S = 50, 40, 16
@@ -309,16 +321,19 @@ def test_qk_norm_rope_store(
     positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
     slots[T // 2 :: 4] = -1
-    rope = RotaryEmbedding(d, max_position, 10000.0).to(DEVICE)
-    norms = []
-    for seed in (1, 2):
-        norms.append(RMSNorm(d, 1e-6, Build(dtype, False, Group())).to(DEVICE))
-        norms[-1].weight.data.copy_(randn(d, seed=seed))
-    wanted = [rope(positions, norm(x)) for norm, x in zip(norms, (q, k), strict=True)]
-    weights = norms[0].weight, norms[1].weight
+    rope = RotaryEmbedding(d, max_position, RopeParameters(10000.0)).to(DEVICE)
+    norms = None
+    if has_norms:
+        build = Build(dtype, False, Group(), TorchBackend())
+        q_norm, k_norm = (RMSNorm(d, 1e-6, build).to(DEVICE) for _ in range(2))
+        q_norm.weight.copy_(randn(d, seed=1))
+        k_norm.weight.copy_(randn(d, seed=2))
+        q, k = q_norm(q), k_norm(k)
+        norms = q_norm.weight, k_norm.weight, 1e-6
+    wanted = rope(positions, q), rope(positions, k)
     caches = torch.full((2, N, S, hkv, d), torch.nan, dtype=dtype, device=DEVICE)
-    arguments = *weights, 1e-6, rope.cos_sin, positions, *caches, slots
-    qkv = qk_norm_rope_store(given, *arguments)
+    k_cache, v_cache = caches
+    qkv = qk_norm_rope_store(given, norms, rope.cos_sin, positions, k_cache, v_cache, slots)
     assert (qkv is given) == (parts == 1) and qkv.dtype == dtype
     close(qkv[:, :hq], wanted[0])
     close(qkv[:, hq : hq + hkv], wanted[1])
@@ -340,7 +355,7 @@ def test_rotary_embedding_is_that_of_transformers() -> None:
     angles = torch.outer(torch.arange(T).double(), inv_freq).to(DEVICE)
     table = torch.cat([angles, angles], -1)[None].float()
     wanted_q, wanted_k = apply_rotary_pos_emb(q, k, table.cos(), table.sin())
-    rope = RotaryEmbedding(D, T, 10000.0).to(DEVICE)
+    rope = RotaryEmbedding(D, T, RopeParameters(10000.0)).to(DEVICE)
     positions = torch.arange(T, dtype=torch.int32, device=DEVICE)
     for x, wanted in ((q, wanted_q), (k, wanted_k)):
         close(rope(positions, x[0].transpose(0, 1)), wanted[0].transpose(0, 1))
@@ -438,14 +453,10 @@ class Case:
         return torch.cat(out)
 
 
-def run_case(backend: object, case: Case) -> torch.Tensor:
-    from nanovllm.layers.attention import Attention
-    from nanovllm.utils.context import use_context
-
-    layer = Attention(backend, case.q.shape[-1])  # type: ignore[arg-type]
-    layer.bind_kv_cache(KVCache(case.caches[0], case.caches[1]))
-    with use_context(case.context):
-        return layer(case.q, case.k, case.v)
+def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
+    cache = KVCache(case.caches[0], case.caches[1])
+    backend.store_kvcache(case.k, case.v, cache, case.context.slot_mapping)
+    return backend.attend(case.q, case.k, case.v, cache, case.context, case.scale)
 
 
 CASES = {
@@ -592,20 +603,23 @@ def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
         made: dict[Hashable, Callable[[], object]] = {}
         for N, K in shapes:
             weight = torch.empty(N, K, dtype=HALF, device=DEVICE)
-            made |= linear_kernels.variants(weight, partial, False)
-        wanted: set[Hashable] = {(torch.Size(shape), False) for shape in shapes}
+            for bias in (None, weight[:, 0].clone()):
+                made |= linear_kernels.variants(weight, bias, partial, False)
+        has_bias = (False, True)
+        wanted: set[Hashable] = {(torch.Size(s), False, b) for s in shapes for b in has_bias}
         if can_describe(weight):
             for T in range(1, 300):
                 for N, K in shapes:
                     if tiles := choose_tiles(T, N, K, partial):
-                        wanted.add(tiles._replace(splits=min(2, tiles.splits)))
-            assert len(wanted) > len(shapes) + 3
+                        key = tiles._replace(splits=min(2, tiles.splits))
+                        wanted |= {(key, b) for b in has_bias}
+            assert len(wanted) > 2 * len(shapes) + 6
         assert set(made) == wanted
-        assert len(wanted) <= len(shapes) + 8
-    calls = linear_kernels.variants(randn(128, 512, dtype=HALF), True, True)
-    for call in calls.values():
-        call()
-    assert not linear_kernels.variants(randn(128, 512), True, False), "float32 is the library's"
+        assert len(wanted) <= 2 * len(shapes) + 16
+    for bias in (None, randn(128, dtype=HALF)):
+        for call in linear_kernels.variants(randn(128, 512, dtype=HALF), bias, True, True).values():
+            call()
+    assert not linear_kernels.variants(randn(128, 512), None, True, False), "is the library's"
 
 
 def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
@@ -613,20 +627,23 @@ def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
 ) -> None:
     monkeypatch.setattr(linear_kernels, "can_describe", lambda x: False)
     weight = randn(128, 512, dtype=HALF)
-    assert list(linear_kernels.variants(weight, True, False)) == [(weight.shape, False)]
+    assert list(linear_kernels.variants(weight, None, True, False)) == [
+        (weight.shape, False, False)
+    ]
 
 
 def test_products_of_a_model_are_compiled_ahead_once() -> None:
-    build = Build(HALF, True, Group())
+    build = Build(HALF, True, Group(), TorchBackend())
     with torch.device(DEVICE):
         one, same, narrow = (RowParallelLinear(512, n, False, build) for n in (128, 128, 64))
-        gated = MergedColumnParallelLinear(512, [64, 64], False, build)
+        gated = MergedColumnParallelLinear(512, {"gate": 64, "up": 64}, False, build)
         biased = RowParallelLinear(512, 128, True, build)
         plain = RowParallelLinear(512, 128, False, build._replace(fused=False))
-    assert not kernel_variants(torch.nn.ModuleList([biased, plain]))
+    assert not kernel_variants(torch.nn.ModuleList([plain]))
     calls = kernel_variants(torch.nn.ModuleList([one]))
+    assert len(kernel_variants(torch.nn.ModuleList([one, biased]))) == 2 * len(calls)
     tiles = len(calls) - 1
-    assert tiles > 1 or not can_describe(one.weight)
+    assert tiles > 1 or not can_describe(one.weight.data)
     for others, added in (([same], 0), ([narrow], 1), ([gated], 1), ([same, gated, narrow], 2)):
         assert len(kernel_variants(torch.nn.ModuleList([one, *others]))) == 1 + tiles + added
 
@@ -640,17 +657,18 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
     assert set(numbers) == (given if can_describe(weight) else set())
     assert not linear_kernels.split_numbers(weight.float())
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
-    build = Build(HALF, True, Group())
-    for group, of_norm in ((Group(), set(numbers)), (Group(0, 2), set())):
+    build = Build(HALF, True, Group(), TorchBackend())
+    for group, qk_norm, of_norm in ((Group(), True, set(numbers)), (Group(0, 2), False, set())):
         with torch.device(DEVICE):
             norm = RMSNorm(64, 1e-6, build._replace(group=group))
-            rotary = RotaryEmbedding(config.head_dim, 16, 10_000.0)
-            attention = Qwen3Attention(config, rotary, TorchBackend(), build)
-        for param in (*norm.parameters(), *attention.parameters()):
+            rope = RotaryEmbedding(config.head_dim, 16, RopeParameters(10_000.0))
+            model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
+        for param in (*norm.parameters(), *model.parameters()):
             param.fill_(1)
+        of_attention = model.attn.variants()
         assert {key[-1] for key in norm.variants()} == of_norm  # type: ignore[index]
-        assert {key[-1] for key in attention.variants()} == {1, *numbers}  # type: ignore[index]
-        for call in (*norm.variants().values(), *attention.variants().values()):
+        assert {key[-1] for key in of_attention} == {1, *numbers}  # type: ignore[index]
+        for call in (*norm.variants().values(), *of_attention.values()):
             call()
 
 
@@ -658,7 +676,7 @@ def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
     alone, by_nccl, by_kernels = Group(), Group(0, 2), Group(0, 2)
     by_kernels.peers = object()  # type: ignore[assignment]
     for group, partial in ((alone, True), (by_nccl, False), (by_kernels, True)):
-        layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group))
+        layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group, TorchBackend()))
         assert layer.partial == partial
 
 

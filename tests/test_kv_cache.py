@@ -10,8 +10,9 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.memory import CPU_TOKENS, GIB, RESERVE
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.base import Build
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 CPU = torch.device("cpu")
 
@@ -30,8 +31,12 @@ def make_pool(checkpoint, model):
 
 
 @pytest.fixture
-def model():
-    return nn.ModuleList(Attention(TorchBackend(), 32) for _ in range(2))
+def model(checkpoint):
+    """Its attention layers."""
+    config = ModelConfig.from_pretrained(str(checkpoint))
+    build = Build(torch.float16, False, Group(), TorchBackend())
+    layers = Qwen3ForCausalLM(config, build).model.layers
+    return nn.ModuleList(layer.self_attn.attn for layer in layers)
 
 
 @pytest.mark.parametrize("size", [1, 2])

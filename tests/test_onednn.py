@@ -7,13 +7,14 @@ import torch
 
 from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
 from nanovllm import LLM
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
 from nanovllm.layers import onednn
 from nanovllm.layers.base import Build
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 
-PLAIN = Build(torch.float32, False, Group())
+PLAIN = Build(torch.float32, False, Group(), TorchBackend())
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
@@ -28,13 +29,13 @@ def test_product_is_that_of_float64(rows: int, bias: bool, monkeypatch: pytest.M
     generator = torch.Generator().manual_seed(rows)
     layer = ReplicatedLinear(96, 40, bias, PLAIN)
     for param in layer.parameters():
-        param.data.normal_(generator=generator)
+        param.normal_(generator=generator)
     x = torch.randn(96, rows, generator=generator).t()  # not contiguous
-    expected = x.double() @ layer.weight.double().t()
+    expected = x.double() @ layer.weight.data.double().t()
     if layer.bias is not None:
         expected += layer.bias.double()
     use_onednn(layer)
-    assert layer.weight.is_mkldnn
+    assert layer.weight.data.is_mkldnn
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -48,9 +49,9 @@ def test_engine_takes_it_unless_told_otherwise(
     for fused in (True, False):
         with LLM(path, fused_kernels=fused, **SMALL) as llm:
             model = llm.model_runner.model
-            assert model.lm_head.weight.is_mkldnn == fused
-            assert model.model.layers[1].self_attn.qkv_proj.weight.is_mkldnn == fused
-            assert not model.model.embed_tokens.weight.is_mkldnn
+            assert model.lm_head.weight.data.is_mkldnn == fused
+            assert model.model.layers[1].self_attn.qkv_proj.weight.data.is_mkldnn == fused
+            assert not model.model.embed_tokens.weight.data.is_mkldnn
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             assert tokens(outputs) == references(path)
 
@@ -61,7 +62,7 @@ def test_small_products_are_left_alone() -> None:
     for rows, taken in ((256, False), (1024, True)):
         layer = ReplicatedLinear(512, rows, False, PLAIN)
         use_onednn(layer)
-        assert layer.weight.is_mkldnn == taken
+        assert layer.weight.data.is_mkldnn == taken
 
 
 def test_only_float32_on_a_cpu() -> None:

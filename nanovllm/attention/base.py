@@ -48,6 +48,25 @@ class AttentionBackend(ABC):
     ) -> None:
         """Write k, v [T, Hkv, D] into their slots [T] int32; -1 is skipped."""
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCache,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        """All rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already -> [T, Hq, D]."""
+        n = context.num_decodes
+        if n == q.shape[0]:
+            return self.decode(q, cache, context, scale)
+        if n == 0:
+            return self.prefill(q, k, v, cache, context, scale)
+        decoded = self.decode(q[:n], cache, context, scale)
+        rest = self.prefill(q[n:], k[n:], v[n:], cache, context, scale)
+        return torch.cat([decoded, rest])
+
     @abstractmethod
     def prefill(
         self,
@@ -58,7 +77,7 @@ class AttentionBackend(ABC):
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        """The prefill rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already."""
+        """The prefill rows of a step, as `attend`."""
 
     @abstractmethod
     def decode(

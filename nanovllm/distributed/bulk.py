@@ -14,7 +14,7 @@ the next after all ranks' next partial results have come, which they computed fr
 
 import ctypes
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -66,9 +66,6 @@ class Gathered(NamedTuple):
         for _ in self.parts():
             pass
         return self.rows
-
-
-Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
 
 
 def part_of(owner: int, size: int, num_rows: int) -> slice:

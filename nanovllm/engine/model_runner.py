@@ -37,7 +37,7 @@ from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
-from nanovllm.models import MODELS
+from nanovllm.models import FAMILIES
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
@@ -118,7 +118,7 @@ class ModelRunner:
             # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
             self.logits: torch.Tensor | None = None
             if not on_cpu:
-                shape = config.max_num_seqs, len(self.model.lm_head.weight)
+                shape = config.max_num_seqs, len(self.model.lm_head.weight.data)
                 self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
                 ahead.submit(self._sampling_variants(self.logits))
             self.extras = Extras(
@@ -174,10 +174,10 @@ class ModelRunner:
             limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
             hidden_size = self.model_config.hidden_size
             self.group.open_peer_memory(self.dtype, hidden_size, *limits)
-        build = Build(self.dtype, fused, self.group)
+        build = Build(self.dtype, fused, self.group, self.backend)
         with torch.device(self.device):
-            model_class = MODELS[self.model_config.architecture]
-            self.model = model_class(self.model_config, self.backend, build)
+            model_class = FAMILIES[self.model_config.architecture].load()
+            self.model = model_class(self.model_config, build)
         self.model.eval()
 
     def load(self) -> None:
@@ -296,8 +296,8 @@ class ModelRunner:
             if batch.is_decode and self.graphs is not None:
                 return LaunchedStep(plan, batch, self.graphs.replay(batch))
             every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
-            computed = self.run_model(to_device(batch, self.device), every_row)
-            return LaunchedStep(plan, batch, computed)
+            inputs = to_device(batch, self.device, every_row)
+            return LaunchedStep(plan, batch, self.run_model(inputs))
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
         """Sample the rows with controls again, and send the step's results to the host.
@@ -315,21 +315,15 @@ class ModelRunner:
             pooled = self.extras.pool(plan, computed.hidden)
             return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled)
 
-    def run_model(self, inputs: StepInputs, every_row: bool = False) -> Computed:
-        """The whole step on the device, from token ids to sampled tokens.
-
-        Args:
-            every_row: the hidden states of rows that sample nothing are wanted, too.
-        """
+    def run_model(self, inputs: StepInputs) -> Computed:
+        """The whole step on the device, from token ids to sampled tokens."""
         self.group.check()
-        input_ids, rows = inputs.input_ids, inputs.sample_rows
-        if inputs.context.num_decodes:
+        input_ids, rows, context = inputs.input_ids, inputs.sample_rows, inputs.context
+        if context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
-        # Where no row samples, all are computed: kernels want some.
-        only = None if rows is None or every_row or not len(rows) else rows
-        with use_context(inputs.context):
-            hidden = states = self.model(input_ids, inputs.positions, only)
-        if rows is not None and only is None:
+        with use_context(context):
+            hidden = states = self.model(input_ids, inputs.positions)
+        if rows is not None and context.kept_rows is None:
             states = hidden.index_select(0, rows)
         n = len(states)
         if not n:  # chunks of prompts only

@@ -35,8 +35,12 @@ class StepInputs(NamedTuple):
     sampling: SamplingMetadata
 
 
-def to_device(batch: Batch, device: torch.device) -> StepInputs:
-    """The batch on the device, in one copy."""
+def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> StepInputs:
+    """The batch on the device, in one copy.
+
+    Args:
+        every_row: the hidden states of rows that sample nothing are wanted, too.
+    """
     ids, positions, slots, lens, tables, decode_slots, cu_q, cu_k, rows, *sampling = upload(
         device,
         batch.input_ids,
@@ -50,7 +54,10 @@ def to_device(batch: Batch, device: torch.device) -> StepInputs:
         batch.sample_rows,
         *_sampling(batch, batch.samples),
     )
-    context = Context(batch.num_decodes, slots, lens, tables)
+    sample_rows = None if len(rows) == len(ids) else rows
+    # Where no row samples, all are computed: kernels want some.
+    kept = None if every_row or not len(rows) else sample_rows
+    context = Context(batch.num_decodes, slots, lens, tables, kept_rows=kept)
     if len(batch.cu_seqlens_q) > 1:  # some prefill
         q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
         context = dataclasses.replace(
@@ -61,7 +68,9 @@ def to_device(batch: Batch, device: torch.device) -> StepInputs:
             max_seqlen_k=int(k_lens.max()),
             has_cached_context=bool((k_lens > q_lens).any()),
         )
-    return StepInputs(ids, positions, context, decode_slots, rows, SamplingMetadata(*sampling))
+    return StepInputs(
+        ids, positions, context, decode_slots, sample_rows, SamplingMetadata(*sampling)
+    )
 
 
 def controlled_rows(

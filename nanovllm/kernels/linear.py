@@ -45,8 +45,8 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _row_kernel(
-    x_ptr, weight_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of the only row. Their first weights are read before the wait.
@@ -60,6 +60,10 @@ def _row_kernel(
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
         up_acc = acc
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
     wait(PDL)
     for start in tl.static_range(0, K, BLOCK_K):
         if start > 0:
@@ -72,14 +76,19 @@ def _row_kernel(
         if GATED:
             up_acc += up_weight.to(tl.float32) * x
     out = tl.sum(acc, 1)
+    if BIAS:
+        out += bias
     if GATED:
-        out = out * tl.sigmoid(out) * tl.sum(up_acc, 1)
+        up = tl.sum(up_acc, 1)
+        if BIAS:
+            up += up_bias
+        out = out * tl.sigmoid(out) * up
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_kernel(
-    x_desc, weight_desc, out_ptr, T, N, SPAN,
+    x_desc, weight_desc, bias_ptr, out_ptr, T, N, SPAN, BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
@@ -87,6 +96,9 @@ def _tiles_kernel(
     launch_dependents(PDL)
     n, t, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if BIAS:  # a summand of the first part
+        bias = tl.load(bias_ptr + n + tl.arange(0, BLOCK_N)).to(tl.float32)
+        acc += tl.where(split == 0, bias, 0.0)[:, None]
     wait(PDL)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
         acc = tl.dot(weight_desc.load([n, k]), x_desc.load([t, k]).T, acc)
@@ -95,7 +107,9 @@ def _tiles_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=t < T)
 
 
-def _one_row(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+def _one_row(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows must be contiguous"
     N, K = weight.shape
     if gated:
@@ -105,8 +119,9 @@ def _one_row(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight, out, N=N, K=K, GATED=gated, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
-        **pdl_options(x),
+        x, weight, weight if bias is None else bias, out,
+        N=N, K=K, GATED=gated, BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -134,25 +149,34 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
 
 
-def _by_tiles(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+def _by_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles
+) -> torch.Tensor:
     """[S, T, N] float32 for S splits; [T, N] for one."""
     (T, K), N, S = x.shape, weight.shape[0], tiles.splits
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
-        describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k), out,
-        T, N, K // S, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k,
-        num_warps=4, num_stages=tiles.stages, **pdl_options(x),
+        describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
+        weight if bias is None else bias, out, T, N, K // S, BIAS=bias is not None,
+        BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, num_warps=4,
+        num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, partial: bool = False) -> torch.Tensor:
-    """`x @ weight.T`.
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    partial: bool = False,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`.
 
     Args:
         x: [T, K]
         weight: [N, K], contiguous.
+        bias: [N], None for 0.
         partial: allow a result whose sum is left to the caller.
 
     Returns:
@@ -161,18 +185,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, partial: bool = False) -> torc
     (T, K), N = x.shape, weight.shape[0]
     if x.dtype in HALF:
         if T == 1:
-            return _one_row(x, weight, gated=False)
+            return _one_row(x, weight, bias, gated=False)
         tiles = choose_tiles(T, N, K, partial)
         if tiles is not None and can_describe(x) and can_describe(weight):
-            return _by_tiles(x, weight, tiles)
-    return F.linear(x, weight)
+            return _by_tiles(x, weight, bias, tiles)
+    return F.linear(x, weight, bias)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)`. x: [T, K]; weight: [2 N, K] = gate, then up -> [T, N]."""
+def gated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(gate) * up`, where the first half of the product is the gate. x: [T, K]; weight:
+    [2 N, K]; bias: [2 N] -> [T, N].
+    """
     if len(x) == 1 and x.dtype in HALF:
-        return _one_row(x, weight, gated=True)
-    return silu_and_mul(linear(x, weight))
+        return _one_row(x, weight, bias, gated=True)
+    return silu_and_mul(linear(x, weight, bias))
 
 
 def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
@@ -183,7 +211,7 @@ def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
 
 
 def variants(
-    weight: torch.Tensor, partial: bool, gated: bool
+    weight: torch.Tensor, bias: torch.Tensor | None, partial: bool, gated: bool
 ) -> dict[Hashable, Callable[[], object]]:
     """A call for each kernel of `linear`, or of `gated_linear`, that products with `weight` take,
     by what tells kernels apart: those of other weights may be the same.
@@ -195,14 +223,15 @@ def variants(
     def multiply(T: int) -> None:
         x = weight.new_zeros(T, K)
         if gated:
-            gated_linear(x, weight)
+            gated_linear(x, weight, bias)
         else:
-            linear(x, weight, partial)
+            linear(x, weight, bias, partial)
 
     calls: dict[Hashable, Callable[[], object]] = {}
-    calls[weight.shape, gated] = functools.partial(multiply, 1)
+    has_bias = bias is not None
+    calls[weight.shape, gated, has_bias] = functools.partial(multiply, 1)
     for T in (16, 32, 64, 128, MOST_ROWS) if can_describe(weight) else ():
         if tiles := choose_tiles(T, N, K, partial):
             key = tiles._replace(splits=min(2, tiles.splits))  # any number above 1 is the same
-            calls[key] = functools.partial(multiply, T)
+            calls[key, has_bias] = functools.partial(multiply, T)
     return calls

@@ -1,42 +1,108 @@
-"""The attention layer: stores this step's KV, then attends through the backend."""
+"""The attention layer, from the projection of a step's tokens to the outputs of their heads."""
+
+from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
-from torch import nn
 
-from nanovllm.attention.base import AttentionBackend, KVCache
+from nanovllm.attention.base import KVCache
+from nanovllm.layers.base import Build, Layer
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import QKVParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal attention over the paged KV cache of one layer.
 
-    The layer is bound to its part of the cache once (`bind_kv_cache`); everything that changes
-    from step to step comes from the step's `Context`.
+    Queries and keys are normalised and rotated, keys and values stored, by one kernel if `fused`;
+    the backend attends. The layer is bound to its part of the cache once (`bind_kv_cache`);
+    everything that changes from step to step comes from the step's `Context`.
+
+    Args:
+        heads: the projection, which has Hq and Hkv heads on this rank.
+        head_dim: D
+        rope: what rotates queries and keys.
+        norms: over D, of queries and of keys; None: they are not normalised.
+        is_last: of the model's layers: only the rows `Context.kept_rows` are of use behind it.
+        build: of the model.
     """
 
-    def __init__(self, backend: AttentionBackend, head_dim: int) -> None:
+    def __init__(
+        self,
+        heads: QKVParallelLinear,
+        head_dim: int,
+        rope: RotaryEmbedding,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+        is_last: bool,
+        build: Build,
+    ) -> None:
         super().__init__()
-        self.backend = backend
-        self.scale = head_dim**-0.5
+        self.head_counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        self.rope, self.norms = rope, norms
+        self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
 
     def bind_kv_cache(self, cache: KVCache) -> None:
         """Use this cache from now on."""
         self.cache = cache
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q: [T, Hq, D]; k, v: [T, Hkv, D]. Returns [T, Hq, D]."""
-        self.backend.store_kvcache(k, v, self.cache, get_context().slot_mapping)
-        return self.attend(q, k, v)
+    def forward(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """Args:
+            positions: [T] int32
+            qkv: [T, (Hq + 2 Hkv) D], queries, keys and values; if `fused` also partial results of
+                it [S, T, ...], to be summed over S.
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The same with k and v in the cache already."""
-        context, backend, cache = get_context(), self.backend, self.cache
-        n = context.num_decodes
-        if n == q.shape[0]:
-            return backend.decode(q, cache, context, self.scale)
-        if n == 0:
-            return backend.prefill(q, k, v, cache, context, self.scale)
-        decoded = backend.decode(q[:n], cache, context, self.scale)
-        rest = backend.prefill(q[n:], k[n:], v[n:], cache, context, self.scale)
-        return torch.cat([decoded, rest])
+        Returns:
+            [T, Hq D], or of the kept rows [n, Hq D].
+        """
+        context = get_context()
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        if self.build.fused:
+            qkv = self._norm_rope_store(qkv, positions, self.cache, context.slot_mapping)
+            q, k, v = qkv.split(self.head_counts, dim=1)
+        else:
+            q, k, v = qkv.split(self.head_counts, dim=1)
+            if self.norms is not None:
+                q_norm, k_norm = self.norms
+                q, k = q_norm(q), k_norm(k)
+            q, k = self.rope(positions, q), self.rope(positions, k)
+            self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
+        out = self.backend.attend(q, k, v, self.cache, context, self.scale).flatten(1)
+        rows = context.kept_rows if self.is_last else None
+        return out if rows is None else out.index_select(0, rows)
+
+    def _norm_rope_store(
+        self, qkv: torch.Tensor, positions: torch.Tensor, cache: KVCache, slots: torch.Tensor
+    ) -> torch.Tensor:
+        from nanovllm.kernels.rope import qk_norm_rope_store
+
+        norms = None
+        if self.norms is not None:
+            q_norm, k_norm = self.norms
+            norms = q_norm.weight, k_norm.weight, q_norm.eps
+        cos_sin = self.rope.cos_sin
+        return qk_norm_rope_store(qkv, norms, cos_sin, positions, cache.k, cache.v, slots)
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        if not self.build.fused:
+            return {}
+        from nanovllm.kernels.linear import split_numbers
+
+        num_heads, num_kv_heads, _ = self.head_counts
+        shape = 1, num_heads + 2 * num_kv_heads, self.head_dim
+        device = self.rope.cos_sin.device
+        like = torch.zeros(shape, dtype=self.build.dtype, device=device)
+
+        def store(parts: int) -> None:
+            qkv = like.clone()
+            if parts > 1:
+                qkv = like.new_zeros(parts, *shape, dtype=torch.float32)
+            cache = KVCache(*like.new_zeros(2, 1, 1, num_kv_heads, self.head_dim))
+            zero = like.new_zeros(1, dtype=torch.int32)
+            self._norm_rope_store(qkv, zero, cache, zero)
+
+        key = num_heads, num_kv_heads, self.head_dim, self.norms is None
+        return {(*key, parts): partial(store, parts) for parts in (1, *split_numbers(like))}

@@ -1,12 +1,16 @@
 """What layers are told when they are built, and what they tell the loader and the runner."""
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
+
+Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
 
 
 class Build(NamedTuple):
@@ -16,11 +20,37 @@ class Build(NamedTuple):
         dtype: of the parameters.
         fused: take our kernels where they are faster.
         group: the ranks that the model is split over.
+        backend: what attends.
     """
 
     dtype: torch.dtype
     fused: bool
     group: Group
+    backend: AttentionBackend
+
+
+class Part(NamedTuple):
+    """The part of a tensor's dimension that this rank holds.
+
+    Attributes:
+        held: the indices.
+        total: the size of the dimension in the checkpoint.
+    """
+
+    held: range
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Part":
+        """All of it."""
+        return cls(range(total), total)
+
+    @classmethod
+    def equal(cls, total: int, group: Group) -> "Part":
+        """An equal share for each rank."""
+        size = total // group.size
+        assert size * group.size == total, f"{total} elements for {group.size} ranks"
+        return cls(range(group.rank * size, (group.rank + 1) * size), total)
 
 
 class Shard(NamedTuple):
@@ -28,37 +58,39 @@ class Shard(NamedTuple):
 
     Attributes:
         target: the parameter, or rows of a packed one, that it fills.
-        dim: the dimension along which ranks divide the tensor.
-        start: where our part begins along it; the shape of `target` says where it ends.
-        total: the size of the whole tensor along it.
+        parts: what of each dimension fills it.
     """
 
     target: torch.Tensor
-    dim: int
-    start: int
-    total: int
+    parts: tuple[Part, ...]
 
     @classmethod
     def whole(cls, target: torch.Tensor) -> "Shard":
         """A tensor that every rank holds."""
-        return cls(target, 0, 0, len(target))
+        return cls(target, tuple(Part.whole(size) for size in target.shape))
 
     @property
     def full_shape(self) -> list[int]:
         """The shape of the tensor in the checkpoint."""
-        shape = list(self.target.shape)
-        shape[self.dim] = self.total
-        return shape
+        return [part.total for part in self.parts]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to take of the tensor in the checkpoint."""
+        return tuple(slice(part.held.start, part.held.stop) for part in self.parts)
 
 
 class Layer(nn.Module):
     """A layer with parameters."""
 
-    def shards(self, param: nn.Parameter) -> list[Shard]:
-        """What fills a parameter of this layer: one tensor of the checkpoint, or several if it is
-        a packed one.
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        """The checkpoint's tensors that fill this layer, and what of it each fills.
+
+        Args:
+            path: of this layer in the model, which names it in the checkpoint.
         """
-        return [Shard.whole(param.data)]
+        for name, param in self.named_parameters(recurse=False):
+            yield f"{path}.{name}", Shard.whole(param.data)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         """A call for each of our kernels that small steps take here, by what tells kernels apart:

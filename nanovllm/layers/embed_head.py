@@ -1,12 +1,14 @@
 """The two ends of a model: token embedding and LM head, split along the vocabulary."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from nanovllm.distributed.bulk import Scattered
-from nanovllm.layers.base import Build, Layer, Shard
-from nanovllm.layers.linear import gather_owned_rows, linear, sum_over_ranks
+from nanovllm.layers.base import Build, Layer, Part, Shard
+from nanovllm.layers.linear import gather_owned_rows, sum_over_ranks
+from nanovllm.layers.weight import Weight
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -25,37 +27,47 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
 
 
 class VocabParallelEmbedding(Layer):
-    """Token ids to hidden states. weight: [V, M], of the tokens in `vocab`; at least one row."""
+    """Token ids to hidden states. The weight has the rows of `vocab`, at least one."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
         self.vocab_size, self.build = vocab_size, build
         self.vocab = local_vocab(vocab_size, build.group.rank, build.group.size)
-        rows = max(1, len(self.vocab))
-        self.weight = nn.Parameter(torch.zeros(rows, hidden_size, dtype=build.dtype), False)
+        self.hidden_size = hidden_size
+        # The library reads so large a weight as fast as a kernel of ours, for one row too.
+        self.weight = Weight(max(1, len(self.vocab)), hidden_size, build.dtype, fused=False)
+        self.weight.data.zero_()
 
-    def shards(self, param: nn.Parameter) -> list[Shard]:
-        return [Shard(param.data[: len(self.vocab)], 0, self.vocab.start, self.vocab_size)]
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        rows, cols = Part(self.vocab, self.vocab_size), Part.whole(self.hidden_size)
+        return self.weight.shards(path, 0, rows, cols)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
         if self.build.group.size == 1:
-            return F.embedding(input_ids, self.weight)
-        rows = gather_owned_rows(self.weight, input_ids, self.vocab)
+            return F.embedding(input_ids, self.weight.data)
+        rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
         return sum_over_ranks(rows, self.build.group)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits over this rank's part of the vocabulary. The library reads so large a
-    weight as fast as a kernel of ours, for one row too.
-    """
+    """Hidden states to logits over this rank's part of the vocabulary."""
+
+    is_tied = False
+
+    def tie_to(self, embedding: VocabParallelEmbedding) -> None:
+        """Have the weight of the embedding, which the checkpoint holds once."""
+        self.weight, self.is_tied = embedding.weight, True
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        return iter(()) if self.is_tied else super().shards(path)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight)] if it is given."""
+        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight.data)] if it is given."""
         if out is None:
-            out = linear(hidden, self.weight, None)
+            out = self.weight.multiply(hidden)
         else:
-            torch.mm(hidden, self.weight.T, out=out)
+            self.weight.multiply_into(out, hidden)
         return out[:, : len(self.vocab)]

@@ -1,13 +1,34 @@
-"""RMS normalisation, alone or with the residual addition before it."""
+"""RMS normalisation, alone or with the residual addition before it.
+
+Beside the linear layers, the only place that knows how sums and rows are spread over GPUs.
+"""
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from nanovllm.distributed.bulk import Gathered, Hidden, Scattered
-from nanovllm.layers.base import Build, Layer
+from nanovllm.distributed.bulk import Gathered, Scattered
+from nanovllm.layers.base import Build, Hidden, Layer
+from nanovllm.layers.linear import gather_owned_rows
+from nanovllm.utils.context import get_context
+
+
+class Owned(NamedTuple):
+    """This rank's rows of the residual stream, in a large step on several GPUs.
+
+    Attributes:
+        rows: [len(held) or more, M]
+        held: which of the step's rows they are.
+    """
+
+    rows: torch.Tensor
+    held: range
+
+
+Residual: TypeAlias = torch.Tensor | Owned | None  # [T, M], None before the first layer
 
 
 class RMSNorm(Layer):
@@ -50,21 +71,26 @@ class RMSNorm(Layer):
         return {(RMSNorm, self.weight.shape, parts): partial(add, parts) for parts in numbers}
 
     def add_forward(
-        self, x: Hidden, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor | Gathered, torch.Tensor]:
+        self, x: Hidden, residual: Residual
+    ) -> tuple[torch.Tensor | Gathered, Residual]:
         """Normalise `x + residual`; returns that and the sum. Neither input is changed.
 
-        The first layer of a model has no residual yet: None stands for zero. With `fused`, x may
-        be partial results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks;
-        or `Scattered`: then both results are of this rank's rows, and the first is being gathered.
+        The first layer of a model has no residual yet: None stands for zero. Where x has only the
+        rows that attention kept, the residual's others are dropped. With `fused`, x may be partial
+        results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks; or
+        `Scattered`: then the sum is of this rank's rows, and the first result being gathered.
         """
         if isinstance(x, Scattered):
             from nanovllm.kernels.norm import add_rms_norm
 
+            assert residual is None or isinstance(residual, Owned), "rows are divided once"
+            own = None if residual is None else residual.rows
             out = x.exchange.own_rows(x.num_rows)
-            _, total = add_rms_norm(x.partial, residual, self.weight, self.eps, out=out)
-            return x.exchange.gather(x.num_rows), total
+            _, total = add_rms_norm(x.partial, own, self.weight, self.eps, out=out)
+            gathered = x.exchange.gather(x.num_rows)
+            return gathered, Owned(total, gathered.held)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
+        residual = self._kept(residual, x.shape[-2])
         if residual is None and x.dim() == 2:
             return self(x), x
         if self.build.fused:
@@ -75,3 +101,27 @@ class RMSNorm(Layer):
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual
+
+    def _kept(self, residual: Residual, num_rows: int) -> torch.Tensor | None:
+        """The rows of the residual that attention has kept of the others."""
+        if isinstance(residual, Owned):
+            # After attention's sum: once that is there, all ranks have the gathered rows, so none
+            # waits for rows while another's norm waits for it, perhaps on the whole GPU.
+            own = gather_owned_rows(residual.rows, _kept_rows(), residual.held)
+            return self.build.group.all_reduce(own)
+        if residual is None or len(residual) == num_rows:
+            return residual
+        return residual.index_select(0, _kept_rows())
+
+
+def _kept_rows() -> torch.Tensor:
+    rows = get_context().kept_rows
+    assert rows is not None, "x and residual have different rows"
+    return rows
+
+
+def all_rows(hidden: torch.Tensor | Gathered) -> torch.Tensor:
+    """Normalised rows [T, M], also where those of other ranks are on their way; the next step
+    overwrites them.
+    """
+    return hidden.whole() if isinstance(hidden, Gathered) else hidden

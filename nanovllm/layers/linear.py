@@ -4,23 +4,16 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 take our kernels where these are faster.
 """
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed.bulk import Gathered, Hidden, Scattered
+from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
-from nanovllm.layers.base import Build, Layer, Shard
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias`. A weight in oneDNN's keeping (`onednn.py`) is multiplied there."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
+from nanovllm.layers.weight import Weight
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
@@ -53,91 +46,63 @@ def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> to
     return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
 
 
-class Rows(NamedTuple):
-    """Rows (or columns) of a projection in the checkpoint.
+class LinearBase(Layer):
+    """`x @ weight.T + bias` with this rank's part of the weight.
+
+    Args:
+        inputs: the columns that this rank holds.
+        outputs: the rows, by the name of the module in the checkpoint that they come from; a packed
+            layer has several such modules, beside each other there; "" is the layer's own name.
 
     Attributes:
-        held: those that this rank holds.
-        total: how many there are.
+        partial: whether `forward`, if built with `fused`, may return partial results [S, T, out].
     """
 
-    held: range
-    total: int
+    partial, is_gated = False, False
 
-    @classmethod
-    def of(cls, total: int, group: Group) -> "Rows":
-        """An equal share of `total` for each rank."""
-        size = total // group.size
-        assert size * group.size == total, f"{total} rows for {group.size} ranks"
-        return cls(range(group.rank * size, (group.rank + 1) * size), total)
-
-
-class ReplicatedLinear(Layer):
-    """`x @ weight.T + bias`, the same on every device. weight: [out, in].
-
-    Attributes:
-        partial: whether `forward`, if `fused`, may return partial results [S, T, out].
-    """
-
-    partial = False
-
-    def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
+    def __init__(self, inputs: Part, outputs: dict[str, Part], bias: bool, build: Build) -> None:
         super().__init__()
-        dtype = build.dtype
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype), False)
-        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype), False) if bias else None
-        self.build = build
-        self.fused = build.fused and not bias
+        self.inputs, self.outputs, self.build = inputs, outputs, build
+        num_rows = sum(len(rows.held) for rows in outputs.values())
+        self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
+        self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        parent, _, own_name = path.rpartition(".")
+        begin = 0
+        for name, rows in self.outputs.items():
+            module = f"{parent}.{name or own_name}".lstrip(".")
+            yield from self.weight.shards(module, begin, rows, self.inputs)
+            end = begin + len(rows.held)
+            if self.bias is not None:
+                yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
+            begin = end
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
-        if self.fused:
-            from nanovllm.kernels import linear as kernels
-
-            return kernels.linear(x, self.weight, self.partial)
-        return linear(x, self.weight, self.bias)
+        return self.weight.multiply(x, self.bias, self.partial)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
-        if not self.fused:
-            return {}
-        from nanovllm.kernels import linear as kernels
-
-        gated = isinstance(self, MergedColumnParallelLinear)
-        return kernels.variants(self.weight, self.partial, gated)
-
-    def _into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """The plain product of many rows, into `out`."""
-        if bias is None:
-            torch.mm(x, self.weight.T, out=out)
-        else:
-            torch.addmm(bias, x, self.weight.T, out=out)
+        return self.weight.variants(self.bias, self.partial, self.is_gated)
 
 
-class ColumnParallelLinear(ReplicatedLinear):
-    """Split along its outputs. It may pack several projections, each split on its own.
+class ReplicatedLinear(LinearBase):
+    """The same on every rank."""
 
-    Args:
-        outputs: the rows of each projection.
-    """
+    def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
+        super().__init__(Part.whole(input_size), {"": Part.whole(output_size)}, bias, build)
 
-    def __init__(self, input_size: int, outputs: list[Rows], bias: bool, build: Build) -> None:
-        super().__init__(input_size, sum(len(rows.held) for rows in outputs), bias, build)
-        self.outputs = outputs
 
-    def shards(self, param: nn.Parameter) -> list[Shard]:
-        targets = param.data.split([len(rows.held) for rows in self.outputs])
-        return [
-            Shard(target, 0, rows.held.start, rows.total)
-            for target, rows in zip(targets, self.outputs, strict=True)
-        ]
+class ColumnParallelLinear(LinearBase):
+    """Split along its outputs. It may pack several projections, each split on its own."""
 
     def forward(self, x: torch.Tensor | Gathered) -> torch.Tensor:
         """[T, in] -> [T, out]"""
         if not isinstance(x, Gathered):
             return super().forward(x)
-        out = x.rows.new_empty(len(x.rows), len(self.weight))
+        out = x.rows.new_empty(len(x.rows), len(self.weight.data))
         for rows in x.parts():
-            self._into(out[rows], x.rows[rows], self.bias)
+            self.weight.multiply_into(out[rows], x.rows[rows], self.bias)
         return out
 
 
@@ -145,27 +110,28 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input as one product, each split evenly.
 
     Args:
-        output_sizes: the outputs of each on all ranks, in the order of their rows in `weight`.
+        outputs: the module of the checkpoint -> its outputs on all ranks.
     """
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool, build: Build) -> None:
-        outputs = [Rows.of(size, build.group) for size in output_sizes]
-        super().__init__(input_size, outputs, bias, build)
+    is_gated = True
+
+    def __init__(self, input_size: int, outputs: dict[str, int], bias: bool, build: Build) -> None:
+        parts = {name: Part.equal(size, build.group) for name, size in outputs.items()}
+        super().__init__(Part.whole(input_size), parts, bias, build)
 
     def gated(self, x: Hidden) -> torch.Tensor:
-        """`silu(gate) * up` of two packed projections, by our kernels: [T, in] -> [T, out / 2]"""
-        from nanovllm.kernels.activation import silu_and_mul
-        from nanovllm.kernels.linear import gated_linear
-
+        """`silu(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
+            from nanovllm.kernels.activation import silu_and_mul
+
             return silu_and_mul(self(x))
         assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
-        return gated_linear(x, self.weight)
+        return self.weight.multiply_gated(x, self.bias)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D]; `fused`
-    also [S, T, (Hq + 2 Hkv) * D], for `qk_norm_rope_store` to sum.
+    also [S, T, (Hq + 2 Hkv) * D], for `Attention` to sum.
 
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
@@ -185,11 +151,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         build: Build,
     ) -> None:
         group = build.group
-        q = Rows.of(num_heads * head_dim, group)
         kv = local_kv_heads(num_kv_heads, group)
         rows = range(kv.start * head_dim, kv.stop * head_dim)
-        kv_rows = Rows(rows, num_kv_heads * head_dim)
-        super().__init__(hidden_size, [q, kv_rows, kv_rows], bias, build)
+        kv_rows = Part(rows, num_kv_heads * head_dim)
+        q_rows = Part.equal(num_heads * head_dim, group)
+        outputs = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        super().__init__(Part.whole(hidden_size), outputs, bias, build)
         self.num_heads, self.num_kv_heads = num_heads // group.size, len(kv)
 
 
@@ -200,7 +167,7 @@ def local_kv_heads(num_kv_heads: int, group: Group) -> range:
     return range(first, first + count)
 
 
-class RowParallelLinear(ReplicatedLinear):
+class RowParallelLinear(LinearBase):
     """Split along its inputs; the ranks' results are summed.
 
     Args:
@@ -208,16 +175,10 @@ class RowParallelLinear(ReplicatedLinear):
     """
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
-        inputs = Rows.of(input_size, build.group)
-        super().__init__(len(inputs.held), output_size, bias, build)
-        self.inputs = inputs
+        inputs = Part.equal(input_size, build.group)
+        super().__init__(inputs, {"": Part.whole(output_size)}, bias, build)
         # The norm behind it sums; NCCL wants whole results.
         self.partial = build.group.size == 1 or build.group.peers is not None
-
-    def shards(self, param: nn.Parameter) -> list[Shard]:
-        if param is self.bias:
-            return [Shard.whole(param.data)]
-        return [Shard(param.data, 1, self.inputs.held.start, self.inputs.total)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | Scattered:  # type: ignore[override]
         """[T, in] -> [T, out]; `fused` also [S, T, out] or `Scattered`, for `RMSNorm.add_forward`
@@ -226,11 +187,7 @@ class RowParallelLinear(ReplicatedLinear):
         group = self.build.group
         bias = self.bias if group.rank == 0 else None
         if bulk := group.bulk_for(x):
-            return bulk.scatter(len(x), lambda rows, out: self._into(out, x[rows], bias))
-        if self.fused:
-            from nanovllm.kernels import linear as kernels
-
-            out = kernels.linear(x, self.weight, self.partial)
-        else:
-            out = linear(x, self.weight, bias)
+            into = self.weight.multiply_into
+            return bulk.scatter(len(x), lambda rows, out: into(out, x[rows], bias))
+        out = self.weight.multiply(x, bias, self.partial)
         return out if out.dim() == 3 else sum_over_ranks(out, group)

@@ -10,9 +10,28 @@ import torch
 from torch import nn
 
 from nanovllm.layers.embed_head import ParallelLMHead
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.weight import Weight
 
 MIN_WEIGHT = 2**18  # elements; smaller products gain less than a call costs (640 x 640 gains)
+
+
+class OneDnnWeight(Weight):
+    """A float32 weight in oneDNN's own layout.
+
+    Args:
+        plain: the same weight, filled.
+    """
+
+    def __init__(self, plain: Weight) -> None:
+        nn.Module.__init__(self)
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
+        self.data, self.fused = nn.Parameter(packed, False), False
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+    ) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -21,11 +40,10 @@ def use_onednn(model: nn.Module) -> None:
     """
     for module in model.modules():
         if (
-            isinstance(module, (ReplicatedLinear, ParallelLMHead))
-            and module.weight.numel() >= MIN_WEIGHT
+            isinstance(module, (LinearBase, ParallelLMHead))
+            and module.weight.data.numel() >= MIN_WEIGHT
         ):
-            packed = torch.ops.mkldnn._reorder_linear_weight(module.weight)
-            module.weight = nn.Parameter(packed, False)
+            module.weight = OneDnnWeight(module.weight)
 
 
 def can_use_onednn(device: torch.device, dtype: torch.dtype) -> bool:

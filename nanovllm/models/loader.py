@@ -1,6 +1,6 @@
 """Checkpoint weights into a model: every parameter filled, every tensor used, or an error.
 
-Knows safetensors files and the model's packed-module mapping; knows nothing of the engine.
+Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
 from collections.abc import Callable, Iterator
@@ -79,16 +79,13 @@ def _open(file: Path) -> Iterator[Any]:
 
 def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     """Checkpoint tensor name -> the parameter, or the rows of a packed one, that it fills."""
-    packed: dict[str, tuple[str, ...]] = model.packed_modules_mapping  # type: ignore[assignment]
     found: dict[str, Shard] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Layer):
+            found |= layer.shards(path)
+    filled = {shard.target.untyped_storage().data_ptr() for shard in found.values()}
     for name, param in model.named_parameters():
-        path, _, param_name = name.rpartition(".")
-        parent, _, module_name = path.rpartition(".")
-        layer = model.get_submodule(path)
-        assert isinstance(layer, Layer), f"{path} has parameters and is no Layer"
-        parts = packed.get(module_name, (module_name,))
-        for part, shard in zip(parts, layer.shards(param), strict=True):
-            found[f"{parent}.{part}.{param_name}".lstrip(".")] = shard
+        assert param.untyped_storage().data_ptr() in filled, f"nothing fills {name}"
     return found
 
 
@@ -135,15 +132,10 @@ def _check_shape(name: str, source: Any, shard: Shard) -> None:
 
 def _copy(name: str, source: Any, shard: Shard) -> None:
     """Fill `shard` from `source`, a slice of safetensors."""
-    tensor = source[_part(shard)]
+    tensor = source[shard.slices]
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
     shard.target.copy_(tensor)
-
-
-def _part(shard: Shard) -> tuple[slice, ...]:
-    part = slice(shard.start, shard.start + shard.target.shape[shard.dim])
-    return (slice(None),) * shard.dim + (part,)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
@@ -161,7 +153,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
             else:
                 whole = shard.target.new_empty(shard.full_shape)
                 whole.normal_(0.0, 0.02, generator=generator)
-                shard.target.copy_(whole[_part(shard)])
+                shard.target.copy_(whole[shard.slices])
 
 
 def _names(names: list[str]) -> str:

@@ -35,6 +35,7 @@ class Context:
         max_seqlen_q: most rows of a prefilling sequence.
         max_seqlen_k: longest context of a prefilling sequence.
         has_cached_context: whether a prefilling sequence sees more than this step's tokens.
+        kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
         shared: what a backend works out in the first layer for all of them.
     """
 
@@ -47,6 +48,7 @@ class Context:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     has_cached_context: bool = False
+    kept_rows: torch.Tensor | None = None
     shared: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,87 @@
+"""`Weight`: the matrix of a product. What knows how it is stored fills it and multiplies by it.
+
+Every product of a model goes through here. Another way to store a matrix is another class with
+these methods (`onednn.py`).
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.base import Part, Shard
+
+
+class Weight(nn.Module):
+    """N x K numbers of the model's dtype, which start uninitialised.
+
+    Args:
+        num_rows, num_cols: N and K, of this rank.
+        dtype: of the numbers.
+        fused: multiply by our kernels where they are faster than the library's.
+
+    Attributes:
+        data: [N, K].
+    """
+
+    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
+        super().__init__()
+        self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=dtype), False)
+        self.fused = fused
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        """The tensors of the checkpoint's `module` that fill our rows from `begin`, as
+        `Layer.shards` does.
+        """
+        target = self.data.data[begin : begin + len(rows.held)]
+        yield f"{module}.weight", Shard(target, (rows, cols))
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias`.
+
+        Args:
+            x: [T, K]
+            bias: [N]
+            partial: allow a result whose sum is left to the caller.
+
+        Returns:
+            [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
+        """
+        if self.fused:
+            from nanovllm.kernels.linear import linear
+
+            return linear(x, self.data, bias, partial)
+        return F.linear(x, self.data, bias)
+
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu(gate) * up`, where the first half of the product is the gate: [T, N / 2]."""
+        if self.fused:
+            from nanovllm.kernels.linear import gated_linear
+
+            return gated_linear(x, self.data, bias)
+        return silu_and_mul(self.multiply(x, bias))
+
+    def multiply_into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """`multiply` by the library, for many rows, into `out`: [T, N]."""
+        if bias is None:
+            torch.mm(x, self.data.T, out=out)
+        else:
+            torch.addmm(bias, x, self.data.T, out=out)
+
+    def variants(
+        self, bias: torch.Tensor | None, partial: bool, gated: bool
+    ) -> dict[Hashable, Callable[[], object]]:
+        """See `Layer.variants`."""
+        if not self.fused:
+            return {}
+        from nanovllm.kernels import linear
+
+        return linear.variants(self.data, bias, partial, gated)
