@@ -191,8 +191,8 @@ def _read(
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
-    if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
-        name = architectures[0] if isinstance(architectures, list) else repr(architectures)
+    name = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(name, str) or not isinstance(architectures, list) or name not in FAMILIES:
         raise ValueError(
             f"config.json: `architectures` {name} is not supported; "
             f"supported: {', '.join(FAMILIES)}"

@@ -33,8 +33,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_checkpoint(path: Path, *, seed: int = 0, shard: str = "1GB", **overrides: Any) -> Path:
-    """Save a random Qwen3 without tokenizer and without end-of-sequence tokens."""
+def make_checkpoint(
+    path: Path, family: str = "qwen3", *, seed: int = 0, shard: str = "1GB", **overrides: Any
+) -> Path:
+    """Save a random model without tokenizer and without end-of-sequence tokens.
+
+    Args:
+        family: what transformers calls `model_type`.
+    """
     options = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -42,17 +48,18 @@ def make_checkpoint(path: Path, *, seed: int = 0, shard: str = "1GB", **override
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 256,
         "initializer_range": 0.3,  # decided logits, and outputs that depend on the prompt
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config = transformers.Qwen3Config(**{**options, **overrides})
+    if family == "qwen3":  # the others divide the hidden size by the heads
+        options["head_dim"] = 32
+    config = transformers.AutoConfig.for_model(family, **{**options, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.Qwen3ForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         for param in model.parameters():
             if param.dim() == 1:  # norms and biases: without noise all 1 and all 0
                 param.data += 0.2 * torch.randn_like(param)

@@ -33,9 +33,21 @@ from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
-from nanovllm.model_config import SAMPLING_KEYS, ModelConfig, read_sampling_params
+from nanovllm.model_config import (
+    SAMPLING_KEYS,
+    ModelConfig,
+    RopeParameters,
+    read_sampling_params,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 # -- options --------------------------------------------------------------------------------------
 
@@ -372,8 +384,8 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*supported: Qwen3ForCausalLM"),
-        ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Qwen3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Llama.*, Qwen3For"),
+        ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Llama"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised .*'gptq': use the original"),
         ({"use_sliding_window": True}, "sliding-window .*`use_sliding_window` True"),
@@ -385,7 +397,15 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be True or False, got 'yes'"),
         ({"num_key_value_heads": 3}, "multiple of `num_key_value_heads`, got 4 and 3"),
         ({"head_dim": 31}, "`head_dim` must be even, got 31"),
-        ({"rope_parameters": None, "rope_theta": None}, "`rope_theta` is missing"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "a part of each head .*`partial_rotary_factor` 0.5 in `rope_parameters`",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "`low_freq_factor` is missing"),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}},
+            "`low_freq_factor` of RoPE must be below `high_freq_factor`, got 4.0 and 4.0",
+        ),
         ({"eos_token_id": "end"}, "`eos_token_id` must be token ids, got 'end'"),
         ({"eos_token_id": [1, -1]}, r"`eos_token_id` must be token ids, got \[1, -1\]"),
     ],
@@ -458,7 +478,7 @@ def test_any_end_token_is_refused_by_name_or_right(checkpoint, tmp_path):
         assert config is None or config.eos_token_ids <= {0, 1, 3}
 
 
-@pytest.mark.parametrize("kind", ["yarn", "llama3", "linear", "dynamic"])
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "linear", "dynamic"])
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 def test_rope_scaling_is_refused_by_name(where, key, kind, checkpoint, tmp_path):
@@ -498,7 +518,7 @@ def test_rope_scaling_is_refused_wherever_it_hides(changes, checkpoint, tmp_path
 def test_defect_6_rope_theta_is_read_in_both_spellings(spelling, checkpoint, tmp_path):
     changes = {"rope_parameters": None, "rope_theta": None, **spelling}
     path = copy_checkpoint(checkpoint, tmp_path / "model", **changes)
-    assert ModelConfig.from_pretrained(str(path)).rope_theta == 12345.0
+    assert ModelConfig.from_pretrained(str(path)).rope == RopeParameters(12345.0)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
