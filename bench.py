@@ -34,8 +34,20 @@ from nanovllm import LLM, TINY, SamplingParams, __version__
 
 ROOT = Path(__file__).parent
 CPU_SECONDS = 45.0
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
 SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published checkpoints
     "qwen3-0.6b": {
+        **QWEN3,
         "hidden_size": 1024,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
@@ -43,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published c
         "tie_word_embeddings": True,
     },
     "qwen3-4b": {
+        **QWEN3,
         "hidden_size": 2560,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
@@ -50,25 +63,50 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published c
         "tie_word_embeddings": True,
     },
     "qwen3-8b": {
+        **QWEN3,
         "hidden_size": 4096,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
         "intermediate_size": 12288,
         "tie_word_embeddings": False,
     },
-}
-COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 128009,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 151645,
+    },
 }
 
 
@@ -191,8 +229,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         yield args.model or TINY, options
         return
     with tempfile.TemporaryDirectory() as directory:
-        config = {**COMMON, **SHAPES[args.dummy]}
-        (Path(directory) / "config.json").write_text(json.dumps(config))
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPES[args.dummy]))
         yield directory, {**options, "load_format": "dummy"}
 
 

@@ -55,7 +55,7 @@ SCHEMA = {
 }
 
 
-def write_tokenizer(directory: str) -> None:
+def write_tokenizer(directory: str, shape: dict[str, Any]) -> None:
     """A byte-level tokenizer: the bytes, short words, and an end-of-sequence token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -63,8 +63,8 @@ def write_tokenizer(directory: str) -> None:
     letters = string.ascii_lowercase
     words = ("".join(word) for n in (2, 3, 4) for word in itertools.product(letters, repeat=n))
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens += itertools.islice(words, int(bench.COMMON["vocab_size"]) - len(tokens) - 1)
-    tokens.insert(int(bench.COMMON["eos_token_id"]), "<end>")
+    tokens += itertools.islice(words, shape["vocab_size"] - len(tokens) - 1)
+    tokens.insert(shape["eos_token_id"], "<end>")
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -98,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
         if options.get("load_format") == "dummy":  # a directory of our own, never the user's
-            write_tokenizer(directory)
+            write_tokenizer(directory, bench.SHAPES[args.dummy])
         # Prompts first and alone: what is measured are steps that decode all sequences.
         llm = LLM(directory, **{**options, "mixed_steps": False})
     vocab_size = llm.model_config.vocab_size

@@ -215,12 +215,11 @@ def meet_nobody(self: Any) -> None:
         self._group._backend, self._group._device = MagicMock(), GPU
 
 
-def write_config(directory: str, shape: str, head_dim: int) -> None:
-    """The config.json of a Qwen3 of two layers, of which only the second has a residual."""
+def write_config(directory: str, shape: str, head_dim: int, architecture: str) -> None:
+    """The config.json of a model of two layers, of which only the second has a residual."""
     M, I, Hq, Hkv, tied = SHAPES[shape]
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [architecture],
         "vocab_size": VOCAB,
         "hidden_size": M,
         "intermediate_size": I,
@@ -237,13 +236,15 @@ def write_config(directory: str, shape: str, head_dim: int) -> None:
     Path(directory, "config.json").write_text(json.dumps(config))
 
 
-def compile_engine(shape: str, head_dim: int, **options: Any) -> str:
+def compile_engine(
+    shape: str, head_dim: int, architecture: str = "Qwen3ForCausalLM", **options: Any
+) -> str:
     """Build an engine and have it do all it can."""
     from nanovllm import LLM, SamplingParams
 
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "num_kvcache_blocks": 4096}
     with tempfile.TemporaryDirectory() as directory:
-        write_config(directory, shape, head_dim)
+        write_config(directory, shape, head_dim, architecture)
         with LLM(directory, load_format="dummy", **(limits | options)) as llm:
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)
