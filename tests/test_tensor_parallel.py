@@ -280,7 +280,7 @@ def test_log_probabilities_are_those_of_transformers(name: str, size: int, make:
         assert sum(columns) == V and sum(n > 0 for n in columns) >= min(size, 3)
         weights = [runner.model.lm_head.weight for runner in ranks.runners]
         onednn = name == "wide" and torch.backends.mkldnn.is_available()
-        assert {weight.is_mkldnn for weight in weights} == {onednn}
+        assert {weight.data.is_mkldnn for weight in weights} == {onednn}
         for length in (1, 16, 17, 90):
             prompt = [rng.randrange(V) for _ in range(length)]
             (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)

@@ -47,3 +47,14 @@ def load_tokenizer(model: str) -> Any:
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
         ) from error
+
+
+def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
+    """The text of tokens, as they are: `clean_up_tokenization_spaces`, which some tokenizers ask
+    for, would delete spaces before punctuation, in code too.
+    """
+    return tokenizer.decode(
+        token_ids,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
