@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.utils.tokenizer import decode
+from nanovllm.utils.tokenizer import as_text
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 MAX_INCOMPLETE = 3  # bytes of a character that lacks one
@@ -17,95 +17,81 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 CONTEXT = 6  # tokens that are decoded again: more than incomplete bytes can be
 
 
-def certain_length(text: str) -> int:
-    """Characters of a text that no token behind it changes. Wrong bytes look like incomplete ones,
-    but only so many can be incomplete.
-    """
-    return max(len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE)
+class TokenText:
+    """The text of tokens as they come, each piece as soon as no later token can change it.
 
-
-class Window:
-    """The text of tokens as they come, by decoding again the first one and the last ones.
-
-    The first keeps the tokenizer from stripping a leading space from anything else. What the window
-    shows at its beginning may be wrong, so positions in it count relative to its end only.
+    Of a tokenizer of the tokenizers library that is `DecodeStream`'s work. It gives nothing while
+    the text ends in U+FFFD: then, and for other tokenizers, the tokens whose text is open are
+    decoded here, behind the one before them, so that no leading space is stripped from them.
 
     Args:
-        decode: of the tokenizer.
-        token_ids: those before.
-        num_open: characters of their text that have not been given.
-    """
-
-    def __init__(
-        self, decode: Callable[[list[int]], str], token_ids: list[int], num_open: int = 0
-    ) -> None:
-        self._decode, self._token_ids = decode, token_ids
-        self._num_given = len(decode(token_ids)) - num_open
-
-    def step(self, token_id: int) -> str:
-        """Add a token. Returns the text that no later one can change."""
-        token_ids = self._token_ids
-        token_ids.append(token_id)
-        text = self._decode(token_ids)
-        start = self._num_given
-        self._num_given = end = max(start, certain_length(text))
-        if len(token_ids) > 2 * CONTEXT:
-            shorter = [token_ids[0], *token_ids[-CONTEXT:]]
-            shorter_text = self._decode(shorter)
-            if shorter_text.endswith(text[self._num_given :]):
-                self._num_given += len(shorter_text) - len(text)
-                self._token_ids = shorter
-        return text[start:end]
-
-    def rest(self) -> str:
-        """The text that was not given yet: incomplete bytes."""
-        return self._decode(self._token_ids)[self._num_given :]
-
-
-class TokenText:
-    """The same by the tokenizers library, where the tokenizer is its own: 40 times as fast.
-
-    `DecodeStream` gives nothing while the text ends in U+FFFD. Then the text is decoded here, too,
-    and what ends in many such tokens goes on as a `Window`.
+        tokenizer: of transformers.
+        decode: its text of tokens.
+        skip: leave special tokens out.
+        context: tokens before.
     """
 
     def __init__(
         self, tokenizer: Any, decode: Callable[[list[int]], str], skip: bool, context: list[int]
     ) -> None:
-        self._decode, self._context = decode, context
-        self._open: list[int] = []  # tokens whose text the stream has not given
-        self._num_given = 0  # of their characters
+        self._tokenizer, self._decode = tokenizer, decode
+        self._window = context  # the last token before open text, and those of that
+        self._text: str | None = None  # that of the window, once it was needed
+        self._begin = 0  # of open text in it
+        self._num_given = 0  # characters of it that have been given
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._window = None if self._backend is not None else Window(decode, context)
         self._stream = DecodeStream(skip_special_tokens=skip)
-        for token_id in context if self._window is None else ():
+        for token_id in context if self._backend is not None else ():
             self._stream.step(tokenizer.backend_tokenizer, token_id)
 
     def step(self, token_id: int) -> str:
-        """See `Window.step`."""
-        if self._window is not None:
-            return self._window.step(token_id)
-        text = self._stream.step(self._backend, token_id)
+        """Add a token. Returns the text that is certain now."""
+        if self._backend is not None:
+            text = None
+            try:
+                text = self._stream.step(self._backend, token_id)
+            except Exception:  # of no type of its own: the token changes text that was given
+                self._backend = None
+            if text is not None:
+                start = self._num_given - self._begin
+                self._window, self._text, self._begin, self._num_given = [token_id], None, 0, 0
+                return text[start:]
+        if self._text is None:
+            self._text = self._decode(self._window)
+            self._begin = self._num_given = len(self._text)
+        window = [*self._window, token_id]
+        text = self._decode(window)
+        if text == self._text and is_left_out(self._tokenizer, self._decode, token_id):
+            return ""
         start = self._num_given
-        if text is not None:
-            self._context, self._open, self._num_given = [token_id], [], 0
-            return text[start:]
-        self._open.append(token_id)
-        text = self._open_text()
-        self._num_given = end = max(start, certain_length(text))
-        if len(self._open) > CONTEXT:
-            self._window = Window(self._decode, [*self._context, *self._open], len(text) - end)
+        # Wrong bytes look like incomplete ones, but only so many can be incomplete.
+        end = max(start, len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE)
+        self._window, self._text, self._num_given = window, text, end
+        if len(window) > 2 * CONTEXT:
+            self._shorten(text[end:])
         return text[start:end]
 
-    def rest(self) -> str:
-        """See `Window.rest`."""
-        if self._window is not None:
-            return self._window.rest()
-        return self._open_text()[self._num_given :]
+    def _shorten(self, open_text: str) -> None:
+        """Endless wrong bytes must not take ever longer. The first token keeps its place; what the
+        others show at their beginning may be wrong, their end agrees with the whole.
+        """
+        window = [self._window[0], *self._window[-CONTEXT:]]
+        text = self._decode(window)
+        if text.endswith(open_text):
+            self._window, self._text, self._num_given = window, text, len(text) - len(open_text)
+            self._backend = None  # whose stream goes on decoding all of them
 
-    def _open_text(self) -> str:
-        context = self._context
-        return self._decode(context + self._open)[len(self._decode(context)) :]
+    def rest(self) -> str:
+        """The text that is not certain: incomplete bytes."""
+        return (self._text or "")[self._num_given :]
+
+
+def is_left_out(tokenizer: Any, decode: Callable[[list[int]], str], token_id: int) -> bool:
+    """Whether the tokenizer leaves a token out: a special one, or none of its own."""
+    if decode([token_id]):
+        return False
+    is_known = tokenizer.convert_ids_to_tokens(token_id) is not None
+    return not is_known or bool(as_text(tokenizer, [token_id], skip_special_tokens=False))
 
 
 class ByteRun:
@@ -178,7 +164,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._decode = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(as_text, tokenizer, skip_special_tokens=skip_special_tokens)
         self._make_text = partial(TokenText, tokenizer, self._decode, skip_special_tokens)
         self._stop = tuple(stop)
         self._max_stop_len = max(map(len, self._stop), default=1)
@@ -244,7 +230,7 @@ class Detokenizer:
             return self._extend_run(byte)
         if self._run is None:
             return self._text.step(token_id), ""
-        if self._is_left_out(token_id):
+        if is_left_out(self._tokenizer, self._decode, token_id):
             return "", self._tail[self._num_certain :]  # bytes may go on behind it
         certain, self._run = self._run.end(), None
         return certain + self._text.step(token_id), ""
@@ -306,10 +292,3 @@ class Detokenizer:
         """The byte of a byte token."""
         match = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")
         return bytes.fromhex(match[1]) if match else None
-
-    def _is_left_out(self, token_id: int) -> bool:
-        """Whether the tokenizer leaves a token out: a special one, or none of its own."""
-        if self._decode([token_id]):
-            return False
-        is_known = self._tokenizer.convert_ids_to_tokens(token_id) is not None
-        return not is_known or bool(decode(self._tokenizer, [token_id], False))

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import decode
+from nanovllm.utils.tokenizer import as_text
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
 
@@ -132,12 +132,12 @@ class Decoder:
     def __call__(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:
             return ""
-        return decode(self._tokenizer, token_ids, skip_special_tokens)
+        return as_text(self._tokenizer, token_ids, skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
         """The text of a token, also of a special one."""
         if self._tokenizer is None:
             return None
         if token_id not in self._texts:
-            self._texts[token_id] = decode(self._tokenizer, [token_id], False)
+            self._texts[token_id] = as_text(self._tokenizer, [token_id], False)
         return self._texts[token_id]

@@ -49,7 +49,7 @@ def load_tokenizer(model: str) -> Any:
         ) from error
 
 
-def decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
+def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
     """The text of tokens, as they are: `clean_up_tokenization_spaces`, which some tokenizers ask
     for, would delete spaces before punctuation, in code too.
     """
