@@ -8,9 +8,9 @@ from typing import Any
 from nanovllm.beam_search import Candidates, beam_search
 from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.config import FOREIGN_ARGUMENTS
-from nanovllm.engine.inputs import Params, ParsedPrompt, Prompts, name_prompts
+from nanovllm.engine.inputs import Params, Prompts, name_prompts
+from nanovllm.engine.intake import OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request_maker import OnError, Refusal
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -91,7 +91,7 @@ class LLM(LLMEngine):
         """
         check_choice("pooling", pooling, POOLING)
         check_bool("normalize", normalize)
-        checked = self._maker.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
+        checked = self._intake.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
         outputs = []
         for output in self._complete(checked, use_tqdm, pooling):
             vector = output.embedding
@@ -151,12 +151,8 @@ class LLM(LLMEngine):
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-
-        def read(conversation: Any, name: str) -> ParsedPrompt:
-            return self._maker.prompts.parse(renderer.render(conversation, name), name)
-
-        conversations = name_conversations(messages)
-        checked = self._maker.check_all(conversations, sampling_params, on_error, read)
+        named = name_conversations(messages)
+        checked = self._intake.check_all(named, sampling_params, on_error, renderer.render)
         return self._complete(checked, use_tqdm)
 
     def beam_search(
@@ -197,7 +193,7 @@ class LLM(LLMEngine):
         named = name_prompts(prompts)
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(named, one_token, on_error)
+            checked = self._intake.check_all(named, one_token, on_error)
             found = beam_search(
                 [item.token_ids for item in checked if not isinstance(item, Refusal)],
                 params,
@@ -213,7 +209,7 @@ class LLM(LLMEngine):
             ]
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
-        return replace(beam, text=self._maker.decoder(beam.tokens, skip_special_tokens=False))
+        return replace(beam, text=self._intake.decoder(beam.tokens, skip_special_tokens=False))
 
 
 def _candidates(output: RequestOutput) -> Candidates:

@@ -127,7 +127,7 @@ def test_preempted_prompts(
     with LLM(checkpoint, overlap=overlap, **{**SMALL, **options}) as llm:
         # `embed` refuses to run beside others: its requests are queued as it does.
         ids = [llm.add_request(prompt, greedy(40)) for prompt in growing]
-        ids += [llm._add(llm._maker.check(prompt, greedy(1)), pooling) for prompt in prompts]
+        ids += [llm._add(llm._intake.check(prompt, greedy(1)), pooling) for prompt in prompts]
         found = {}
         while not llm.is_finished():
             found.update((output.request_id, output) for output in llm.step())
@@ -150,7 +150,7 @@ def test_failed_launch_is_repeated(
 ) -> None:
     """A launch that failed late had added its hidden states to the sum, and so did its repeat."""
     with LLM(checkpoint, overlap=overlap, **{**SMALL, "max_num_batched_tokens": 24}) as llm:
-        ids = [llm._add(llm._maker.check(prompt, greedy(1)), pooling) for prompt in PROMPTS]
+        ids = [llm._add(llm._intake.check(prompt, greedy(1)), pooling) for prompt in PROMPTS]
         fail_at(
             monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
         )

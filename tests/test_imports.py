@@ -11,7 +11,7 @@ from checkpoints import SMALL, TINY
 HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "memory", "inputs"),
     *("plan", "channel", "workers", "request", "metrics", "structured_output"),
-    *("request_controls", "control_table", "detokenizer", "request_maker", "engine_core"),
+    *("request_controls", "control_table", "detokenizer", "intake", "engine_core"),
 )
 USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]

@@ -27,14 +27,8 @@ from checkpoints import (
     reference,
 )
 from nanovllm import LLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.engine.inputs import (
-    PromptReader,
-    SamplingParamsReader,
-    bad_word_tokens,
-    name_prompts,
-    spread_sampling_params,
-)
-from nanovllm.engine.request_maker import RequestMaker
+from nanovllm.engine.inputs import bad_word_tokens, name_prompts, spread_sampling_params
+from nanovllm.engine.intake import Intake
 from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_MODEL_LEN, POOL_TOKENS = 12, 16
@@ -63,13 +57,18 @@ class Pieces:
         return ids
 
 
-def parse_all(reader, prompts):
-    return [reader.parse(prompt, name) for name, prompt in name_prompts(prompts).items()]
+def make_intake(tokenizer, vocab_size, default=SamplingParams(), max_model_len=MAX_MODEL_LEN):
+    sizes = {"max_model_len": max_model_len, "pool_tokens": POOL_TOKENS, "block_size": 16}
+    return Intake(tokenizer, vocab_size, (), default, seed=0, **sizes)
+
+
+def read_all(intake, prompts):
+    return [intake.read_prompt(prompt, name) for name, prompt in name_prompts(prompts).items()]
 
 
 @pytest.fixture
-def reader():
-    return PromptReader(Letters(), 20, MAX_MODEL_LEN, POOL_TOKENS)
+def intake():
+    return make_intake(Letters(), 20)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +146,8 @@ ABC, AB, ONE_TWO = ("abc", [0, 1, 2]), ("ab", [0, 1]), (None, [1, 2])
         (pd.Series([], dtype=object), []),
     ],
 )
-def test_every_form_of_prompts_is_read(prompts, parsed, reader):
-    result = parse_all(reader, prompts)
+def test_every_form_of_prompts_is_read(prompts, parsed, intake):
+    result = read_all(intake, prompts)
     assert result == parsed
     assert all(type(i) is int for prompt in result for i in prompt.token_ids)
 
@@ -207,24 +206,24 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         ({"prompt": "a", 1: 2}, ValueError, f"`prompts` {KEYS}"),
     ],
 )
-def test_defect_17_bad_prompt_is_named(prompts, error, message, reader):
+def test_defect_17_bad_prompt_is_named(prompts, error, message, intake):
     with pytest.raises(error, match=re.escape(message)):
-        parse_all(reader, prompts)
+        read_all(intake, prompts)
 
 
 def test_defect_15_prompt_beyond_the_pool_is_refused_with_remedy():
-    reader = PromptReader(None, 20, max_model_len=100, pool_tokens=POOL_TOKENS)
-    assert len(reader.parse([1] * 15).token_ids) == 15
+    intake = make_intake(None, 20, max_model_len=100)
+    assert intake.read_prompt([1] * 15) == (None, [1] * 15)
     with pytest.raises(
         ValueError, match=r"`prompt` must fit the KV cache of 16 tokens.*got 16.*num_kvcache_blocks"
     ):
-        reader.parse([1] * 16)
+        intake.read_prompt([1] * 16)
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], [{"prompt": "a"}], [np.array([1])]])
-def test_list_of_prompts_for_one_is_named(prompts, reader):
+def test_list_of_prompts_for_one_is_named(prompts, intake):
     with pytest.raises(TypeError) as caught:
-        reader.parse(prompts)
+        intake.read_prompt(prompts)
     assert str(caught.value) == (
         f"`prompt` must hold integer token ids, got {prompts[0]!r}: it is one prompt, no list of "
         "them"
@@ -251,13 +250,13 @@ def test_text_beyond_the_limit_is_refused_once(tiny, caplog, monkeypatch):
 
 
 def test_text_without_tokenizer_is_refused_with_remedy():
-    reader = PromptReader(None, 20, MAX_MODEL_LEN, POOL_TOKENS)
+    intake = make_intake(None, 20)
     for prompts in ("ab", {"prompt": "ab"}):
         with pytest.raises(ValueError, match=r"`prompts` is text, .* no tokenizer: pass token ids"):
-            parse_all(reader, prompts)
+            read_all(intake, prompts)
     # text beside token ids is only carried along
     both = {"prompt": "shown", "prompt_token_ids": [1]}
-    assert parse_all(reader, [both]) == [("shown", [1])]
+    assert read_all(intake, [both]) == [("shown", [1])]
 
 
 # -- sampling parameters --------------------------------------------------------------------------
@@ -268,12 +267,13 @@ def test_sampling_params_are_spread():
     default = SamplingParams(max_tokens=3)
     for_all = "sampling_params"
     assert spread_sampling_params(None, 2, default) == [(for_all, default), (for_all, default)]
-    assert spread_sampling_params(one, 2) == [(for_all, one), (for_all, one)]
-    assert spread_sampling_params(one, 0) == spread_sampling_params([], 0) == []
+    assert spread_sampling_params(one, 2, default) == [(for_all, one), (for_all, one)]
+    for nothing in (one, []):
+        assert spread_sampling_params(nothing, 0, default) == []
     named = [("sampling_params[0]", one), ("sampling_params[1]", two)]
     both = [one, two]
     for params in (both, tuple(both), iter(both), pd.Series(both), np.array(both), deque(both)):
-        assert spread_sampling_params(params, 2) == named
+        assert spread_sampling_params(params, 2, default) == named
 
 
 @pytest.mark.parametrize(
@@ -288,18 +288,12 @@ def test_sampling_params_are_spread():
 )
 def test_defect_17_bad_sampling_params_are_named(params, error, match):
     with pytest.raises(error, match=f"`sampling_params` must be {match}"):
-        spread_sampling_params(params, 2)
+        spread_sampling_params(params, 2, SamplingParams())
 
 
 def test_bad_item_of_sampling_params_is_named():
     with pytest.raises(TypeError, match=r"`sampling_params\[1\]` must be a SamplingParams, got No"):
-        spread_sampling_params([SamplingParams(), None], 2)  # type: ignore[list-item]
-
-
-def pieces_maker(default):
-    prompts = PromptReader(Letters(), 100, MAX_MODEL_LEN, POOL_TOKENS)
-    params = SamplingParamsReader(Pieces(), 9, default)
-    return RequestMaker(prompts, params, Pieces(), 9, (), block_size=16, seed=0)
+        spread_sampling_params([SamplingParams(), None], 2, SamplingParams())
 
 
 @pytest.mark.parametrize(
@@ -315,16 +309,16 @@ def pieces_maker(default):
     ],
 )
 def test_sampling_params_that_the_model_cannot_meet_are_named(params, message):
-    maker = pieces_maker(SamplingParams())
+    intake = make_intake(Pieces(), 9)
     good, bad = SamplingParams(), SamplingParams(**params)
-    two, four = (name_prompts(["x"] * count) for count in (2, 4))
+    two, four = (name_prompts([[1]] * count) for count in (2, 4))
     for call, name in (
-        (lambda: maker.params.parse(bad), "sampling_params"),
-        (lambda: maker.check("x", bad), "sampling_params"),
-        (lambda: maker.check_all(two, bad), "sampling_params"),
-        (lambda: maker.check_all(two, bad, "return"), "sampling_params"),  # wrong for all
-        (lambda: maker.check_all(two, [bad, good]), "sampling_params[0]"),
-        (lambda: maker.check_all(four, [good, good, bad, bad]), "sampling_params[2]"),
+        (lambda: intake.read_params(bad), "sampling_params"),
+        (lambda: intake.check([1], bad), "sampling_params"),
+        (lambda: intake.check_all(two, bad), "sampling_params"),
+        (lambda: intake.check_all(two, bad, "return"), "sampling_params"),  # wrong for all
+        (lambda: intake.check_all(two, [bad, good]), "sampling_params[0]"),
+        (lambda: intake.check_all(four, [good, good, bad, bad]), "sampling_params[2]"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(f"`{name}.{message}")):
             call()
@@ -334,12 +328,12 @@ def test_bad_word_beyond_the_vocabulary_is_refused():
     """A tokenizer may have more tokens than the model."""
     params = SamplingParams(bad_words=["x", "\n"])
     with pytest.raises(ValueError, match=r"`sampling_params\.bad_words` must .* 0\.\.7 .*, got 8$"):
-        SamplingParamsReader(Pieces(), 8, SamplingParams()).parse(params)
+        make_intake(Pieces(), 8).read_params(params)
 
 
 def test_sampling_params_that_the_model_meets_pass():
     default = SamplingParams(top_k=3)
-    reader = SamplingParamsReader(Pieces(), 9, default)
+    intake = make_intake(Pieces(), 9, default)
     params = SamplingParams(
         stop="\ud800",  # which no text has
         stop_token_ids=[0, 8],
@@ -348,20 +342,20 @@ def test_sampling_params_that_the_model_meets_pass():
         bad_words=["dog"],
     )
     guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
-    assert reader.parse(params).params is params
-    assert reader.parse(guided).params is guided
-    assert reader.parse(None).params is default
-    maker, two = pieces_maker(default), name_prompts(["x", "x"])
-    checked = maker.check_all(two, [params, default])
+    intake.read_params(guided)
+    assert intake.check([1], params).params is params
+    assert intake.check([1], None).params is default
+    two = name_prompts([[1], [1]])
+    checked = intake.check_all(two, [params, default])
     assert [item.params for item in checked] == [params, default]
-    assert maker.check_all({}, params) == []
-    first, second = maker.check_all(two, None)
+    assert intake.check_all({}, params) == []
+    first, second = intake.check_all(two, None)
     assert first.params is second.params is default
     assert first.controls is second.controls and first.controls.filters == (3, 1.0, 0.0)
     with pytest.raises(TypeError, match="`sampling_params` must be a SamplingParams, got dict"):
-        reader.parse({"top_k": 3})
+        intake.read_params({"top_k": 3})
     with pytest.raises(TypeError, match=r"a SamplingParams, got list: there is one prompt for th"):
-        reader.parse([params])
+        intake.read_params([params])
 
 
 @pytest.mark.parametrize(
@@ -376,10 +370,10 @@ def test_sampling_params_that_the_model_meets_pass():
     ],
 )
 def test_parameters_about_text_need_a_tokenizer(params, message):
-    reader = SamplingParamsReader(None, 9, SamplingParams())
+    intake = make_intake(None, 9)
     with pytest.raises(ValueError, match=rf"^`sampling_params\.{message}$"):
-        reader.parse(SamplingParams(**params))
-    assert reader.parse(SamplingParams(stop=[], bad_words=[]))
+        intake.read_params(SamplingParams(**params))
+    assert intake.read_params(SamplingParams(stop=[], bad_words=[])) is None
 
 
 # -- bad words ------------------------------------------------------------------------------------

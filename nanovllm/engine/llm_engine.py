@@ -1,6 +1,6 @@
 """`LLMEngine`: requests in, outputs out. Builds tokenizer, executor and scheduler.
 
-Callers take turns here; `RequestMaker` checks what they pass, and `EngineCore.step` is the loop.
+Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop.
 """
 
 import logging
@@ -18,16 +18,10 @@ from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, tak
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import (
-    Params,
-    PromptReader,
-    Prompts,
-    SamplingParamsReader,
-    name_prompts,
-)
+from nanovllm.engine.inputs import Params, Prompts, name_prompts
+from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.request import Listener
-from nanovllm.engine.request_maker import CheckedRequest, OnError, Refusal, RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.model_config import ModelConfig, read_sampling_params
 from nanovllm.outputs import RequestOutput
@@ -87,17 +81,15 @@ class LLMEngine:
         self.eos_token_ids = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)
-        vocab_size = self.model_config.vocab_size
-        self._maker = RequestMaker(
-            PromptReader(self.tokenizer, vocab_size, self.model_runner.max_model_len, pool_tokens),
-            SamplingParamsReader(
-                self.tokenizer, vocab_size, self._default_params, self.eos_token_ids
-            ),
+        self._intake = Intake(
             self.tokenizer,
-            vocab_size,
+            self.model_config.vocab_size,
             self.eos_token_ids,
-            self.config.kvcache_block_size,
-            self.config.seed,
+            self._default_params,
+            max_model_len=self.model_runner.max_model_len,
+            pool_tokens=pool_tokens,
+            block_size=self.config.kvcache_block_size,
+            seed=self.config.seed,
         )
         self.scheduler = Scheduler(
             BlockManager(
@@ -153,7 +145,7 @@ class LLMEngine:
             self._check_open()
             if listener is not None and not callable(listener):
                 raise TypeError(f"`listener` must be callable, got {type(listener).__name__}")
-            return self._add(self._maker.check(prompt, sampling_params), listener=listener)
+            return self._add(self._intake.check(prompt, sampling_params), listener=listener)
 
     def _add(
         self,
@@ -161,7 +153,7 @@ class LLMEngine:
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
-        request = self._maker.make(checked, pooling, listener)
+        request = self._intake.make(checked, pooling, listener)
         self.core.add(request)
         return request.request_id
 
@@ -176,7 +168,7 @@ class LLMEngine:
         """
         with self._lock:
             self._advance()
-            outputs = [request.output(self._maker.decoder) for request in self.core.finished]
+            outputs = [request.output(self._intake.decoder) for request in self.core.finished]
             self.core.forget_finished()
             return outputs
 
@@ -247,7 +239,7 @@ class LLMEngine:
         named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(named, sampling_params, on_error)
+            checked = self._intake.check_all(named, sampling_params, on_error)
             return self._complete(checked, use_tqdm)
 
     def stream(
@@ -278,7 +270,7 @@ class LLMEngine:
         named = name_prompts(prompts)  # an iterable may take its time, or call the engine
         with self._lock:
             self._check_open()
-            checked = self._maker.check_all(named, sampling_params, on_error)
+            checked = self._intake.check_all(named, sampling_params, on_error)
         return self._stream(checked)
 
     def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:
@@ -289,9 +281,9 @@ class LLMEngine:
                 requests = []
                 for item in checked:
                     if isinstance(item, Refusal):
-                        news.append(self._maker.refused(item))
+                        news.append(self._intake.refused(item))
                     else:
-                        requests.append(self._maker.make(item, listener=news.append))
+                        requests.append(self._intake.make(item, listener=news.append))
                 left.update(request.request_id for request in requests)  # before any is queued
                 for request in requests:
                     self.core.add(request)
@@ -336,7 +328,7 @@ class LLMEngine:
                 ids = []
                 for item in checked:
                     if isinstance(item, Refusal):
-                        output = self._maker.refused(item)
+                        output = self._intake.refused(item)
                         outputs[output.request_id] = output
                         ids.append(output.request_id)
                     else:

@@ -1,12 +1,12 @@
 """`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import as_text
+from nanovllm.utils.tokenizer import Decoder
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
 
@@ -54,7 +54,7 @@ class Request:
             num_decode_tokens=sum(seq.num_completion_tokens - 1 for seq in seqs),
         )
 
-    def output(self, decode: "Decoder") -> RequestOutput:
+    def output(self, decode: Decoder) -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
         return self._output([self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)])
@@ -97,7 +97,7 @@ class Request:
         if news and self.listener is not None:
             self.listener(self._output(news))
 
-    def _completion(self, index: int, seq: Sequence, decode: "Decoder") -> CompletionOutput:
+    def _completion(self, index: int, seq: Sequence, decode: Decoder) -> CompletionOutput:
         token_ids = seq.completion_token_ids
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
         text = ""
@@ -116,28 +116,3 @@ class Request:
             logprobs=seq.logprobs,
             cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
         )
-
-
-class Decoder:
-    """Text of tokens; that of single tokens is remembered.
-
-    Args:
-        tokenizer: of transformers; without one (None) there is no text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            return ""
-        return as_text(self._tokenizer, token_ids, skip_special_tokens)
-
-    def token(self, token_id: int) -> str | None:
-        """The text of a token, also of a special one."""
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._texts:
-            self._texts[token_id] = as_text(self._tokenizer, [token_id], False)
-        return self._texts[token_id]

@@ -75,25 +75,32 @@ class Sequence:
         block_size: int,
         seed: int = 0,
         index: int = 0,
+        request_id: int = 0,
+        controls: RequestControls | None = None,
+        grammar: Grammar | None = None,
+        detokenizer: Detokenizer | None = None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: TokenLogprobs | None = None,
+        pooling: str | None = None,
     ) -> None:
         assert token_ids, "a sequence has at least one prompt token"
         self.seq_id = seq_id  # grows with arrival
-        self.request_id = seq_id  # the same for all completions of a prompt
+        self.request_id = request_id  # the same for all completions of a prompt
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(token_ids)
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
-        self.controls: RequestControls | None = None
-        self.grammar: Grammar | None = None  # of structured outputs
+        self.controls = controls
+        self.grammar = grammar  # of structured outputs
         self.num_followed = 0  # tokens of the completion that the grammar knows
-        self.detokenizer: Detokenizer | None = None  # where its text is needed on the way
+        self.detokenizer = detokenizer  # where its text is needed on the way
         self.block_size = block_size
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.logprobs: TokenLogprobs | None = None
-        self.prompt_logprobs: TokenLogprobs | None = None  # of the tokens computed so far
-        self.pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs  # of the tokens computed so far
+        self.pooling = pooling  # of the prompt's hidden states: "last" or "mean"
         self.embedding: list[float] | None = None
         # Seconds of time.perf_counter.
         self.arrived_at, self.started_at = time.perf_counter(), 0.0
