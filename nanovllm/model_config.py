@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.models import FAMILIES
+from nanovllm.families import FAMILIES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_float, check_int
 from nanovllm.utils.files import has_file, read_json

@@ -17,10 +17,10 @@ from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tok
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
+from nanovllm.families import FAMILIES
 from nanovllm.layers.base import Build
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig, RopeParameters
-from nanovllm.models import FAMILIES
 from nanovllm.models.loader import load_model
 from nanovllm.utils.context import Context, use_context
 

@@ -4,13 +4,17 @@ Those are the partial results of a product, the other ranks' partial results (`p
 residual.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.peer_memory import PeerMemory
 
 
 @triton.jit(do_not_specialize=["stride_part"])
@@ -55,7 +59,7 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    peers: PeerMemory | None,
+    peers: "PeerMemory | None",
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     T, M = x.numel() // parts // x.shape[-1], x.shape[-1]
@@ -89,7 +93,7 @@ def add_rms_norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    peers: PeerMemory | None = None,
+    peers: "PeerMemory | None" = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm(x + residual)`, and `x + residual`; both new tensors: [T, M].

@@ -17,19 +17,21 @@ deadlock: a GPU starts programs in the order of the grid, so the lowest row that
 finished is running, or has run, on all.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.distributed.peer_memory import PeerMemory
+if TYPE_CHECKING:
+    from nanovllm.distributed.peer_memory import PeerMemory
+
 
 EMPTY = tl.constexpr(-1)
 WORTH_A_WAY = 1 << 18  # bytes that a rank need not give
 
 
-def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
+def peer_options(peers: "PeerMemory | None", x: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments of a kernel that exchanges with `peers`; None: with nobody, and x stands
     for the pointers.
     """
@@ -45,7 +47,7 @@ def peer_options(peers: PeerMemory | None, x: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def sums_by_owner(peers: PeerMemory | None, num_rows: int) -> bool:
+def sums_by_owner(peers: "PeerMemory | None", num_rows: int) -> bool:
     """Whether each row should be summed by one rank, its owner (see `all_reduce_row`): where what
     that saves takes longer than the second way. (Four GPUs: from 22 rows of 8 KiB on. Two: never.
     Measured on three and four.)

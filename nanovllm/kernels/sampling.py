@@ -10,13 +10,17 @@ column alone, through the counter-based generator Philox4x32 (Salmon et al., 201
 the same tokens whatever it shares a batch with.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.peers import give_word, given_word, peer_options
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.peer_memory import PeerMemory
 
 LOG2E = 1.4426950408889634
 BLOCK = 128  # columns of a block, of which the largest logit may be known
@@ -164,7 +168,7 @@ def sample(
     table: torch.Tensor,
     span: int,
     start: int = 0,
-    peers: PeerMemory | None = None,
+    peers: "PeerMemory | None" = None,
     least: torch.Tensor | None = None,
     tops: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
