@@ -1,15 +1,18 @@
-"""`LLM`: the user's class."""
+"""`LLM`: the user's class. It adds streams, chats, scores and embeddings to the engine."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
+
+from typing_extensions import Self
 
 from nanovllm.beam_search import Candidates, beam_search
 from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
-from nanovllm.engine.intake import OnError, Refusal
+from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -34,6 +37,69 @@ class LLM(LLMEngine):
     All options are those of `nanovllm.config.Config`. Use it as a context manager, or call
     `exit()`, to give the memory back at a known time.
     """
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        on_error: OnError = "raise",
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts, and give what is new after each step.
+
+        Each output has the completions with news, of these the new tokens and the text that is
+        certain: half a character, and what may turn out to begin a stop string, is held back. All
+        texts of a completion together are the text that `generate` returns. An output with
+        `finished` is the last of its prompt.
+
+        Leaving the loop drops what is not finished. Between its steps other requests may be added.
+
+        Args:
+            prompts, sampling_params, on_error: as for `generate`.
+
+        Yields:
+            Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError: naming the argument that is wrong, before anything is queued.
+        """
+        named = name_prompts(prompts)  # an iterable may take its time, or call the engine
+        with self._lock:
+            self._check_open()
+            checked = self._intake.check_all(named, sampling_params, on_error)
+        return self._stream(checked)
+
+    def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:
+        news: deque[RequestOutput] = deque()
+        left: set[int] = set()
+        try:
+            with self._lock:
+                requests = []
+                for item in checked:
+                    if isinstance(item, Refusal):
+                        news.append(self._intake.refused(item))
+                    else:
+                        requests.append(self._intake.make(item, listener=news.append))
+                left.update(request.request_id for request in requests)  # before any is queued
+                for request in requests:
+                    self.core.add(request)
+            while left or news:
+                with self._lock:
+                    if not news:
+                        self._check_open()
+                        if left.isdisjoint(self.core.requests):
+                            raise RuntimeError(
+                                "requests of this stream have been aborted, or dropped by an error "
+                                "in another call"
+                            )
+                        self._advance()
+                while news:
+                    output = news.popleft()
+                    if output.finished:
+                        left.discard(output.request_id)  # which a refused prompt is not in
+                    yield output
+        finally:
+            self.core.abort_later(left)
 
     def score(
         self, prompts: Prompts, *, use_tqdm: bool = True, on_error: OnError = "raise"
@@ -210,6 +276,33 @@ class LLM(LLMEngine):
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         return replace(beam, text=self._intake.decoder(beam.tokens, skip_special_tokens=False))
+
+    # -- facts, and what vLLM calls otherwise ---------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer (of transformers), None if it has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `add_request` take for None: how the checkpoint says to sample.
+
+        See `nanovllm.model_config.read_sampling_params`. `dataclasses.replace` changes a copy.
+        """
+        return self._default_params
+
+    @property
+    def get_metrics(self) -> NoReturn:
+        """vLLM's, which lists the metrics of a server."""
+        raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
+
+    @property
+    def llm_engine(self) -> Self:
+        """This engine itself, which has another object in vLLM."""
+        return self
+
+    def shutdown(self) -> None:
+        """`exit`, as vLLM calls it."""
+        self.exit()
 
 
 def _candidates(output: RequestOutput) -> Candidates:

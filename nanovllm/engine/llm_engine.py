@@ -1,16 +1,15 @@
 """`LLMEngine`: requests in, outputs out. Builds tokenizer, executor and scheduler.
 
-Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop.
+Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop. What
+else there is to call is in `llm.py`.
 """
 
 import logging
 import os
 import weakref
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from typing_extensions import Self, Unpack
 
@@ -242,69 +241,6 @@ class LLMEngine:
             checked = self._intake.check_all(named, sampling_params, on_error)
             return self._complete(checked, use_tqdm)
 
-    def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        on_error: OnError = "raise",
-    ) -> Iterator[RequestOutput]:
-        """Complete prompts, and give what is new after each step.
-
-        Each output has the completions with news, of these the new tokens and the text that is
-        certain: half a character, and what may turn out to begin a stop string, is held back. All
-        texts of a completion together are the text that `generate` returns. An output with
-        `finished` is the last of its prompt.
-
-        Leaving the loop drops what is not finished. Between its steps other requests may be added.
-
-        Args:
-            prompts, sampling_params, on_error: as for `generate`.
-
-        Yields:
-            Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
-
-        Raises:
-            TypeError, ValueError: naming the argument that is wrong, before anything is queued.
-        """
-        named = name_prompts(prompts)  # an iterable may take its time, or call the engine
-        with self._lock:
-            self._check_open()
-            checked = self._intake.check_all(named, sampling_params, on_error)
-        return self._stream(checked)
-
-    def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:
-        news: deque[RequestOutput] = deque()
-        left: set[int] = set()
-        try:
-            with self._lock:
-                requests = []
-                for item in checked:
-                    if isinstance(item, Refusal):
-                        news.append(self._intake.refused(item))
-                    else:
-                        requests.append(self._intake.make(item, listener=news.append))
-                left.update(request.request_id for request in requests)  # before any is queued
-                for request in requests:
-                    self.core.add(request)
-            while left or news:
-                with self._lock:
-                    if not news:
-                        self._check_open()
-                        if left.isdisjoint(self.core.requests):
-                            raise RuntimeError(
-                                "requests of this stream have been aborted, or dropped by an error "
-                                "in another call"
-                            )
-                        self._advance()
-                while news:
-                    output = news.popleft()
-                    if output.finished:
-                        left.discard(output.request_id)  # which a refused prompt is not in
-                    yield output
-        finally:
-            self.core.abort_later(left)
-
     def _complete(
         self,
         checked: list[CheckedRequest | Refusal],
@@ -355,27 +291,6 @@ class LLMEngine:
                 )
             self.core.reset()
 
-    def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer (of transformers), None if it has none."""
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `add_request` take for None: how the checkpoint says to sample.
-
-        See `nanovllm.model_config.read_sampling_params`. `dataclasses.replace` changes a copy.
-        """
-        return self._default_params
-
-    @property
-    def get_metrics(self) -> NoReturn:
-        """vLLM's, which lists the metrics of a server."""
-        raise AttributeError(f"{type(self).__name__} has no `get_metrics`: call metrics()")
-
-    @property
-    def llm_engine(self) -> Self:
-        """This engine itself, which has another object in vLLM."""
-        return self
-
     def metrics(self) -> dict[str, Any]:
         """What explains a slow run: the configuration that took effect, counters and times.
 
@@ -400,10 +315,6 @@ class LLMEngine:
         with self._lock:
             self.core.reset()
             self._close()
-
-    def shutdown(self) -> None:
-        """`exit`, as vLLM calls it."""
-        self.exit()
 
     def _close_quietly(self) -> None:
         """Close after an error, which matters more than one in closing."""

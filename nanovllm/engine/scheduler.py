@@ -21,6 +21,7 @@ from typing import NamedTuple
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.stopping import ends
 
 logger = logging.getLogger(__name__)
 
@@ -293,35 +294,13 @@ class Scheduler:
         seq.resolve_pending(token_id)
         if not seq.first_token_at:
             seq.first_token_at = time.perf_counter()
-        if not self._ends(seq, token_id):
+        if not ends(seq, token_id, self.eos_token_ids, self.max_model_len):
             return
         seq.finished_at = time.perf_counter()
         seq.drop_pending()
         seq.status = SequenceStatus.FINISHED
         self.lengths.observe(seq)
         self._release(seq)
-
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
-        """Whether the sequence ends with this token; it says why."""
-        params, text = seq.sampling_params, seq.detokenizer
-        num_generated = seq.num_known_tokens - seq.num_prompt_tokens
-        may_stop = num_generated >= params.min_tokens
-        if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
-            seq.finish_reason = "stop"
-        elif may_stop and token_id in (params.stop_token_ids or ()):
-            seq.finish_reason, seq.stop_reason = "stop", token_id
-        if text is not None and (seq.finish_reason is None or params.include_stop_str_in_output):
-            looks = num_generated > params.min_tokens and seq.finish_reason is None
-            stop = text.append(token_id, may_stop=looks)
-            if stop is not None:
-                seq.finish_reason, seq.stop_reason = "stop", stop
-        if seq.finish_reason is None and (
-            num_generated == seq.max_tokens or seq.num_known_tokens == self.max_model_len
-        ):
-            seq.finish_reason = "length"
-        if text is not None and seq.finish_reason is not None:
-            text.finish()
-        return seq.finish_reason is not None
 
     def _release(self, seq: Sequence) -> None:
         # A step under way may still write the sequence's last block and its slot. Whoever gets

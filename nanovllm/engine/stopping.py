@@ -1,0 +1,40 @@
+"""Why a sequence ends: a token or text that stops it, or its length. Imports no torch."""
+
+from collections.abc import Collection
+
+from nanovllm.engine.sequence import Sequence
+
+
+def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> bool:
+    """Whether a sequence ends with its newest token; sets its finish and stop reason then.
+
+    Args:
+        seq: which has the token.
+        token_id: the token.
+        eos_token_ids: tokens that end a text.
+        max_model_len: most tokens of prompt and completion.
+    """
+    params, text = seq.sampling_params, seq.detokenizer
+    num_generated = seq.num_known_tokens - seq.num_prompt_tokens
+    if num_generated >= params.min_tokens:
+        _stop_at_token(seq, token_id, eos_token_ids)
+    if text is not None and (seq.finish_reason is None or params.include_stop_str_in_output):
+        looks = num_generated > params.min_tokens and seq.finish_reason is None
+        stop = text.append(token_id, may_stop=looks)
+        if stop is not None:
+            seq.finish_reason, seq.stop_reason = "stop", stop
+    if seq.finish_reason is None and (
+        num_generated == seq.max_tokens or seq.num_known_tokens == max_model_len
+    ):
+        seq.finish_reason = "length"
+    if text is not None and seq.finish_reason is not None:
+        text.finish()
+    return seq.finish_reason is not None
+
+
+def _stop_at_token(seq: Sequence, token_id: int, eos_token_ids: Collection[int]) -> None:
+    params = seq.sampling_params
+    if token_id in eos_token_ids and not params.ignore_eos:
+        seq.finish_reason = "stop"
+    elif token_id in (params.stop_token_ids or ()):
+        seq.finish_reason, seq.stop_reason = "stop", token_id
