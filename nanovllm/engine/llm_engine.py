@@ -167,9 +167,7 @@ class LLMEngine:
         """
         with self._lock:
             self._advance()
-            outputs = [request.output(self._intake.decoder) for request in self.core.finished]
-            self.core.forget_finished()
-            return outputs
+            return self._take_finished()
 
     def _advance(self) -> None:
         self._check_open()
@@ -179,6 +177,11 @@ class LLMEngine:
             if self.executor.is_broken:
                 self._close_quietly()
             raise
+
+    def _take_finished(self) -> list[RequestOutput]:
+        outputs = [request.output(self._intake.decoder) for request in self.core.finished]
+        self.core.forget_finished()
+        return outputs
 
     @property
     def is_closed(self) -> bool:
@@ -271,7 +274,8 @@ class LLMEngine:
                         ids.append(self._add(item, pooling))
                 bar.update(len(outputs))
                 while not self.core.is_idle():
-                    finished = self.step()
+                    self._advance()
+                    finished = self._take_finished()
                     outputs.update((output.request_id, output) for output in finished)
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]

@@ -106,43 +106,47 @@ class ModelRunner:
         )
         self.graphs: DecodeGraphs | None = None
         with self._scope(), CompileAhead(self.device) as ahead:
-            if not on_cpu:
-                ahead.submit(self._attention_variants())
-            connect(ahead.wait)
-            self.build_model()
-            ahead.submit(kernel_variants(self.model))
-            self.load()
-            self.pool = KVCachePool(
-                self.model, config, model_config, group, self.device, self.dtype
-            )
-            # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
-            self.logits: torch.Tensor | None = None
-            if not on_cpu:
-                shape = config.max_num_seqs, len(self.model.lm_head.weight.data)
-                self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
-                ahead.submit(self._sampling_variants(self.logits))
-            self.extras = Extras(
-                self.model.compute_logits,
-                model_config.vocab_size,
-                config.max_num_seqs,
-                group,
-                self.last_tokens,
-            )
-            peak = 0 if on_cpu else self.warmup(ahead)  # bytes
-            own_now = self._weight_bytes() + group.peer_bytes
-            own_peak = peak + group.peer_bytes
-            num_blocks = self.pool.how_many_fit(self.max_model_len, own_now, own_peak)
-            self.num_blocks = group.minimum(num_blocks)
-            longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
-            self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
-            self._table = SlotTable(config.max_num_seqs, self._max_blocks)
-            self.allocate_kv_cache()
-            if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
-                self.capture_cudagraph()
-            group.minimum(0)  # all ranks are there
+            self._build(ahead, connect)
         self._log_backend()
 
     # -- construction ---------------------------------------------------------------------------
+
+    def _build(self, ahead: CompileAhead, connect: Callable[[Callable[[], None]], None]) -> None:
+        """Model, sampler, pool and graphs, while kernels compile `ahead`."""
+        config, model_config, group = self.config, self.model_config, self.group
+        on_cpu = self.device.type == "cpu"
+        if not on_cpu:
+            ahead.submit(self._attention_variants())
+        connect(ahead.wait)
+        self.build_model()
+        ahead.submit(kernel_variants(self.model))
+        self.load()
+        self.pool = KVCachePool(self.model, config, model_config, group, self.device, self.dtype)
+        # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
+        self.logits: torch.Tensor | None = None
+        if not on_cpu:
+            shape = config.max_num_seqs, len(self.model.lm_head.weight.data)
+            self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+            ahead.submit(self._sampling_variants(self.logits))
+        self.extras = Extras(
+            self.model.compute_logits,
+            model_config.vocab_size,
+            config.max_num_seqs,
+            group,
+            self.last_tokens,
+        )
+        peak = 0 if on_cpu else self.warmup(ahead)  # bytes
+        own_now = self._weight_bytes() + group.peer_bytes
+        own_peak = peak + group.peer_bytes
+        num_blocks = self.pool.how_many_fit(self.max_model_len, own_now, own_peak)
+        self.num_blocks = group.minimum(num_blocks)
+        longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
+        self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
+        self._table = SlotTable(config.max_num_seqs, self._max_blocks)
+        self.allocate_kv_cache()
+        if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
+            self.capture_cudagraph()
+        group.minimum(0)  # all ranks are there
 
     def _attention_variants(self) -> list[Callable[[], object]]:
         shape = block_shape(self.config, self.model_config, self.group)

@@ -1,0 +1,58 @@
+"""How far a reader has to go stays bounded, and the documentation's reading order is true."""
+
+import ast
+import re
+
+import structure
+from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_order
+
+# Frames of `LLM.generate` to attention; functions and files of one `generate`; lines.
+CEILINGS = {
+    "frames": 13,
+    "functions": 240,
+    "files": 38,
+    "core_lines": 4500,
+    "package_lines": 13_100,
+    "longest_file": 370,
+    "model_lines": 120,
+}
+LONGEST_FUNCTION = 60
+
+
+def test_a_reader_has_no_longer_way() -> None:
+    found = measure()
+    print(found)
+    assert {key: found[key] for key, most in CEILINGS.items() if found[key] > most} == {}
+
+
+def test_functions_fit_a_screen() -> None:
+    long = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    long[f"{path}: {node.name}"] = length
+    assert not long
+
+
+def test_reading_order_names_every_file_once_with_its_lines() -> None:
+    core = core_path()
+    for name, lines in core.items():
+        true = num_lines([PACKAGE / name])
+        assert abs(true - lines) <= max(10, 0.1 * true), f"{name} has {true} lines"
+    named = re.findall(r"`([\w/]+\.py)`", reading_order())
+    files = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if num_lines([p]) > 5}
+    assert sorted(named) == sorted(files)
+    for part, total, row in re.findall(r"^\| ([\w ]+) \| (\d+) \| (.*) \|$", reading_order(), re.M):
+        true = num_lines([PACKAGE / name for name in re.findall(r"`([\w/]+\.py)`", row)])
+        assert abs(true - int(total)) <= 0.1 * true, f"{part} has {true} lines"
+
+
+def test_readme_has_the_same_order() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    steps = readme.split("Read it in this order:", 1)[1].split("\nThe rest", 1)[0]
+    named = [name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", steps)]
+    assert named == [name.rpartition("/")[2] for name in core_path()]
+    assert structure.ARCHITECTURE.is_file()
