@@ -2,13 +2,18 @@
 
 import contextlib
 import gc
+import inspect
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import tqdm
+
+import nanovllm.engine
+from nanovllm.engine.request import Request
 
 DEADLINE = 60  # seconds, only to turn a hang into a failure
 
@@ -174,3 +179,64 @@ def inject_fixture(tmp_path, monkeypatch):
         return died
 
     return inject
+
+
+def fail_at(monkeypatch, owner, name, k, error, *, after=False):
+    """Make the k-th call of a method raise `error`, once, before or after its work."""
+    original, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == k and not after:
+            raise error
+        result = original(*args, **kwargs)
+        if len(calls) == k:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+FAULT_POINTS = {
+    "launch": lambda llm: (llm.model_runner, "launch"),
+    "finish": lambda llm: (llm.model_runner, "finish"),
+    "schedule": lambda llm: (llm.scheduler, "schedule"),
+    "postprocess": lambda llm: (llm.scheduler, "postprocess"),
+    "allocate": lambda llm: (llm.scheduler.block_manager, "allocate"),
+    "publish": lambda llm: (llm.scheduler.block_manager, "publish"),
+    "deallocate": lambda llm: (llm.scheduler.block_manager, "deallocate"),
+    "take": lambda llm: (llm.scheduler.block_manager, "_take_free_block"),
+    "wait": lambda llm: (llm.executor, "wait"),
+    "output": lambda llm: (Request, "output"),
+}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the k-th line that runs in the engine's own files, or at the k-th
+    call of a function there.
+    """
+
+    def __init__(self, k: float, event: str = "line") -> None:
+        self.k, self.event, self.count = k, event, 0
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def trace(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(ENGINE):
+            return None
+        if event == self.event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return None  # may be its end, which is no call of it
+        if event == self.event:
+            self.count += 1
+            if self.count == self.k:
+                raise KeyboardInterrupt
+        return self.trace
+
+
+ENGINE = str(Path(nanovllm.engine.__path__[0]))

@@ -233,7 +233,7 @@ def prefill_tiles(q: torch.Tensor, G: int, max_seqlen_q: int) -> tuple[int, int,
     """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence.
 
     What is too large for a GPU does not fit its shared memory, or keeps so many of a thread's
-    registers in memory that it is slow (tests/test_other_gpus.py).
+    registers in memory that it is slow (tests/kernels/test_other_gpus.py).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > 128  # each takes twice the shared memory
     if not wide and not large:

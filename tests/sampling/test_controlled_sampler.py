@@ -10,10 +10,9 @@ import pytest
 import sampling_oracle
 import torch
 import transformers
+from draws import chi_square_p, metadata, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reference import chi_square_p
-from test_sampler import metadata, take
 
 from checkpoints import with_rare
 from nanovllm import SamplingParams

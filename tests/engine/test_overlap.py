@@ -1,17 +1,13 @@
 """Steps under way: what ends, is aborted or is interrupted while the device computes for it."""
 
 import gc
-import inspect
 import itertools
 import signal
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 
-import nanovllm.engine
 from checkpoints import (
     PARAMS,
     PROMPT,
@@ -32,6 +28,7 @@ from checkpoints import (
     references,
     run_steps,
 )
+from faults import Interrupt
 from nanovllm import LLM
 
 # -- one step late --------------------------------------------------------------------------------
@@ -184,34 +181,6 @@ def test_defect_15_ctrl_c_between_launch_and_books(k, llm, checkpoint, monkeypat
     assert_usable(llm, checkpoint)
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt at the k-th line that runs in the engine's own files, or at the k-th
-    call of a function there.
-    """
-
-    def __init__(self, k: float, event: str = "line") -> None:
-        self.k, self.event, self.count = k, event, 0
-
-    def __enter__(self):
-        sys.settrace(self.trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def trace(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(ENGINE):
-            return None
-        if event == self.event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return None  # may be its end, which is no call of it
-        if event == self.event:
-            self.count += 1
-            if self.count == self.k:
-                raise KeyboardInterrupt
-        return self.trace
-
-
-ENGINE = str(Path(nanovllm.engine.__path__[0]))
 SLOW = pytest.mark.slow
 
 

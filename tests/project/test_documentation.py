@@ -12,7 +12,7 @@ import torch
 
 import nanovllm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # A command's script -> what makes it small.
@@ -37,10 +37,10 @@ NEED_CUDA = {
 NOT_HERE = {
     "pip install . && python example.py",
     'pip install -e ".[test]" && pytest',
-    "ruff check . && ruff format --check . && mypy",
+    "ruff check . && ruff format --check . && mypy && lint-imports",
     "bash .ci/run",
     "pytest -m slow",
-    "pytest -m slow tests/test_other_gpus.py",
+    "pytest -m slow tests/kernels/test_other_gpus.py",
     'pip install -e ".[bench]"',
     'pip install ".[structured-outputs]"',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
@@ -96,7 +96,7 @@ def test_python_blocks_run(
         assert printed.startswith("['472', 'olleh']\n") and printed.endswith("\n472\n")
 
 
-# Of these the default tests run the same at smaller size: tests/test_benchmarks.py.
+# Of these the default tests run the same at smaller size: test_benchmarks.py.
 SLOW = ("startup", "workloads", "cpu_vs_transformers")
 
 

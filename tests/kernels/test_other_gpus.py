@@ -25,7 +25,7 @@ from triton import knobs
 from checkpoints import rare
 from nanovllm import LLM, TINY, SamplingParams
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROOMY = ("9.0", "10.0")
 # Bytes of a thread's registers that may lie in memory: of 16 bits, a quarter of its 255 registers.
 # Products of float32 have no tensor cores, and a thread takes rows of both operands at once; tiles
@@ -56,7 +56,7 @@ def run(card: str, jobs: Iterable[dict[str, Any]], cache: Path) -> Any:
     """What `stand_in.py` says; the compiled kernels are in `cache`."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, Path(__file__).with_name("stand_in.py"), card, json.dumps([*jobs])]
+    command = [sys.executable, ROOT / "tests" / "stand_in.py", card, json.dumps([*jobs])]
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(process.stdout)

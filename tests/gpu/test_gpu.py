@@ -18,14 +18,10 @@ from typing import Any
 import pytest
 import torch
 import train_tiny
+from attention_cases import CASES, Case, close, run_case
+from draws import chi_square_p
 from stand_in import CONTROLS
-from test_kernels import CASES, Case, close, run_case
-from test_reference import (
-    MAX_TOKENS,
-    chi_square_p,
-    make_prompts,
-    reference_greedy,
-)
+from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
 from transformers import Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_reference import MAX_TOKENS, make_prompts, reference_greedy
+from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import qwen3_06b_config
@@ -305,7 +305,7 @@ def test_defect_13_death_in_the_first_engine_of_a_process(inject: Any, tiny: str
     """NCCL's first connection started a thread and opened two ports for good."""
     inject(CONNECT_NCCL, LATER.format(WHEN[0]))
     done = subprocess.run(
-        [sys.executable, "-c", FIRST, str(Path(__file__).parent), tiny],
+        [sys.executable, "-c", FIRST, str(Path(__file__).parents[1]), tiny],
         stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE,
     )  # fmt: skip
     assert done.stdout.split() == ["-9", "472", "True"]

@@ -12,7 +12,6 @@ import threading
 import weakref
 
 import pytest
-from test_engine_faults import FAULT_POINTS, fail_at
 
 from checkpoints import (
     PARAMS,
@@ -29,6 +28,7 @@ from checkpoints import (
     reference,
     references,
 )
+from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import _Jobs, _serve
 

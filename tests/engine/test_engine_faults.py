@@ -30,43 +30,12 @@ from checkpoints import (
     tokens,
     with_rare,
 )
-from faults import DEADLINE, wait_until
+from faults import DEADLINE, FAULT_POINTS, fail_at, wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Request
 
 # -- faults ---------------------------------------------------------------------------------------
-
-
-def fail_at(monkeypatch, owner, name, k, error, *, after=False):
-    """Make the k-th call of a method raise `error`, once, before or after its work."""
-    original, calls = getattr(owner, name), []
-
-    def wrapped(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == k and not after:
-            raise error
-        result = original(*args, **kwargs)
-        if len(calls) == k:
-            raise error
-        return result
-
-    monkeypatch.setattr(owner, name, wrapped)
-    return calls
-
-
-FAULT_POINTS = {
-    "launch": lambda llm: (llm.model_runner, "launch"),
-    "finish": lambda llm: (llm.model_runner, "finish"),
-    "schedule": lambda llm: (llm.scheduler, "schedule"),
-    "postprocess": lambda llm: (llm.scheduler, "postprocess"),
-    "allocate": lambda llm: (llm.scheduler.block_manager, "allocate"),
-    "publish": lambda llm: (llm.scheduler.block_manager, "publish"),
-    "deallocate": lambda llm: (llm.scheduler.block_manager, "deallocate"),
-    "take": lambda llm: (llm.scheduler.block_manager, "_take_free_block"),
-    "wait": lambda llm: (llm.executor, "wait"),
-    "output": lambda llm: (Request, "output"),
-}
 
 
 @pytest.mark.parametrize(

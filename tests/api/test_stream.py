@@ -3,7 +3,6 @@
 import gc
 
 import pytest
-from test_engine_faults import FAULT_POINTS, fail_at
 
 from checkpoints import (
     PARAMS,
@@ -25,6 +24,7 @@ from checkpoints import (
     references,
     run_steps,
 )
+from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import StructuredOutputsParams
 

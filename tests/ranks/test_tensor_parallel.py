@@ -1,7 +1,7 @@
 """A model that is split over ranks computes what it computes in one piece.
 
-With workers where processes matter, else with ranks in threads (`ranks.py`), whose logits can be
-read. The oracle is transformers.
+With workers where processes matter, else with ranks in threads (`ranks_in_threads.py`), whose
+logits can be read. The oracle is transformers.
 """
 
 import random
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ranks_of, threads_fixture  # noqa: F401
-from test_reference import GREEDY, make_prompts, reference_greedy
+from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from tiny_reference import GREEDY, make_prompts, reference_greedy
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, run_steps, tokens

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import threads_fixture  # noqa: F401
-from test_engine_faults import fail_at
+from ranks_in_threads import threads_fixture  # noqa: F401
 
 from checkpoints import (
     SMALL,
@@ -24,6 +23,7 @@ from checkpoints import (
     tokens,
     with_rare,
 )
+from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import extras
 from nanovllm.engine.admission import LengthEstimator

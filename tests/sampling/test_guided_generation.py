@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import threads_fixture  # noqa: F401
-from test_engine_faults import fail_at
+from ranks_in_threads import threads_fixture  # noqa: F401
 
 from checkpoints import (
     SMALL,
@@ -29,6 +28,7 @@ from checkpoints import (
     tokens,
     with_rare,
 )
+from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine import control_table
 from nanovllm.engine.admission import LengthEstimator

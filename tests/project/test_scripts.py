@@ -18,7 +18,7 @@ from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.model_config import ModelConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHORT = 553  # seed of a workload whose first sequences are short
 
 

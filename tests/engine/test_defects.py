@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import train_tiny
-from test_reference import GREEDY, reference_greedy, tokens
+from tiny_reference import GREEDY, reference_greedy, tokens
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator

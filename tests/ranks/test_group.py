@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from ranks import PATIENCE, connected_groups, on_all_ranks
+from ranks_in_threads import PATIENCE, connected_groups, on_all_ranks
 from torch import distributed as dist
 
 from nanovllm.attention.torch_backend import TorchBackend

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from ranks import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from sampling_oracle import Completion, Oracle
-from test_engine_faults import fail_at
-from test_overlap import Interrupt
 
 from checkpoints import (
     SMALL,
@@ -31,6 +29,7 @@ from checkpoints import (
     run_until,
     tokens,
 )
+from faults import Interrupt, fail_at
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine import control_table, executor
 from nanovllm.engine.admission import LengthEstimator

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_reference import chi_square_p
+from draws import chi_square_p, metadata, take
 
 from checkpoints import SMALL, make_checkpoint, rare, tokens
 from nanovllm import LLM, SamplingParams
@@ -17,16 +17,6 @@ from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
 SEED = 3
 
 
-def metadata(temperatures: Any, keys: Any, positions: Any) -> SamplingMetadata:
-    n = len(positions)
-    return SamplingMetadata(
-        torch.as_tensor(temperatures, dtype=torch.float32).expand(n),
-        torch.as_tensor(np.asarray(keys, np.uint32).reshape(2, -1).view(np.int32)).expand(2, n),
-        torch.as_tensor(positions, dtype=torch.int32),
-        torch.arange(n, dtype=torch.int32),
-    )
-
-
 def make_logits(n: int, vocab_size: int) -> torch.Tensor:
     return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(SEED))
 
@@ -34,10 +24,6 @@ def make_logits(n: int, vocab_size: int) -> torch.Tensor:
 def draw(logits: torch.Tensor, data: SamplingMetadata) -> torch.Tensor:
     V = logits.shape[1]
     return sample_on_cpu(logits, data, range(V), V)[0]
-
-
-def take(data: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
-    return SamplingMetadata(*(x[..., rows] for x in data))
 
 
 def test_below_1e_5_the_first_largest_logit_is_taken() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_multi_gpu import SIZES
-from test_reference import make_prompts
+from tiny_reference import make_prompts
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 

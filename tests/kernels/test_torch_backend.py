@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_kernels import Case, close, run_case
+from attention_cases import Case, close, run_case
 
 from checkpoints import SMALL, TINY, greedy
 from nanovllm import LLM

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

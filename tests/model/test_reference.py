@@ -10,37 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import train_tiny
-from scipy import stats
+from draws import chi_square_p
+from tiny_reference import GREEDY, SEED, make_prompts, reference_greedy, tokens
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import make_checkpoint, rare, with_rare
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
-
-SEED = 7
-MAX_TOKENS = 16
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-
-
-def make_prompts() -> list[list[int]]:
-    """80 prompts: tasks the model knows, and random bytes of 1 to 768 tokens (3 blocks of 256)."""
-    print("seed", SEED)
-    rng = random.Random(SEED)
-    texts = [
-        train_tiny.addition_prompt(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(24)
-    ]
-    texts += [train_tiny.count_prompt(rng.randint(0, 400)) for _ in range(12)]
-    texts += [train_tiny.reverse_prompt(word) for word in ("engine", "paged", "cache", "token")]
-    texts += [train_tiny.PRIMES_PROMPT, train_tiny.INTRO_PROMPT]
-    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 255, 256, 257, 511, 512, 513, 768]
-    lengths += [rng.randint(1, 300) for _ in range(14)] + [rng.randint(1, 120) for _ in range(8)]
-    return [list(text.encode()) for text in texts] + [
-        [rng.randrange(256) for _ in range(n)] for n in lengths
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +31,6 @@ def prompts() -> list[list[int]]:
 def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy continuations by the reference, each prompt alone, up to an end-of-sequence token."""
     return [reference_greedy(reference, prompt) for prompt in prompts]
-
-
-def reference_greedy(reference: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=[258, 256],
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]
 
 
 def run(tiny: str, prompts: list[list[int]], **options: Any) -> tuple[list[RequestOutput], dict]:
@@ -278,17 +241,6 @@ def test_held_out_additions(tiny: str) -> None:
     print("right:", sum(right))
     assert sum(right) >= 990
     assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
-
-
-def chi_square_p(drawn: list[int], probs: np.ndarray) -> float:
-    """p-value of the draws; tokens expected less than 5 times are one bin."""
-    expected = probs * len(drawn)
-    rare = expected < 5
-    counts = np.bincount(drawn, minlength=len(probs))
-    f_obs = np.append(counts[~rare], counts[rare].sum())
-    f_exp = np.append(expected[~rare], expected[rare].sum())
-    keep = f_exp > 0
-    return float(stats.chisquare(f_obs[keep], f_exp[keep] * f_obs.sum() / f_exp.sum()).pvalue)
 
 
 def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from draws import interpreted, oracle_draw
 from peer_ranks import EPS, Job, RankProcesses, region_files
-from test_sampling_kernel import interpreted, oracle_draw
 
 from checkpoints import rare
 from nanovllm.kernels.peers import signal, sums_by_owner, wait_for

@@ -1,0 +1,111 @@
+"""Attention cases for all backends, over a pool of which everything else is NaN."""
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, KVCache
+from nanovllm.utils.context import Context
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+
+
+class Case:
+    """A step over a scattered, poisoned pool: whatever no sequence owns is NaN."""
+
+    def __init__(
+        self,
+        q_lens: list[int],
+        k_lens: list[int],
+        *,
+        num_decodes: int = 0,
+        hq: int = 4,
+        hkv: int = 2,
+        d: int = 32,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        assert all(n == 1 for n in q_lens[:num_decodes])
+        self.q_lens, self.k_lens, self.scale = q_lens, k_lens, d**-0.5
+        widths = [-(-n // block_size) for n in k_lens]
+        order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(3)).tolist()
+        shape = (2, sum(widths) + 3, block_size, hkv, d)
+        self.caches = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        tables = torch.full((len(k_lens), max(widths) + 2), order.pop(), dtype=torch.int32)
+        self.keys, self.values, slots = [], [], []
+        for i, (n, length) in enumerate(zip(q_lens, k_lens, strict=True)):
+            self.keys.append(randn(length, hkv, d, dtype=dtype, seed=10 + i))
+            self.values.append(randn(length, hkv, d, dtype=dtype, seed=50 + i))
+            blocks = [order.pop() for _ in range(widths[i])]
+            tables[i, : widths[i]] = torch.tensor(blocks)
+            where = [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
+            flat = self.caches.view(2, -1, hkv, d)
+            flat[0, where[: length - n]] = self.keys[i][: length - n]
+            flat[1, where[: length - n]] = self.values[i][: length - n]
+            slots += where[length - n :]
+        self.q = randn(sum(q_lens), hq, d, dtype=dtype, seed=1)
+        self.k = torch.cat([x[len(x) - n :] for x, n in zip(self.keys, q_lens, strict=True)])
+        self.v = torch.cat([x[len(x) - n :] for x, n in zip(self.values, q_lens, strict=True)])
+        zero = torch.zeros(1, dtype=torch.int64)
+        cu_q, cu_k = (
+            torch.cat([zero, torch.tensor(x[num_decodes:]).cumsum(0)]).to(DEVICE, torch.int32)
+            for x in (q_lens, k_lens)
+        )
+        prefilling = q_lens[num_decodes:]
+        self.context = Context(
+            num_decodes=num_decodes,
+            slot_mapping=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            context_lens=torch.tensor(k_lens, dtype=torch.int32, device=DEVICE),
+            block_tables=tables.to(DEVICE),
+            cu_seqlens_q=cu_q if prefilling else None,
+            cu_seqlens_k=cu_k if prefilling else None,
+            max_seqlen_q=max(prefilling, default=0),
+            max_seqlen_k=max(k_lens[num_decodes:], default=0),
+            has_cached_context=q_lens[num_decodes:] != k_lens[num_decodes:],
+        )
+
+    def wanted(self) -> torch.Tensor:
+        """Attention in float64, one sequence at a time, from the contiguous keys and values."""
+        out, row = [], 0
+        for keys, values, n in zip(self.keys, self.values, self.q_lens, strict=True):
+            q = self.q[row : row + n].double()
+            row += n
+            G = q.shape[1] // keys.shape[1]
+            k, v = (x.double().repeat_interleave(G, 1) for x in (keys, values))
+            scores = torch.einsum("nhd,lhd->hnl", q, k) * self.scale
+            L = len(keys)
+            hidden = torch.ones(n, L, dtype=torch.bool, device=DEVICE).tril(L - n).logical_not()
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hnl,lhd->nhd", weights, v))
+        return torch.cat(out)
+
+
+def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
+    cache = KVCache(case.caches[0], case.caches[1])
+    backend.store_kvcache(case.k, case.v, cache, case.context.slot_mapping)
+    return backend.attend(case.q, case.k, case.v, cache, case.context, case.scale)
+
+
+CASES = {
+    "prefill": {"q_lens": [1, 5, 33, 70], "k_lens": [1, 5, 33, 70]},
+    "prefill-cached": {"q_lens": [3, 17, 64], "k_lens": [20, 81, 64]},
+    "decode": {"q_lens": [1] * 5, "k_lens": [1, 16, 17, 63, 130], "num_decodes": 5},
+    "mixed": {"q_lens": [1, 1, 9, 40], "k_lens": [30, 5, 41, 40], "num_decodes": 2},
+    "one-block-256": {"q_lens": [1, 30], "k_lens": [200, 40], "block_size": 256},
+    "gqa-1": {"q_lens": [1, 20], "k_lens": [40, 20], "num_decodes": 1, "hq": 2},
+    "gqa-8": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 8, "hkv": 1},
+    "gqa-3": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 6},
+    "head-64": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 64},
+    "head-128": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 128},
+}

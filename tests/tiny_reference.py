@@ -1,0 +1,46 @@
+"""The embedded checkpoint: prompts, and their greedy continuations by transformers."""
+
+import random
+from typing import Any
+
+import torch
+import train_tiny
+
+from nanovllm import RequestOutput, SamplingParams
+
+SEED = 7
+MAX_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+def make_prompts() -> list[list[int]]:
+    """80 prompts: tasks the model knows, and random bytes of 1 to 768 tokens (3 blocks of 256)."""
+    print("seed", SEED)
+    rng = random.Random(SEED)
+    texts = [
+        train_tiny.addition_prompt(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(24)
+    ]
+    texts += [train_tiny.count_prompt(rng.randint(0, 400)) for _ in range(12)]
+    texts += [train_tiny.reverse_prompt(word) for word in ("engine", "paged", "cache", "token")]
+    texts += [train_tiny.PRIMES_PROMPT, train_tiny.INTRO_PROMPT]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 255, 256, 257, 511, 512, 513, 768]
+    lengths += [rng.randint(1, 300) for _ in range(14)] + [rng.randint(1, 120) for _ in range(8)]
+    return [list(text.encode()) for text in texts] + [
+        [rng.randrange(256) for _ in range(n)] for n in lengths
+    ]
+
+
+def reference_greedy(reference: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=[258, 256],
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
