@@ -71,7 +71,7 @@ class Metrics:
         Returns:
             How many tokens it computed for prefills, and for decodes.
         """
-        decode = sum(item.is_decode for item in scheduled)
+        decode = sum(item.num_tokens for item in scheduled if item.is_decode)
         prefill = sum(item.num_tokens for item in scheduled) - decode
         self.num_steps += 1
         self.num_prefill_tokens += prefill

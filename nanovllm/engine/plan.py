@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import DECODE_TOKENS
 from nanovllm.layers.controls import Int32
 
 
@@ -158,7 +159,7 @@ class SlotTable:
 def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     """Arrays for a step, whose changes are in `table` already."""
     counts, starts, samples = plan.num_tokens, plan.starts, plan.samples  # [B]
-    is_prefill = counts > 1
+    is_prefill = counts > DECODE_TOKENS
     num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
     ends = np.cumsum(counts)  # [B], row after each sequence's last
     rows = np.repeat(np.arange(len(counts)), counts)  # [T], the sequence of each token

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.sequence import DECODE_TOKENS, PENDING, Sequence, SequenceStatus
 from nanovllm.engine.stopping import ends
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the token is one that the sequence generated (the last of them, alone)."""
-        return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
+        """Whether these are the last tokens, and ones that the sequence generated."""
+        return self.num_tokens <= DECODE_TOKENS and self.start >= self.seq.num_prompt_tokens
 
 
 def _arrival(seq: Sequence) -> int:
@@ -155,7 +155,7 @@ class Scheduler:
         decoding = [
             seq
             for seq in self.running
-            if seq.num_uncomputed_tokens == 1 and not self._reaches_its_end(seq)
+            if seq.num_uncomputed_tokens <= DECODE_TOKENS and not self._reaches_its_end(seq)
         ]
         missing = sum(seq.num_blocks - len(seq.block_table) for seq in decoding)
         if missing > self.block_manager.num_free_blocks and self._num_under_way:
@@ -166,7 +166,7 @@ class Scheduler:
                 self.preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.may_append(seq)
-                scheduled.append(ScheduledSequence.of(seq, 1))
+                scheduled.append(ScheduledSequence.of(seq, DECODE_TOKENS))
         # Longest context first: a kernel that starts long rows late waits for them at its end.
         scheduled.sort(key=lambda item: item.start, reverse=True)
         return scheduled
@@ -183,7 +183,7 @@ class Scheduler:
         # A single token left of a prompt is computed as a decode, but belongs with the prompts
         # where those come first.
         in_prompt = seq.num_computed_tokens < seq.num_prompt_tokens
-        return seq.num_uncomputed_tokens > 1 or (in_prompt and not self.mixed_steps)
+        return seq.num_uncomputed_tokens > DECODE_TOKENS or (in_prompt and not self.mixed_steps)
 
     def _reaches_its_end(self, seq: Sequence) -> bool:
         """Whether the pending token is the last, so that nothing is left to compute."""

@@ -14,6 +14,7 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 NO_LIMIT = 1 << 62
+DECODE_TOKENS = 1  # uncomputed tokens that make a decode; more make a prefill
 PENDING = -1  # stands for a token that has been sampled but not read back yet
 
 
