@@ -8,6 +8,7 @@ with the embedded checkpoint. The core path is what docs/architecture.md lists u
 order".
 """
 
+import argparse
 import json
 import re
 import sys
@@ -91,4 +92,5 @@ def measure() -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     print(json.dumps(measure()))
