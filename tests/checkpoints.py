@@ -22,6 +22,15 @@ TINY = Path(nanovllm.TINY)
 VOCAB = 128
 PROMPT = [5, 77, 33, 101, 9]
 
+LLAMA3 = {  # RoPE of Llama 3.1, with an original context that `PROMPTS` go beyond
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 # An engine that fits any of these checkpoints and is built in milliseconds.
 SMALL: dict[str, Any] = {
     "device": "cpu",

@@ -22,10 +22,10 @@ from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
 from stand_in import CONTROLS
 from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 
-from checkpoints import make_checkpoint, qwen3_06b_config
+from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.config import Config
@@ -248,14 +248,43 @@ def test_log_probabilities_of_greedy_output(
 ) -> None:
     """Within 0.05 per token of transformers in bf16, prefill and graph decode; alone and in
     batches, whose products take other kernels."""
+    assert largest_difference(qwen3_06b, lengths, monkeypatch, attention_backend=backend) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"head_dim": 64, "num_attention_heads": 16, "rope_parameters": LLAMA3}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("qwen2", {}),
+    ],
+    ids=["llama", "llama-biases", "qwen2"],
+)
+def test_log_probabilities_of_other_families(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of models whose queries and keys have no norms, and whose products have biases."""
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10240}
+    options = {**shape, "initializer_range": 0.02, "max_position_embeddings": 4096, **changes}
+    path = str(make_checkpoint(tmp_path / "model", family, **options))
+    lengths = [[1], [600], list(range(300, 0, -13)), list(range(140, 0, -1))]
+    assert largest_difference(path, lengths, monkeypatch, dtype="bfloat16") < 0.05
+
+
+def largest_difference(
+    path: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> float:
+    """Of a log-probability of a greedy token from transformers', for batches of prompts of these
+    lengths.
+    """
     rng = random.Random(SEED)
-    reference = Qwen3ForCausalLM.from_pretrained(qwen3_06b, torch_dtype=torch.bfloat16).cuda()
+    reference = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.bfloat16).cuda()
     batch = max(map(len, lengths))
     params = SamplingParams(temperature=0, max_tokens=32 if batch == 1 else 6, ignore_eos=True)
-    tap = LogitsTap(monkeypatch, batch, 151936)
+    tap = LogitsTap(monkeypatch, batch, reference.config.vocab_size)
     worst = 0.0
-    options = {**SMALL, "max_num_seqs": 256}
-    with LLM(qwen3_06b, attention_backend=backend, overlap=False, **options) as llm:
+    with LLM(path, overlap=False, **{**SMALL, "max_num_seqs": 256, **options}) as llm:
         for prompt_lengths in lengths:  # longest first, as the rows of a decode are
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in prompt_lengths]
             got, outs = tap.run(llm, prompts, params)
@@ -266,8 +295,8 @@ def test_log_probabilities_of_greedy_output(
                 steps = torch.arange(len(out), device="cuda")
                 worst = max(worst, float((got[:, row] - wanted)[steps, out].abs().max()))
         assert llm.metrics()["num_graph_replays"] > 0
-    print(backend, "largest difference of a log-probability:", worst)
-    assert worst < 0.05
+    print(path, options, "largest difference of a log-probability:", worst)
+    return worst
 
 
 COMPILING = """

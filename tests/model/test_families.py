@@ -13,7 +13,7 @@ from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
+from checkpoints import LLAMA3, PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
@@ -24,14 +24,6 @@ from nanovllm.model_config import ModelConfig, RopeParameters
 from nanovllm.models.loader import load_model
 from nanovllm.utils.context import Context, use_context
 
-LLAMA3 = {  # of an original context of two prompts; `PROMPTS` go beyond it
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
