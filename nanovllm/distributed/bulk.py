@@ -1,15 +1,15 @@
-"""`BulkExchange`: the ranks' sums in large steps, hidden behind the matrix products.
+"""`BulkExchange`: sums over the ranks in large steps, overlapped with matrix products.
 
-The T rows of a step are divided into parts, one for each rank, its owner (sequence parallelism;
-Korthikanti et al., 2022). A row-parallel product computes the parts of the other ranks first, and
-the GPU's copy engines push each to its owner while the next is computed (`scatter`). The owner sums
-and normalises its part, and pushes it to all others (`gather`) while the column-parallel product
-that follows begins with the part that is there already. No multiprocessor spends time on copies.
+The T rows of a step are divided into parts, and each rank owns one (sequence parallelism;
+Korthikanti et al., 2022). A row-parallel product computes the other ranks' parts first, and the
+GPU's copy engines send each part to its owner while the next is computed (`scatter`). The owner
+sums and normalises its part, and sends it to all others (`gather`) while the column-parallel
+product that follows begins with the part that is there already. Copies take no multiprocessor time.
 
-Every buffer can be single, since a rank goes on only when it has seen what others did with the last
-content. Partial results received, and those on their way: the next are pushed after the rows that
-their owner computed from them have come. Gathered rows, and one's own on their way: an owner pushes
-the next after all ranks' next partial results have come, which they computed from these rows.
+Single buffering is safe. `received` and `outgoing` are overwritten only after the owner's
+normalised rows have arrived, which proves that the owner has read the last partial results. `rows`
+is overwritten only after all ranks' next partial results have arrived, which they computed from
+these rows.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class Scattered(NamedTuple):
     Attributes:
         partial: [size, n, M], to be summed over the ranks.
         num_rows: T, of all ranks.
-        exchange: that brought them.
+        exchange: delivered them.
     """
 
     partial: torch.Tensor
@@ -39,12 +39,12 @@ class Scattered(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Normalised rows of all ranks, those of the others on their way.
+    """Normalised rows of all ranks; those of other ranks may still be arriving.
 
     Attributes:
-        rows: [T, M]; each part may be read once `parts` has given it.
-        epoch: of the exchange.
-        exchange: that brings them.
+        rows: [T, M]; a part may be read once `parts` has yielded it.
+        epoch: the number of the exchange.
+        exchange: delivers them.
     """
 
     rows: torch.Tensor
@@ -52,7 +52,7 @@ class Gathered(NamedTuple):
     exchange: "BulkExchange"
 
     def parts(self) -> Iterator[slice]:
-        """The parts of the rows, this rank's first."""
+        """The slices of the rows, as they arrive: this rank's first."""
         return self.exchange.arrivals(len(self.rows), self.epoch)
 
     @property
@@ -62,14 +62,14 @@ class Gathered(NamedTuple):
         return range(part.start, part.stop)
 
     def whole(self) -> torch.Tensor:
-        """All rows [T, M]; the next step overwrites them."""
+        """All rows [T, M], after waiting for them; the next step overwrites them."""
         for _ in self.parts():
             pass
         return self.rows
 
 
 def part_of(owner: int, size: int, num_rows: int) -> slice:
-    """The rows that belong to a rank, of `size` ranks: equal parts but for the last; they may be
+    """The rows that rank `owner` of `size` owns: equal parts, but the last ones may be shorter or
     empty.
     """
     length = -(-num_rows // (size * ROUND)) * ROUND
@@ -115,7 +115,8 @@ class BulkExchange:
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
-        # Copies to the peers, beside each other; their flags go before a product's programs.
+        # One stream for each peer, so that copies overlap; with priority, so that setting a flag
+        # does not queue behind the programs of a product.
         self._copies = {peer: torch.cuda.Stream(device, priority=-1) for peer in self._order[:-1]}
 
     @property
@@ -127,7 +128,7 @@ class BulkExchange:
         return part_of(owner, self.size, num_rows)
 
     def scatter(self, num_rows: int, compute: Callable[[slice, torch.Tensor], object]) -> Scattered:
-        """Compute this rank's results for all rows, and give each owner those of its part.
+        """Compute this rank's results for all rows, and send each owner those of its part.
 
         Args:
             num_rows: T.
@@ -146,11 +147,11 @@ class BulkExchange:
         return Scattered(self._received[:, : own.stop - own.start], num_rows, self)
 
     def own_rows(self, num_rows: int) -> torch.Tensor:
-        """Where this rank's normalised rows [n, M] go, before `gather`."""
+        """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`."""
         return self._rows[self._part(self.rank, num_rows)]
 
     def gather(self, num_rows: int) -> Gathered:
-        """Give this rank's normalised rows to all others."""
+        """Send this rank's normalised rows to all others."""
         own, part = self.own_rows(num_rows), self._part(self.rank, num_rows)
         offset = self.size * self._part_bytes + part.start * own.stride(0) * own.itemsize
         for peer in self._order[:-1]:
@@ -158,8 +159,8 @@ class BulkExchange:
         return Gathered(self._rows[:num_rows], self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
-        """The parts of `num_rows` gathered rows: this rank's first, then in the order in which the
-        others begin to push theirs to it.
+        """The parts of `num_rows` gathered rows, each after its arrival: this rank's first, then in
+        the order in which the others send theirs.
         """
         for owner in reversed(self._order):
             if owner != self.rank:
@@ -175,7 +176,7 @@ class BulkExchange:
             wait_for(flag, epoch, self.region.abort_address)
 
     def _push(self, rows: torch.Tensor, peer: int, offset: int, kind: int) -> None:
-        """Copy rows into the data of a peer, and set its flag, beside what we compute."""
+        """Copy rows into a peer's region and then set its flag, concurrently with our kernels."""
         from nanovllm.kernels.peers import signal
 
         copies = self._copies[peer]

@@ -37,8 +37,8 @@ class PeerRegion:
         device: its GPU.
         num_bytes: its size, a multiple of 8.
         fill: what its bytes are at first.
-        abort: [1] int64 in pinned memory: once it is not 0, kernels no longer wait. The driver is
-            not needed to set it, which matters: it may be waiting itself, for such a kernel.
+        abort: [1] int64 in pinned memory: kernels stop waiting when it is not 0. The host sets it
+            without the driver, which may itself be waiting for such a kernel.
         share: exchanges what the others need to open the region.
 
     Attributes:
@@ -97,7 +97,7 @@ class PeerRegion:
             raise RuntimeError(f"{name}: {reason}; disable_custom_all_reduce=True does without it")
 
     def close(self) -> None:
-        """Free it. Nobody may use it any more."""
+        """Free the region. No rank may use it any more."""
         with torch.cuda.device(self._device), ExitStack() as finally_:  # all, whatever fails
             finally_.callback(self.call, "cuMemFree_v2", self._own)
             for address in self._opened:
@@ -112,9 +112,8 @@ class PeerMemory:
 
         [2, size, max_rows, row_bytes]
 
-    A program of a kernel exchanges one row (`kernels/peers.py`): it writes its row, or a sum, into
-    the ranks' regions, and waits for what they write into its own. All bits are set where nothing
-    has come.
+    Each program of a kernel exchanges one row (`kernels/peers.py`): it writes its row, or a sum,
+    into the ranks' regions, and polls its own. A slot whose row has not arrived has all bits set.
 
     Args:
         rank, size: which of how many ranks this is.

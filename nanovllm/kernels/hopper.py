@@ -1,15 +1,14 @@
-"""What Hopper GPUs and later ones add, where Triton offers it; elsewhere kernels do without.
+"""Two features of Hopper and later GPUs, used where Triton offers them.
 
-*Programmatic dependent launch*: a kernel launched with `pdl_options()` is placed on the GPU as
-soon as every program of its predecessor has called `launch_dependents` or ended. What it does
-before `wait` (launch latency, reading weights) then costs no time of its own. The rules that keep
-it correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchronization):
+*Programmatic dependent launch*: a kernel launched with `pdl_options()` is placed on the GPU as soon
+as every program of its predecessor has called `launch_dependents` or ended. What it does before
+`wait` (launch latency, reading weights) is hidden behind the predecessor. Two rules keep that
+correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchronization):
 
-- every program calls `wait`, on every path, so that a kernel that has ended implies that all
-  before it have;
-- before `wait` it reads only what no kernel of the step writes: weights, and the step's metadata.
+- every program calls `wait` on every path, so the end of a kernel implies the end of all before it;
+- before `wait` a program reads only memory that no kernel of the step writes: weights and metadata.
 
-*Tensor memory access*: a descriptor of a matrix lets the hardware copy whole tiles of it.
+*Tensor memory access* (TMA): given a descriptor of a matrix, the hardware copies whole tiles.
 """
 
 from typing import Any
@@ -29,27 +28,25 @@ except ImportError:
 
 TILE_ROWS = 128  # of activations, in the largest tile
 
-dependent_launch = True  # False: one kernel after the other, for profiles and tests
+dependent_launch = True  # False runs kernels strictly one after another, for profiles and tests
 
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Let the next kernel start."""
+    """Allow the next kernel to be placed on the GPU."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until the kernels before this one have ended and their writes can be seen."""
+    """Wait until the kernels before this one have ended and their writes are visible."""
     if PDL:
         gdc_wait()
 
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of a launch on the device of x: the kernel's PDL constant, and Triton's
-    launch option.
-    """
+    """Keyword arguments for a launch on x's device: the kernel's constant, and Triton's option."""
     on = dependent_launch and gdc_wait is not None and x.is_cuda
     if on and capability(x.device.index) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
@@ -57,24 +54,24 @@ def pdl_options(x: torch.Tensor) -> dict[str, Any]:
 
 
 def has_room(x: torch.Tensor) -> bool:
-    """Whether the device of x is made for large tiles: 227 KiB of shared memory, from which tensor
-    cores read. On others (8.x, 12.x, ROCm) a tile takes more registers, and may have 64 KiB.
+    """Whether x's device takes large tiles: it has 227 KiB of shared memory, and tensor cores that
+    read operands from it. Others (8.x, 12.x, ROCm) hold operands in registers, and have 64 KiB on.
     """
     return not x.is_cuda or capability(x.device.index)[0] in (9, 10)
 
 
 def can_describe(x: torch.Tensor) -> bool:
-    """Whether `describe` takes the matrix x: rows that begin at multiples of 16 bytes."""
-    if not has_room(x):  # desktop GPUs (12.0) have descriptors too
+    """Whether `describe` accepts the matrix x: its rows must begin at multiples of 16 bytes."""
+    if not has_room(x):  # desktop GPUs (12.0) have TMA, but not the room for these tiles
         return False
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return TensorDescriptor is not None and x.stride(1) == 1 and aligned
 
 
 def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised [num_rows, *shape] whose storage goes on to the next power of two, from
-    TILE_ROWS on to a multiple of that, so that `describe` cuts it into whole tiles: tiles of which
-    much lies outside take longer (measured).
+    """An uninitialised tensor [num_rows, *shape] with storage for more rows: up to the next power
+    of two, above TILE_ROWS up to a multiple of that. `describe` then cuts whole tiles, which are
+    faster than tiles that reach past the end (measured).
     """
     tile = min(TILE_ROWS, triton.next_power_of_2(max(1, num_rows)))
     total = triton.cdiv(num_rows, tile) * tile
@@ -82,8 +79,8 @@ def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of the matrix x for tiles of rows x columns. Rows past the last are those that
-    follow in its storage, whatever they hold; what lies outside of it reads as 0.
+    """A TMA descriptor of the matrix x for tiles of rows x columns. A tile may reach past x's last
+    row: it reads what follows in the same storage (never used), and 0 past the end of that.
     """
     wanted = triton.cdiv(len(x), rows) * rows
     size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()

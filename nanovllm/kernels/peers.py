@@ -1,20 +1,22 @@
 """Exchange between the GPUs of a model, inside kernels.
 
-One program exchanges one row, or one word: it pushes its own into the memory of all ranks
-(`PeerMemory`), this one among them, and waits until theirs have come; where there are many rows,
-one rank adds, another for each row, and the others wait for the sum. No flag says that something
-has come, so nothing needs to be ordered before a flag: a place waits EMPTY, with all bits set, each
-element arrives as a whole, in whatever order, and who has read them all leaves EMPTY behind. (The
-data is its own flag in the "Lamport" all-reduce of TensorRT-LLM, too.)
+Each program exchanges one row, or one word: it writes its own into the memory of every rank
+(`PeerMemory`), its own included, and polls its own memory until the other ranks' rows are there.
+With many rows, each row has an owner, one of the ranks, which adds it up and sends the sum to the
+others.
 
-There are two buffers that the calls take in turn: a rank can be a call ahead of another, not two,
-since it waits in every call for the other's row, or for a sum that has it. So nobody writes where
-another has yet to read, or to leave EMPTY.
+The data is its own flag, as in the "Lamport" all-reduce of TensorRT-LLM. A slot holds EMPTY (all
+bits set) until a row arrives; the reader polls until no element is EMPTY, then writes EMPTY back.
+Elements may arrive in any order, since each arrives whole: no fence and no separate flag are
+needed.
 
-Every rank must make the same calls in the same order, and a kernel must wait for its predecessor
-(`hopper.wait`) before it exchanges. Programs that wait keep their place on the GPU, which is no
-deadlock: a GPU starts programs in the order of the grid, so the lowest row that some rank has not
-finished is running, or has run, on all.
+Calls alternate between two buffers. One buffer could be overwritten before it is read: a rank may
+be one call ahead of another. It cannot be two ahead, because each call waits for every rank's row,
+or for a sum that contains it.
+
+Every rank must make the same calls in the same order, and a kernel must call `hopper.wait` before
+it exchanges. Polling programs occupy the GPU without deadlock: a GPU starts the programs of a grid
+in order, so the lowest row that some rank has not finished has started on all of them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 
 
 EMPTY = tl.constexpr(-1)
-WORTH_A_WAY = 1 << 18  # bytes that a rank need not give
+TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, that a second round trip costs
 
 
 def peer_options(peers: "PeerMemory | None", x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of a kernel that exchanges with `peers`; None: with nobody, and x stands
-    for the pointers.
+    """Keyword arguments of a kernel that exchanges with `peers`. Without peers (None) the kernel
+    reads none of the pointers, and x takes their place.
     """
     if peers is None:
         return {"peers_ptr": x, "epochs_ptr": x, "ROW_BYTES": 0, "ROWS": 0, "RANK": 0, "SIZE": 1}
@@ -48,14 +50,14 @@ def peer_options(peers: "PeerMemory | None", x: torch.Tensor) -> dict[str, Any]:
 
 
 def sums_by_owner(peers: "PeerMemory | None", num_rows: int) -> bool:
-    """Whether each row should be summed by one rank, its owner (see `all_reduce_row`): where what
-    that saves takes longer than the second way. (Four GPUs: from 22 rows of 8 KiB on. Two: never.
+    """Whether one rank, its owner, should sum each row (see `all_reduce_row`): that pays where the
+    bytes saved take longer than the second trip. (Four GPUs: from 22 rows of 8 KiB on. Two: never.
     Measured on three and four.)
     """
     if peers is None:
         return False
-    N = peers.size  # each rank gives N - 1 rows for each, or 2 (N - 1) / N
-    return num_rows * peers.row_bytes * (N - 1) * (N - 2) >= WORTH_A_WAY * N
+    N = peers.size  # a rank sends N - 1 rows for each row, or by owners 2 (N - 1) / N
+    return num_rows * peers.row_bytes * (N - 1) * (N - 2) >= TWO_SHOT_MIN_BYTES * N
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def _place(
     peers_ptr, rank, giver, row, epoch, dtype: tl.constexpr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where `giver`'s row lies in the memory of `rank`, in the buffer of a call."""
+    """The address of `giver`'s row in the memory of `rank`, in the buffer of call `epoch`."""
     offset = (((epoch & 1) * SIZE + giver) * ROWS + row) * ROW_BYTES
     address = tl.load(peers_ptr + rank) + offset
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
@@ -71,22 +73,24 @@ def _place(
 
 @triton.jit
 def _is_aborted(peers_ptr, SIZE: tl.constexpr):
-    """Whether waiting is in vain. That word is in the host's memory, so it is looked at seldom."""
+    """Whether the group has been aborted. Reading it is slow (it is in the host's memory), so poll
+    loops do it rarely.
+    """
     abort_ptr = tl.load(peers_ptr + SIZE).to(tl.pointer_type(tl.int64))
     return (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
 
 
 @triton.jit
 def _bits(x):
-    """x, bit by bit, and never EMPTY."""
+    """The bits of x as integers, never EMPTY."""
     BITS: tl.constexpr = tl.int16 if x.dtype.primitive_bitwidth == 16 else tl.int32
-    # One NaN of many has all bits set. None of them equals itself.
+    # EMPTY is one of the many NaNs: every NaN (x != x) becomes another one.
     return tl.where(x == x, x, float("nan")).to(BITS, bitcast=True)  # noqa: PLR0124
 
 
 @triton.jit
 def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
-    """Wait until all that is wanted has come, take it, and leave EMPTY behind."""
+    """Poll until every wanted element has arrived; return them, and write EMPTY back."""
     given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
     polls = 0
     aborted = 0
@@ -95,7 +99,7 @@ def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
         polls += 1
         if polls % 1024 == 0:
             aborted = _is_aborted(peers_ptr, SIZE)
-    tl.debug_barrier()  # all have read
+    tl.debug_barrier()  # every thread has read
     tl.store(ptrs, tl.full(given.shape, EMPTY, given.dtype), mask=wanted)
     return given
 
@@ -105,8 +109,8 @@ def _take_sum(
     places, dtype: tl.constexpr, cols, mask, peers_ptr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Take a row from each rank, at `places` and on, and add them in float32."""
-    # A few rows at a time: more would not fit the registers.
+    """Receive a row from each rank, the first at `places`, and add them in float32."""
+    # A few rows at a time: all of them would not fit the registers.
     AT_ONCE: tl.constexpr = 2 if SIZE == 2 or cols.shape[0] > 4096 else 4
     stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
     total = tl.zeros(cols.shape, tl.float32)
@@ -123,7 +127,7 @@ def _give_row(
     bits, to, peers_ptr, row, epoch, cols, mask,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Push a row to the rank `to`."""
+    """Write a row into the memory of rank `to`."""
     place = _place(peers_ptr, to, RANK, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
     tl.store(place + cols, bits, mask=mask)
 
@@ -135,10 +139,12 @@ def all_reduce_row(
 ):  # fmt: skip
     """The sum over ranks of x: [BLOCK], in x's dtype, the same on all.
 
-    Each rank gives its row to all, and adds what comes ("one-shot"); BY_OWNER it gives it to one,
-    another for each row, which gives the sum to the others ("two-shot"): two ways, but less data.
+    Each rank sends its row to all ranks and adds those it receives ("one-shot"). With BY_OWNER it
+    sends the row to the owner, which adds and sends the sum back ("two-shot"): two trips, less
+    data.
 
-    BLOCK is at least the program's number of threads: no element has two that wait for it.
+    BLOCK must be at least the program's number of threads, so that no two threads poll, and then
+    empty, the same element.
     """
     epoch = tl.load(epochs_ptr + row)
     bits = _bits(x)
@@ -170,7 +176,7 @@ def give_word(
     word, peers_ptr, row, epoch,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Give all ranks an int64 that is not -1, instead of a row."""
+    """Send all ranks an int64 that is not -1, in the slot of a row."""
     for rank in tl.static_range(SIZE):
         place = _place(peers_ptr, rank, RANK, row, epoch, tl.int64, ROW_BYTES, ROWS, SIZE)
         tl.store(place, word)
@@ -181,7 +187,7 @@ def given_word(
     peers_ptr, giver, row, epoch,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Wait for what a rank gives by `give_word`, and take it."""
+    """Receive the word that a rank sends by `give_word`."""
     place = _place(peers_ptr, RANK, giver, row, epoch, tl.int64, ROW_BYTES, ROWS, SIZE)
     word = tl.load(place, volatile=True)
     polls = 0
@@ -191,7 +197,7 @@ def given_word(
         polls += 1
         if polls % 1024 == 0:
             aborted = _is_aborted(peers_ptr, SIZE)
-    tl.debug_barrier()  # all threads have read
+    tl.debug_barrier()  # every thread has read
     tl.store(place, EMPTY)
     return word
 
@@ -210,7 +216,8 @@ def _wait_flag(flag_ptr, epoch, abort_ptr):
 
 @triton.jit
 def _pointer(address):
-    return address.to(tl.int64).to(tl.pointer_type(tl.int64))  # Triton takes low ones for int32
+    # Triton passes small integers as int32, so the cast to int64 comes first.
+    return address.to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit(do_not_specialize=["address", "epoch"])
@@ -220,7 +227,7 @@ def _signal_kernel(address, epoch):
 
 
 def signal(address: int, epoch: int) -> None:
-    """Set the flag at an address, in any GPU's memory, once what was launched before has ended."""
+    """Set the flag at `address`, in the memory of any GPU, after the work launched so far."""
     _signal_kernel[(1,)](address, epoch, num_warps=1)
 
 
@@ -230,7 +237,7 @@ def _wait_kernel(flag, abort, epoch):
 
 
 def wait_for(flag: int, epoch: int, abort: int) -> None:
-    """Let what is launched next wait until the flag at an address has reached `epoch`, or the word
-    at address `abort` is set.
+    """Make the work launched next wait until the flag at address `flag` has reached `epoch`, or the
+    word at address `abort` is set.
     """
     _wait_kernel[(1,)](flag, abort, epoch, num_warps=1)

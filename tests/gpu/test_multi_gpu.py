@@ -66,8 +66,9 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
 def owners_add(mode: str, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the mode of that name, on all ranks."""
     if mode == "owners":
-        inject(CONNECT, "from nanovllm.kernels import peers; peers.WORTH_A_WAY = 0", rank=None)
-        monkeypatch.setattr("nanovllm.kernels.peers.WORTH_A_WAY", 0)
+        code = "from nanovllm.kernels import peers; peers.TWO_SHOT_MIN_BYTES = 0"
+        inject(CONNECT, code, rank=None)
+        monkeypatch.setattr("nanovllm.kernels.peers.TWO_SHOT_MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
