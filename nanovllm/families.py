@@ -16,15 +16,14 @@ class Family(NamedTuple):
     """A model, and what the name of an architecture says of it beside config.json.
 
     Attributes:
-        module, name: the file in models/, and the class in it.
+        model: the class, as `file.Class` in models/.
         qk_norm: attention normalises queries and keys, each head for itself.
         qkv_bias, output_bias: whether attention's projections have biases; None: config.json says
             it as `attention_bias`.
         head_dim: where config.json has none; None: `hidden_size / num_attention_heads`.
     """
 
-    module: str
-    name: str
+    model: str
     qk_norm: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
@@ -32,12 +31,13 @@ class Family(NamedTuple):
 
     def load(self) -> type[Qwen3ForCausalLM]:
         """The class, imported."""
-        return getattr(importlib.import_module(f"nanovllm.models.{self.module}"), self.name)
+        module, _, name = self.model.partition(".")
+        return getattr(importlib.import_module(f"nanovllm.models.{module}"), name)
 
 
-_QWEN3 = ("qwen3", "Qwen3ForCausalLM")  # Llama and Qwen2 differ from it in the facts given here
+_QWEN3 = "qwen3.Qwen3ForCausalLM"  # Llama and Qwen2 differ from it in the facts given here
 FAMILIES = {
-    "LlamaForCausalLM": Family(*_QWEN3),
-    "Qwen2ForCausalLM": Family(*_QWEN3, qkv_bias=True, output_bias=False),
-    "Qwen3ForCausalLM": Family(*_QWEN3, qk_norm=True, head_dim=128),
+    "LlamaForCausalLM": Family(_QWEN3),
+    "Qwen2ForCausalLM": Family(_QWEN3, qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": Family(_QWEN3, qk_norm=True, head_dim=128),
 }

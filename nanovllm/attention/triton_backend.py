@@ -60,8 +60,8 @@ class TritonBackend(TritonStore):
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
         tables = context.block_tables[context.num_decodes :]
-        lens = (context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q)
-        return self._prefill(q, cache.k, cache.v, tables, *lens, scale)
+        q_lens, k_lens, most = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
+        return self._prefill(q, cache.k, cache.v, tables, q_lens, k_lens, most, scale)
 
     def decode(
         self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
@@ -80,7 +80,8 @@ class TritonBackend(TritonStore):
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
         for n in (1, MANY):
-            calls.append(partial(self._prefill, q, *cache, table, lens, lens, n, 1.0))
+            calls.append(partial(self._prefill, q, cache.k, cache.v, table, lens, lens, n, 1.0))
         for i in range(most_splits.bit_length()):
-            calls.append(partial(self._decode, q, *cache, table, lens[:1], 1.0, 1 << i))
+            decode = partial(self._decode, q, cache.k, cache.v, table, lens[:1], 1.0, 1 << i)
+            calls.append(decode)
         return calls

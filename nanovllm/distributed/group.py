@@ -76,11 +76,12 @@ class Group:
         possible = all(torch.cuda.can_device_access_peer(self._device, peer) for peer in others)
         row_bytes = hidden_size * dtype.itemsize
         if self.minimum(int(possible and row_bytes % ALIGNMENT == 0)):
-            who = self.rank, self.size, self._device
-            self._abort_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            how = self._abort_word, self._share
-            self.peers = PeerMemory(*who, max_num_seqs, row_bytes, *how)
-            self.bulk = BulkExchange(*who, max_num_batched_tokens, hidden_size, dtype, *how)
+            rank, size, device = self.rank, self.size, self._device
+            self._abort_word = abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            self.peers = PeerMemory(rank, size, device, max_num_seqs, row_bytes, abort, self._share)
+            self.bulk = BulkExchange(
+                rank, size, device, max_num_batched_tokens, hidden_size, dtype, abort, self._share
+            )
 
     @property
     def _regions(self) -> list[PeerRegion]:

@@ -99,21 +99,21 @@ class Nccl:
     def connect(self, unique_id: bytes) -> None:
         """Meet the other ranks. Returns when all are there."""
         own_id = _UniqueId.from_buffer_copy(unique_id)
-        who = ctypes.c_int(self.size), own_id, ctypes.c_int(self.rank)
+        size, rank = ctypes.c_int(self.size), ctypes.c_int(self.rank)
         on_device = torch.cuda.device(self._device)
         with _connecting, _environment(), _no_file_left(), on_device, self._one_call():
             before = {_inode(sock) for sock in _listening()}
             try:
                 with _group():  # else NCCL drops the handle if it fails, and loses what it had
-                    _call("ncclCommInitRank", ctypes.byref(self._handle), *who)
+                    _call("ncclCommInitRank", ctypes.byref(self._handle), size, own_id, rank)
             except BaseException:
                 self._opened = {_inode(sock) for sock in _listening()} - before
                 raise
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x (float16, bfloat16 or float32) by its sum over the ranks."""
-        what = ctypes.c_size_t(x.numel()), DATA_TYPES[x.dtype], SUM
-        self._collective("ncclAllReduce", x, x, *what)
+        count = ctypes.c_size_t(x.numel())
+        self._collective("ncclAllReduce", x, x, count, DATA_TYPES[x.dtype], SUM)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Write the ranks' x into out: [size, ...]."""

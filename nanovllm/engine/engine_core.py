@@ -100,8 +100,8 @@ class EngineCore:
                         self._end(self.requests.pop(request_id))
             now = time.perf_counter()
             seconds = now - max(step.launched_at, self._booked_at)
-            num_tokens = self.metrics.count_step(step.scheduled, num_sampled, seconds)
-            self._latencies.add_step(seconds, *num_tokens)
+            prefill, decode = self.metrics.count_step(step.scheduled, num_sampled, seconds)
+            self._latencies.add_step(seconds, prefill, decode)
             self._booked_at = now
             self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine

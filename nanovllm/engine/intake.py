@@ -111,7 +111,8 @@ class Intake:
         """
         own = self._default if params is None else params
         controls = self.read_params(own)
-        return CheckedRequest(*self.read_prompt(prompt), own, controls, self._grammars(own))
+        text, token_ids = self.read_prompt(prompt)
+        return CheckedRequest(text, token_ids, own, controls, self._grammars(own))
 
     def check_all(
         self,

@@ -175,9 +175,12 @@ class ModelRunner:
             and self.model_config.head_dim in HEAD_DIMS
         )
         if fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
-            limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
-            hidden_size = self.model_config.hidden_size
-            self.group.open_peer_memory(self.dtype, hidden_size, *limits)
+            self.group.open_peer_memory(
+                self.dtype,
+                self.model_config.hidden_size,
+                self.config.max_num_seqs,
+                self.config.max_num_batched_tokens,
+            )
         build = Build(self.dtype, fused, self.group, self.backend)
         with torch.device(self.device):
             model_class = FAMILIES[self.model_config.architecture].load()

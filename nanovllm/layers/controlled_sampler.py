@@ -95,18 +95,21 @@ class ControlledSampler:
             controls.edit_biases,
         )
         masks = upload_beside(logits.device, controls.masks)
-        span, temperatures = vocab_span(self.vocab_size), metadata.temperatures
+        span, (temperatures, keys, positions, slots) = vocab_span(self.vocab_size), metadata
         weighs = span == kernels.SPAN and not controls.has_filters
         x, tops, weights = kernels.process(
-            logits, metadata.slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
+            logits, slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
             counts, temperatures if weighs else None,
         )  # fmt: skip
         least = None
         if controls.has_filters:
             least = thresholds(x, tops, temperatures, top_k, top_p, min_p)
-        tokens, _ = sample(x, *metadata, last_tokens, span, least=least, tops=tops, weights=weights)
+        tokens, _ = sample(
+            x, temperatures, keys, positions, slots, last_tokens, span,
+            least=least, tops=tops, weights=weights,
+        )  # fmt: skip
         if counts is not None:
-            kernels.count(counts, metadata.slots, tokens)
+            kernels.count(counts, slots, tokens)
         return tokens
 
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:

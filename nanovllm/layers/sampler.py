@@ -60,7 +60,10 @@ class Sampler(nn.Module):
 
             peers = self.group.peers if self.group.can_exchange(logits) else None
             start, span = self.vocab.start, vocab_span(self.vocab_size)
-            tokens, scores = sample(logits, *metadata, last_tokens, span, start, peers)
+            temperatures, keys, positions, slots = metadata
+            tokens, scores = sample(
+                logits, temperatures, keys, positions, slots, last_tokens, span, start, peers
+            )
             if self.group.size == 1 or peers is not None:
                 return tokens
         else:

@@ -59,11 +59,11 @@ class Qwen3DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        norm_args = (config.hidden_size, config.rms_norm_eps, build)
+        M, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        self.input_layernorm = RMSNorm(*norm_args)
-        self.post_attention_layernorm = RMSNorm(*norm_args)
+        self.input_layernorm = RMSNorm(M, eps, build)
+        self.post_attention_layernorm = RMSNorm(M, eps, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
