@@ -11,6 +11,8 @@ from contextlib import ExitStack
 
 import torch
 
+from nanovllm.utils.device import capturing, wait_for_device
+
 ALIGNMENT = 16  # bytes of a vector store: rows begin at multiples of it
 
 Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
@@ -62,11 +64,12 @@ class PeerRegion:
         self._opened: list[ctypes.c_uint64] = []
         self._own = ctypes.c_uint64()
         size = ctypes.c_size_t(num_bytes)
-        torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
-        torch.cuda.empty_cache()  # and may need what PyTorch keeps
+        with capturing:
+            torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
+            torch.cuda.empty_cache()  # and may need what PyTorch keeps
         self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
         self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(fill), size)
-        torch.cuda.synchronize(device)
+        wait_for_device(device)
         try:
             handle = _Handle()
             self.call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)

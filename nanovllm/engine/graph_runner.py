@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +11,7 @@ from nanovllm.engine.plan import Batch
 from nanovllm.engine.step_inputs import Computed, StepInputs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import capturing
 from nanovllm.utils.progress import startup_bar
 
 NUM_ROWS = 8  # of the static buffer, before the block tables
@@ -54,9 +54,6 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
     for row, value in zip(rows, (0, 0, -1, 0, rows.shape[1], 0, 0, 0), strict=True):
         row[n:size] = value
     tables[n:size] = 0
-
-
-_capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 
 @functools.cache
@@ -150,7 +147,7 @@ class DecodeGraphs:
                 graph = torch.cuda.CUDAGraph()
                 # Other threads, those that watch the workers, may use CUDA meanwhile.
                 mode = "thread_local"
-                with _capturing, torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
+                with capturing, torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
                     self._computed[size] = compute(inputs)
                 self._graphs[size] = graph
                 pool = pool or graph.pool()

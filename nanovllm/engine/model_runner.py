@@ -41,7 +41,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
-from nanovllm.utils.device import resolve_device, triton_refusal
+from nanovllm.utils.device import capturing, resolve_device, triton_refusal, wait_for_device
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,8 @@ class ModelRunner:
         """
         config, block_size = self.config, self.config.kvcache_block_size
         budget = config.max_num_batched_tokens
-        torch.cuda.empty_cache()
+        with capturing:
+            torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.pool.allocate(1)
 
@@ -238,10 +239,11 @@ class ModelRunner:
             num_tokens = 1 << i
             run(min(config.max_num_seqs, -(-num_tokens // self.max_model_len)), num_tokens)
         torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
-        torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         self.pool.free()
-        torch.cuda.empty_cache()
+        with capturing:
+            torch.cuda.empty_cache()
         # What is left are no activations: weights, tables, other engines, libraries' workspaces.
         return peak - torch.cuda.memory_allocated(self.device) + self._weight_bytes()
 
@@ -344,7 +346,7 @@ class ModelRunner:
         """Run no CUDA graphs any more. Waits for those that run, see `Group.abort`."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                wait_for_device(self.device)
         finally:
             self.graphs = None
             gc.collect()
@@ -355,5 +357,6 @@ class ModelRunner:
             self.__dict__.pop(name, None)
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            with capturing:
+                wait_for_device(self.device)
+                torch.cuda.empty_cache()

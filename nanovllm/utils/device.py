@@ -3,10 +3,15 @@
 import functools
 import importlib.util
 import os
+import threading
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+# Held while a CUDA graph is captured. PyTorch captures one at a time, and no thread may wait for a
+# whole device, or give its memory back, while another captures on it.
+capturing = threading.RLock()
 
 MIN_CAPABILITY = (8, 0)  # of GPUs for our kernels: 7.5 has too little shared memory for their tiles
 
@@ -36,6 +41,12 @@ def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
             )
         device = torch.device("cuda", index)
     return device
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all that runs on a CUDA device, and for captures of other threads' graphs."""
+    with capturing:
+        torch.cuda.synchronize(device)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import random
 from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
 from nanovllm.engine.plan import Batch, build_batch
 from nanovllm.engine.step_inputs import Computed, to_device
+from nanovllm.utils import device
 
 B = 12
 
@@ -139,3 +141,18 @@ def test_graphs_see_decode_steps_only(budget, overlap, padded, checkpoint, monke
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
+
+
+def test_nobody_waits_for_a_device_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA refuses it, also to other threads: building two engines at once failed now and then."""
+    free: list[bool] = []
+
+    def synchronize(_: torch.device) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(device.capturing.acquire, blocking=False).result())
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    device.wait_for_device(torch.device("cuda"))
+    assert free == [False]

@@ -35,7 +35,11 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.device import _side_stream, host_array, upload_beside
+from nanovllm.utils.device import (
+    _side_stream,
+    host_array,
+    upload_beside,
+)
 
 pytestmark = pytest.mark.gpu
 SEED = 11
