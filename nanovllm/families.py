@@ -1,15 +1,6 @@
-"""The registry of architectures: what each name in config.json stands for.
+"""The registry of architectures: what each name in config.json stands for. Imports no torch."""
 
-`ModelConfig` reads it before anything is built, so it imports no torch.
-"""
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from typing import NamedTuple
 
 
 class Family(NamedTuple):
@@ -20,24 +11,23 @@ class Family(NamedTuple):
         qk_norm: attention normalises queries and keys, each head for itself.
         qkv_bias, output_bias: whether attention's projections have biases; None: config.json says
             it as `attention_bias`.
+        mlp_bias: whether config.json may ask for biases in the MLP.
         head_dim: where config.json has none; None: `hidden_size / num_attention_heads`.
+        rope_theta: where config.json has none; None: it must have one.
     """
 
     model: str
     qk_norm: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
+    mlp_bias: bool = False
     head_dim: int | None = None
-
-    def load(self) -> type[Qwen3ForCausalLM]:
-        """The class, imported."""
-        module, _, name = self.model.partition(".")
-        return getattr(importlib.import_module(f"nanovllm.models.{module}"), name)
+    rope_theta: float | None = None
 
 
-_QWEN3 = "qwen3.Qwen3ForCausalLM"  # Llama and Qwen2 differ from it in the facts given here
+QWEN3 = "qwen3.Qwen3ForCausalLM"  # Llama and Qwen2 differ from it in the facts given here
 FAMILIES = {
-    "LlamaForCausalLM": Family(_QWEN3),
-    "Qwen2ForCausalLM": Family(_QWEN3, qkv_bias=True, output_bias=False),
-    "Qwen3ForCausalLM": Family(_QWEN3, qk_norm=True, head_dim=128),
+    "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, rope_theta=10_000.0),
+    "Qwen2ForCausalLM": Family(QWEN3, qkv_bias=True, output_bias=False),
+    "Qwen3ForCausalLM": Family(QWEN3, qk_norm=True, head_dim=128),
 }

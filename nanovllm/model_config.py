@@ -96,15 +96,15 @@ class ModelConfig:
             num_hidden_layers=_read(raw, "num_hidden_layers", int),
             num_attention_heads=num_heads,
             num_key_value_heads=_read(raw, "num_key_value_heads", int, num_heads),
-            head_dim=_read(raw, "head_dim", int, family.head_dim or hidden_size // num_heads),
+            head_dim=_read_head_dim(raw, family.head_dim, hidden_size, num_heads),
             rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
-            rope=_read_rope(raw),
+            rope=_read_rope(raw, family.rope_theta),
             max_position_embeddings=_read(raw, "max_position_embeddings", int),
             tie_word_embeddings=_read(raw, "tie_word_embeddings", bool, False),
             qk_norm=family.qk_norm,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,
-            mlp_bias=_read(raw, "mlp_bias", bool, False),
+            mlp_bias=family.mlp_bias and _read(raw, "mlp_bias", bool, False),
             eos_token_ids=_read_eos(directory, raw),
         )
         config._check_shapes()
@@ -220,7 +220,18 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         )
 
 
-def _read_rope(raw: dict[str, Any]) -> RopeParameters:
+def _read_head_dim(
+    raw: dict[str, Any], default: int | None, hidden_size: int, num_heads: int
+) -> int:
+    if raw.get("head_dim") is None and default is None and hidden_size % num_heads:
+        raise ValueError(
+            "config.json: without `head_dim`, `hidden_size` must be a multiple of "
+            f"`num_attention_heads`, got {hidden_size} and {num_heads}"
+        )
+    return _read(raw, "head_dim", int, default or hidden_size // num_heads)
+
+
+def _read_rope(raw: dict[str, Any], default_theta: float | None) -> RopeParameters:
     """Transformers 4 has `rope_theta`, and scaling as `rope_scaling`; 5 both as `rope_parameters`,
     for all layers or for each kind of layer.
     """
@@ -230,21 +241,13 @@ def _read_rope(raw: dict[str, Any]) -> RopeParameters:
         if not isinstance(rope, dict):
             raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
         for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            rope_type = part.get("rope_type", part.get("type", "default"))
-            if rope_type not in ROPE_TYPES:
-                raise ValueError(
-                    f"RoPE scaling {rope_type!r} is not supported, only "
-                    f"{' and '.join(ROPE_TYPES)} are: config.json has it as `{key}`"
-                )
-            if part.get("partial_rotary_factor", 1.0) != 1.0:
-                raise ValueError(
-                    "rotating a part of each head is not supported: config.json has "
-                    f"`partial_rotary_factor` {part['partial_rotary_factor']!r} in `{key}`"
-                )
-            theta = part.get("rope_theta", theta)
-            if rope_type == "llama3":
-                scaling = part
-    read_theta = _read({"rope_theta": theta}, "rope_theta", float, 10000.0, maximum=1e30)
+            _refuse_rope(key, part)
+        full = rope.get("full_attention")
+        rope = full if isinstance(full, dict) else rope
+        theta = theta if rope.get("rope_theta") is None else rope["rope_theta"]
+        if _rope_type(rope) == "llama3":
+            scaling = rope
+    read_theta = _read({"rope_theta": theta}, "rope_theta", float, default_theta, maximum=1e30)
     if scaling is None:
         return RopeParameters(read_theta)
     low, high = (
@@ -258,6 +261,23 @@ def _read_rope(raw: dict[str, Any]) -> RopeParameters:
     factor = _read(scaling, "factor", float)
     original = _read(scaling, "original_max_position_embeddings", int)
     return RopeParameters(read_theta, "llama3", factor, low, high, original)
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type")) or "default"
+
+
+def _refuse_rope(key: str, rope: dict[str, Any]) -> None:
+    if _rope_type(rope) not in ROPE_TYPES:
+        raise ValueError(
+            f"RoPE scaling {_rope_type(rope)!r} is not supported, only {' and '.join(ROPE_TYPES)} "
+            f"are: config.json has it as `{key}`"
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            "rotating a part of each head is not supported: config.json has "
+            f"`partial_rotary_factor` {rope['partial_rotary_factor']!r} in `{key}`"
+        )
 
 
 def _read_dtype(raw: dict[str, Any]) -> str:

@@ -39,10 +39,19 @@ class TokenText:
         self._text: str | None = None  # that of the window, once it was needed
         self._begin = 0  # of open text in it
         self._num_given = 0  # characters of it that have been given
+        self._num_left_out = 0  # tokens without text that the stream holds
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._stream = DecodeStream(skip_special_tokens=skip)
-        for token_id in context if self._backend is not None else ():
-            self._stream.step(tokenizer.backend_tokenizer, token_id)
+        self._new_stream = partial(DecodeStream, skip_special_tokens=skip)
+        self._begin_stream()
+
+    def _begin_stream(self) -> None:
+        """Begin anew behind the window: the old stream decodes again all that had no text."""
+        self._stream, self._num_left_out = self._new_stream(), 0
+        given = ""
+        for token_id in self._window if self._backend is not None else ():
+            given = self._stream.step(self._backend, token_id) or ""
+        if self._window and not given:
+            self._backend = None  # it would give the text of the window once more
 
     def step(self, token_id: int) -> str:
         """Add a token. Returns the text that is certain now."""
@@ -62,6 +71,9 @@ class TokenText:
         window = [*self._window, token_id]
         text = self._decode(window)
         if text == self._text and is_left_out(self._tokenizer, self._decode, token_id):
+            self._num_left_out += 1
+            if self._num_left_out > CONTEXT and self._backend is not None:
+                self._begin_stream()
             return ""
         start = self._num_given
         # Wrong bytes look like incomplete ones, but only so many can be incomplete.

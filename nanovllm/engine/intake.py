@@ -112,7 +112,7 @@ class Intake:
         own = self._default if params is None else params
         controls = self.read_params(own)
         text, token_ids = self.read_prompt(prompt)
-        return CheckedRequest(text, token_ids, own, controls, self._grammars(own))
+        return CheckedRequest(text, token_ids, own, controls, self._grammars(own, own.n))
 
     def check_all(
         self,
@@ -139,13 +139,14 @@ class Intake:
         checked: list[CheckedRequest | Refusal] = []
         for (name, given), (params_name, own) in zip(prompts.items(), spread, strict=True):
             try:
-                is_new = id(own) not in read
-                controls = self.read_params(own, params_name) if is_new else read[id(own)]
-                grammars = self._grammars(own)
-                read[id(own)] = controls
+                if id(own) not in read:
+                    controls = self.read_params(own, params_name)
+                    self._grammars(own, 1)  # is there one?
+                    read[id(own)] = controls
                 prompt = given if render is None else render(given, name)
                 text, token_ids = self.read_prompt(prompt, name)
-                checked.append(CheckedRequest(text, token_ids, own, controls, grammars))
+                grammars = self._grammars(own, own.n)
+                checked.append(CheckedRequest(text, token_ids, own, read[id(own)], grammars))
             except (TypeError, ValueError) as error:
                 concerns_all = id(own) not in read and params_name == "sampling_params"
                 if on_error == "raise" or concerns_all:
@@ -240,11 +241,11 @@ class Intake:
             check_vocabulary(f"{name}.bad_words", tokens, self._vocab_size)
         return request_controls(params, self._vocab_size, self._eos_token_ids, words)
 
-    def _grammars(self, params: SamplingParams) -> list[Grammar | None]:
-        """One for each completion, which follows its own."""
+    def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
+        """One for each of so many completions, which follows its own."""
         if (form := params.structured_outputs) is None:
-            return [None] * params.n
-        return [self._compiler.compile(form, params.ignore_eos) for _ in range(params.n)]
+            return [None] * count
+        return [self._compiler.compile(form, params.ignore_eos) for _ in range(count)]
 
     # -- requests -------------------------------------------------------------------------------
 

@@ -32,12 +32,12 @@ from nanovllm.engine.step_inputs import (
     fill_in,
     to_device,
 )
-from nanovllm.families import FAMILIES
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler, SamplingMetadata
 from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
@@ -183,8 +183,7 @@ class ModelRunner:
             )
         build = Build(self.dtype, fused, self.group, self.backend)
         with torch.device(self.device):
-            model_class = FAMILIES[self.model_config.architecture].load()
-            self.model = model_class(self.model_config, build)
+            self.model = model_class(self.model_config.architecture)(self.model_config, build)
         self.model.eval()
 
     def load(self) -> None:

@@ -4,7 +4,7 @@ A sequence is a list of tokens of which the first `num_computed_tokens` have the
 cache; scheduling it means computing some of the rest. One uncomputed token is a decode, more are
 a prefill, whole or in chunks, and a step may mix both (unless `mixed_steps` is off).
 
-A step passes through three calls: `schedule` chooses it, `advance` counts it as under way once it
+A step passes through three calls: `schedule` chooses it, `advance` counts it as in flight once it
 has been launched, `postprocess` books its tokens once they are read. The next step may be chosen
 and launched between the last two: what it needs is known without the tokens, except whether one
 of them ends its sequence; that is noticed a step late, and the superfluous token is dropped.
@@ -102,7 +102,7 @@ class Scheduler:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []  # in order of arrival
         self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
-        self._num_under_way = 0  # steps between `advance` and `postprocess`
+        self._num_in_flight = 0  # steps between `advance` and `postprocess`
         self._free_slots = list(range(self.max_num_seqs))
 
     def reset(self) -> None:
@@ -133,7 +133,7 @@ class Scheduler:
 
         Returns:
             The step, decodes first. Empty if no request is left, or if nothing can be chosen
-            before the step under way is booked.
+            before the step in flight is booked.
         """
         budget = self.max_num_batched_tokens
         if not self.mixed_steps and (prefills := self._schedule_prefills(budget, admits=True)):
@@ -146,11 +146,11 @@ class Scheduler:
         if self.mixed_steps:
             admits = num_preemptions == self.num_preemptions
             scheduled += self._schedule_prefills(budget - len(scheduled), admits)
-        assert scheduled or self._num_under_way or self.is_finished(), "nothing can run"
+        assert scheduled or self._num_in_flight or self.is_finished(), "nothing can run"
         return scheduled
 
     def _schedule_decodes(self) -> list[ScheduledSequence] | None:
-        """None if sequences must be preempted, but a step that writes their blocks is under way."""
+        """None if sequences must be preempted, but a step that writes their blocks is in flight."""
         scheduled = []
         decoding = [
             seq
@@ -158,7 +158,7 @@ class Scheduler:
             if seq.num_uncomputed_tokens <= DECODE_TOKENS and not self._reaches_its_end(seq)
         ]
         missing = sum(seq.num_blocks - len(seq.block_table) for seq in decoding)
-        if missing > self.block_manager.num_free_blocks and self._num_under_way:
+        if missing > self.block_manager.num_free_blocks and self._num_in_flight:
             return None
         for seq in decoding:
             # Victims are the youngest, and we go from old to young: none is scheduled yet.
@@ -238,7 +238,7 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence; it resumes before all that have not started."""
-        assert not self._num_under_way, "a step that writes these blocks is under way"
+        assert not self._num_in_flight, "a step that writes these blocks is in flight"
         self._stop_running(seq)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
@@ -255,7 +255,7 @@ class Scheduler:
 
     def advance(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Count the tokens of a step that has been launched; those it samples are pending."""
-        self._num_under_way += 1
+        self._num_in_flight += 1
         for seq, _, num_tokens, samples in scheduled:
             seq.num_computed_tokens += num_tokens
             if samples:
@@ -273,12 +273,12 @@ class Scheduler:
         Returns:
             The sequences that this step finished; they hold no blocks any more.
         """
-        self._num_under_way -= 1
+        self._num_in_flight -= 1
         tokens = iter(token_ids)
         finished: list[Sequence] = []
         for seq, start, num_tokens, samples in scheduled:
             token_id = next(tokens) if samples else None
-            if seq.is_finished:  # it ended, or was aborted, while this step was under way
+            if seq.is_finished:  # it ended, or was aborted, while this step was in flight
                 continue
             self.block_manager.publish(seq, start, start + num_tokens)
             if token_id is not None:
@@ -303,7 +303,7 @@ class Scheduler:
         self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
-        # A step under way may still write the sequence's last block and its slot. Whoever gets
+        # A step in flight may still write the sequence's last block and its slot. Whoever gets
         # them next writes them in a later step, and reads only what it has written.
         self.block_manager.deallocate(seq)
         if seq.slot >= 0:
@@ -330,9 +330,9 @@ class Scheduler:
         del self.running[index]
 
     def forget_steps(self) -> None:
-        """The steps under way will not be booked."""
+        """The steps in flight will not be booked."""
         assert self.is_finished(), "there are sequences left that need their tokens"
-        self._num_under_way = 0
+        self._num_in_flight = 0
 
     def describe(self) -> dict[str, int | float]:
         """The queues and the pool, for `LLMEngine.metrics`."""
@@ -354,7 +354,7 @@ class Scheduler:
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, repr(seq)
             assert len(seq.block_table) * seq.block_size >= seq.num_tokens - 1, repr(seq)
-            assert seq.num_pending <= self._num_under_way, repr(seq)
+            assert seq.num_pending <= self._num_in_flight, repr(seq)
         slots = [seq.slot for seq in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or shared"
         for seq in self.waiting:

@@ -14,7 +14,9 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 NO_LIMIT = 1 << 62
-DECODE_TOKENS = 1  # uncomputed tokens that make a decode; more make a prefill
+# Uncomputed tokens up to which a sequence is scheduled as a decode; more are a prefill. Kernels,
+# graphs and plans have one row for each decode.
+DECODE_TOKENS = 1
 PENDING = -1  # stands for a token that has been sampled but not read back yet
 
 

@@ -50,7 +50,9 @@ class Attention(Layer):
         self.cache = cache
 
     def forward(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """Args:
+        """The outputs of the heads, for the tokens of a step.
+
+        Args:
             positions: [T] int32
             qkv: [T, (Hq + 2 Hkv) D], queries, keys and values; if `fused` also partial results of
                 it [S, T, ...], to be summed over S.

@@ -1,6 +1,6 @@
 """RMS normalisation, alone or with the residual addition before it.
 
-Beside the linear layers, the only place that knows how sums and rows are spread over GPUs.
+Beside the linear layers and the embedding, what knows how sums and rows are spread over GPUs.
 """
 
 from collections.abc import Callable, Hashable
@@ -105,8 +105,9 @@ class RMSNorm(Layer):
     def _kept(self, residual: Residual, num_rows: int) -> torch.Tensor | None:
         """The rows of the residual that attention has kept of the others."""
         if isinstance(residual, Owned):
-            # After attention's sum: once that is there, all ranks have the gathered rows, so none
-            # waits for rows while another's norm waits for it, perhaps on the whole GPU.
+            # Between attention's product and the norm below, whose kernel sums that and waits. Once
+            # this sum is there, all ranks have the gathered rows, so none waits for rows while the
+            # norm of another waits for it, perhaps on the whole GPU.
             own = gather_owned_rows(residual.rows, _kept_rows(), residual.held)
             return self.build.group.all_reduce(own)
         if residual is None or len(residual) == num_rows:

@@ -67,6 +67,11 @@ class LinearBase(Layer):
         self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """What this rank adds."""
+        return self.bias
+
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         parent, _, own_name = path.rpartition(".")
         begin = 0
@@ -80,10 +85,10 @@ class LinearBase(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
-        return self.weight.multiply(x, self.bias, self.partial)
+        return self.weight.multiply(x, self.own_bias, self.partial)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
-        return self.weight.variants(self.bias, self.partial, self.is_gated)
+        return self.weight.variants(self.own_bias, self.partial, self.is_gated)
 
 
 class ReplicatedLinear(LinearBase):
@@ -180,12 +185,16 @@ class RowParallelLinear(LinearBase):
         # The norm behind it sums; NCCL wants whole results.
         self.partial = build.group.size == 1 or build.group.peers is not None
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The sum has the bias of rank 0."""
+        return self.bias if self.build.group.rank == 0 else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor | Scattered:  # type: ignore[override]
         """[T, in] -> [T, out]; `fused` also [S, T, out] or `Scattered`, for `RMSNorm.add_forward`
         to sum.
         """
-        group = self.build.group
-        bias = self.bias if group.rank == 0 else None
+        group, bias = self.build.group, self.own_bias
         if bulk := group.bulk_for(x):
             into = self.weight.multiply_into
             return bulk.scatter(len(x), lambda rows, out: into(out, x[rows], bias))

@@ -33,6 +33,11 @@ class OneDnnWeight(Weight):
     ) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
 
+    def multiply_into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        out.copy_(self.multiply(x, bias))
+
 
 def use_onednn(model: nn.Module) -> None:
     """Give oneDNN the weights of the larger products, packed; a tied embedding keeps its own

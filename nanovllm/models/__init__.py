@@ -1,1 +1,17 @@
-"""The model architectures, one file each, and the loader that fills them."""
+"""The models, one file each, and the loader that fills them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from nanovllm.families import FAMILIES
+
+if TYPE_CHECKING:
+    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+
+def model_class(architecture: str) -> type[Qwen3ForCausalLM]:
+    """The class of a supported architecture; its file is imported now."""
+    module, _, name = FAMILIES[architecture].model.partition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -3,6 +3,7 @@
 Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -80,12 +81,15 @@ def _open(file: Path) -> Iterator[Any]:
 def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     """Checkpoint tensor name -> the parameter, or the rows of a packed one, that it fills."""
     found: dict[str, Shard] = {}
+    filled: Counter[int] = Counter()  # elements, by the storage that they are in
     for path, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            found |= layer.shards(path)
-    filled = {shard.target.untyped_storage().data_ptr() for shard in found.values()}
+        for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
+            assert name not in found, f"{name} fills two parameters"
+            found[name] = shard
+            filled[shard.target.untyped_storage().data_ptr()] += shard.target.numel()
     for name, param in model.named_parameters():
-        assert param.untyped_storage().data_ptr() in filled, f"nothing fills {name}"
+        size = filled.get(param.untyped_storage().data_ptr())
+        assert size in (param.numel(), 0), f"not all of {name} is filled"  # 0: rank without tokens
     return found
 
 

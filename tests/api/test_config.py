@@ -401,7 +401,15 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "a part of each head .*`partial_rotary_factor` 0.5 in `rope_parameters`",
         ),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "`low_freq_factor` is missing"),
+        ({"rope_parameters": None, "rope_theta": None}, "`rope_theta` is missing"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "llama3"}},
+            "`low_freq_factor` is missing",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "head_dim": None, "num_attention_heads": 6},
+            "without `head_dim`, `hidden_size` must be a multiple of .*, got 64 and 6",
+        ),
         (
             {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}},
             "`low_freq_factor` of RoPE must be below `high_freq_factor`, got 4.0 and 4.0",
@@ -512,8 +520,15 @@ def test_rope_scaling_is_refused_wherever_it_hides(changes, checkpoint, tmp_path
         {"rope_theta": 12345, "rope_scaling": {"type": "default"}},
         {"rope_parameters": {"rope_theta": 12345.0, "rope_type": "default"}},
         {"rope_parameters": {"rope_theta": 12345.0, "rope_type": "default"}, "rope_theta": 1.0},
+        {"rope_parameters": {"rope_theta": None, "rope_type": None}, "rope_theta": 12345.0},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 12345.0, "partial_rotary_factor": None},
+                "sliding_attention": {"rope_theta": 1.0},
+            }
+        },
     ],
-    ids=["transformers-4", "transformers-4-default", "transformers-5", "both"],
+    ids=["transformers-4", "transformers-4-default", "transformers-5", "both", "null", "by kind"],
 )
 def test_defect_6_rope_theta_is_read_in_both_spellings(spelling, checkpoint, tmp_path):
     changes = {"rope_parameters": None, "rope_theta": None, **spelling}

@@ -17,10 +17,10 @@ from checkpoints import LLAMA3, PARAMS, PROMPTS, SMALL, make_checkpoint, referen
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
-from nanovllm.families import FAMILIES
 from nanovllm.layers.base import Build
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig, RopeParameters
+from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
 from nanovllm.utils.context import Context, use_context
 
@@ -28,6 +28,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, a KV head for each query": ("llama", {"num_key_value_heads": 4, "seed": 1}),
+    "llama, products in tiles": (
+        "llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 512,
+            "num_hidden_layers": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "initializer_range": 0.1,
+        },
+    ),
     "llama 3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -68,24 +79,21 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path) -> None:
     for fused in (False, True):
         build = Build(torch.float16, fused, Group(), TorchBackend())
         with torch.device(device), torch.inference_mode():
-            model = FAMILIES[config.architecture].load()(config, build)
+            model = model_class(config.architecture)(config, build)
             load_model(model, path)
             cache = torch.zeros(
                 config.num_hidden_layers, 2, 1, 16, config.num_key_value_heads, config.head_dim
             ).half()
             for layer, (k, v) in zip(model.model.layers, cache, strict=True):
                 layer.self_attn.attn.bind_kv_cache(layer.self_attn.attn.cache._make((k, v)))
-            ids = torch.tensor([5, 77, 33, 101, 9], dtype=torch.int32)
-            positions, zero = torch.arange(6, dtype=torch.int32), torch.zeros(1, 1).int()
+            ids = torch.tensor([5, 77, 33, 101, 9, 5], dtype=torch.int32)
+            positions, table = torch.arange(6, dtype=torch.int32), torch.zeros(1, 1).int()
             lens = torch.tensor([0, 5]).int()
-            prefill = Context(0, positions[:5], lens[1:], zero, lens, lens, 5, 5)
-            decode = Context(1, positions[5:], lens[1:] + 1, zero)
-            states.append([])
-            for context, rows in ((prefill, slice(0, 5)), (decode, slice(5, 6))):
-                with use_context(context):
-                    states[-1].append(
-                        model(ids[rows] if rows.start == 0 else ids[:1], positions[rows])
-                    )
+            prefill = Context(0, positions[:5], lens[1:], table, lens, lens, 5, 5)
+            with use_context(prefill):
+                prefilled = model(ids[:5], positions[:5])
+            with use_context(Context(1, positions[5:], lens[1:] + 1, table)):
+                states.append([prefilled, model(ids[5:], positions[5:])])
     for plain, fused_states in zip(*states, strict=True):
         torch.testing.assert_close(fused_states, plain, atol=3e-2, rtol=3e-2)
 

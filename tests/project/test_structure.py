@@ -3,7 +3,6 @@
 import ast
 import re
 
-import structure
 from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_order
 
 # Frames of `LLM.generate` to attention; functions and files of one `generate`; lines.
@@ -12,7 +11,7 @@ CEILINGS = {
     "functions": 240,
     "files": 38,
     "core_lines": 4500,
-    "package_lines": 13_100,
+    "package_lines": 13_150,
     "longest_file": 370,
     "model_lines": 120,
 }
@@ -52,7 +51,6 @@ def test_reading_order_names_every_file_once_with_its_lines() -> None:
 
 def test_readme_has_the_same_order() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    steps = readme.split("Read it in this order:", 1)[1].split("\nThe rest", 1)[0]
+    steps = readme.split("an afternoon, in this order:", 1)[1].split("\nThe rest", 1)[0]
     named = [name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", steps)]
     assert named == [name.rpartition("/")[2] for name in core_path()]
-    assert structure.ARCHITECTURE.is_file()

@@ -17,7 +17,9 @@ from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
+from nanovllm.layers.layernorm import Owned, RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, gather_owned_rows, local_kv_heads
+from nanovllm.utils.context import Context, use_context
 
 CPU = torch.device("cpu")
 SEED = 29
@@ -160,6 +162,32 @@ def test_a_bias_is_added_once() -> None:
 
         for out in on_all_ranks(size, forward):
             torch.testing.assert_close(out, x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_last_norm_gathers_the_rows_that_attention_kept(size: int) -> None:
+    """Of a residual that is divided over the ranks, as in large steps on several GPUs."""
+    generator = torch.Generator().manual_seed(SEED)
+    residual, x = (torch.randn(n, 8, generator=generator) for n in (70, 5))
+    rows = torch.tensor([0, 3, 33, 64, 69], dtype=torch.int32)
+    wanted = residual[rows.long()] + x
+    context = Context(0, rows, rows, rows, kept_rows=rows)
+    groups = connected_groups(size)
+
+    def forward(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = RMSNorm(8, 1e-6, Build(torch.float32, False, groups[rank], TorchBackend()))
+        norm.weight.fill_(1)
+        part = part_of(rank, size, 70)
+        spare = torch.full((3, 8), torch.nan)  # behind the rows that a rank holds
+        own = Owned(torch.cat([residual[part], spare]), range(part.start, part.stop))
+        with use_context(context), torch.inference_mode():
+            normed, total = norm.add_forward(x, own)
+        assert isinstance(total, torch.Tensor) and isinstance(normed, torch.Tensor)
+        return normed, total
+
+    for normed, total in on_all_ranks(size, forward):
+        torch.testing.assert_close(total, wanted)
+        torch.testing.assert_close(normed, torch.nn.functional.rms_norm(wanted, (8,), eps=1e-6))
 
 
 def test_a_rank_without_tokens_has_no_logits() -> None:
