@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import DECODE_TOKENS
 from nanovllm.layers.controls import Int32
 
 
 class StepPlan(NamedTuple):
-    """What the ranks do in a step. Its size depends on the step, never on how long prompts are."""
+    """What the ranks do in a step. Its size depends on the step, never on how long prompts are.
+
+    B counts the items of `Scheduler.schedule`: a sequence that decodes several tokens has as many.
+    """
 
     slots: Int32  # [B], the sequences' rows in what the ranks remember, decodes first
     starts: Int32  # [B], position of the first token
@@ -48,9 +50,10 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     tokens = chain.from_iterable(
         seq.token_ids[start : start + count] for seq, start, count, _ in scheduled
     )
+    grown = [seq for seq in dict.fromkeys(seqs) if seq.num_sent_blocks < len(seq.block_table)]
     added = [
         (seq.slot, column, seq.block_table[column])
-        for seq in seqs
+        for seq in grown
         for column in range(seq.num_sent_blocks, len(seq.block_table))
     ]
     asked = [
@@ -61,7 +64,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     pooled = [
         (i, item.seq.pooling == "mean") for i, item in enumerate(scheduled) if item.seq.pooling
     ]
-    joined = [seq for seq in seqs if not seq.num_sent_blocks]
+    joined = [seq for seq in grown if not seq.num_sent_blocks]
     return StepPlan(
         slots=np.array([seq.slot for seq in seqs], np.int32),
         starts=np.array([item.start for item in scheduled], np.int32),
@@ -112,7 +115,7 @@ def max_plan_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: i
 class Batch(NamedTuple):
     """The arrays of `nanovllm.utils.context.Context`, and what goes into the model.
 
-    Rows are ordered: decodes (one token each) first, then the prefilling sequences' tokens.
+    Rows are ordered: the decodes' tokens first, each of them one of B, then those of the prefills.
     """
 
     num_decodes: int
@@ -131,7 +134,7 @@ class Batch(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence has exactly one token, and samples the next."""
+        """Whether every row is a decode that samples the next token."""
         return self.num_decodes == len(self.context_lens) == len(self.sample_rows)
 
 
@@ -159,7 +162,7 @@ class SlotTable:
 def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     """Arrays for a step, whose changes are in `table` already."""
     counts, starts, samples = plan.num_tokens, plan.starts, plan.samples  # [B]
-    is_prefill = counts > DECODE_TOKENS
+    is_prefill = counts > 1
     num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
     ends = np.cumsum(counts)  # [B], row after each sequence's last
     rows = np.repeat(np.arange(len(counts)), counts)  # [T], the sequence of each token

@@ -1,8 +1,10 @@
 """`Scheduler`: which sequences run in the next step, with how many tokens each. No tensors here.
 
 A sequence is a list of tokens of which the first `num_computed_tokens` have their KV in the
-cache; scheduling it means computing some of the rest. One uncomputed token is a decode, more are
-a prefill, whole or in chunks, and a step may mix both (unless `mixed_steps` is off).
+cache; scheduling it means computing some of the rest. Up to `DECODE_TOKENS` uncomputed tokens are
+a decode, more are a prefill, whole or in chunks, and a step may mix both (unless `mixed_steps` is
+off). Nobody else knows how many tokens a sequence decodes at once: each of them is an item of one
+token, so a row for plans, kernels and CUDA graphs.
 
 A step passes through three calls: `schedule` chooses it, `advance` counts it as in flight once it
 has been launched, `postprocess` books its tokens once they are read. The next step may be chosen
@@ -20,14 +22,17 @@ from typing import NamedTuple
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.sequence import DECODE_TOKENS, PENDING, Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
 from nanovllm.engine.stopping import ends
 
 logger = logging.getLogger(__name__)
 
+DECODE_TOKENS = 1  # the most of a sequence in a step
+
 
 class ScheduledSequence(NamedTuple):
-    """Tokens of a sequence that a step computes.
+    """Tokens of a sequence that a step computes. A sequence may have several such items of one
+    token each, in the order of the tokens: its decode.
 
     Attributes:
         seq: the sequence.
@@ -48,6 +53,13 @@ class ScheduledSequence(NamedTuple):
         num_tokens = min(rest, budget)
         return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
 
+    @classmethod
+    def decode(cls, seq: Sequence, most: int) -> list["ScheduledSequence"]:
+        """What is uncomputed of `seq`, at most so many tokens, an item each."""
+        start, end = seq.num_computed_tokens, seq.num_tokens
+        positions = range(start, min(start + most, end))
+        return [cls(seq, position, 1, position == end - 1) for position in positions]
+
     @property
     def end(self) -> int:
         """The position after the last token."""
@@ -56,7 +68,7 @@ class ScheduledSequence(NamedTuple):
     @property
     def is_decode(self) -> bool:
         """Whether these are the last tokens, and ones that the sequence generated."""
-        return self.num_tokens <= DECODE_TOKENS and self.start >= self.seq.num_prompt_tokens
+        return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
 
 
 def _arrival(seq: Sequence) -> int:
@@ -160,15 +172,18 @@ class Scheduler:
         missing = sum(seq.num_blocks - len(seq.block_table) for seq in decoding)
         if missing > self.block_manager.num_free_blocks and self._num_in_flight:
             return None
+        room = self.max_num_seqs - len(decoding)  # for more than one token each
         for seq in decoding:
             # Victims are the youngest, and we go from old to young: none is scheduled yet.
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
                 self.preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.may_append(seq)
-                scheduled.append(ScheduledSequence.of(seq, DECODE_TOKENS))
+                items = ScheduledSequence.decode(seq, 1 + room)
+                room -= len(items) - 1
+                scheduled += items
         # Longest context first: a kernel that starts long rows late waits for them at its end.
-        scheduled.sort(key=lambda item: item.start, reverse=True)
+        scheduled.sort(key=lambda item: item.seq.num_tokens, reverse=True)
         return scheduled
 
     def _schedule_prefills(self, budget: int, admits: bool) -> list[ScheduledSequence]:

@@ -14,9 +14,6 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 NO_LIMIT = 1 << 62
-# Uncomputed tokens up to which a sequence is scheduled as a decode; more are a prefill. Kernels,
-# graphs and plans have one row for each decode.
-DECODE_TOKENS = 1
 PENDING = -1  # stands for a token that has been sampled but not read back yet
 
 
@@ -146,7 +143,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens without KV: the rest of the prompt, or 1 while decoding."""
+        """Tokens without KV: the rest of the prompt, or the newest token."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property

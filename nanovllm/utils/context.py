@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Context:
     """Where the T tokens of a step belong.
 
-    The rows of a step are ordered: first `num_decodes` sequences with one token each, then the
-    tokens of P prefilling sequences. B = num_decodes + P.
+    The rows of a step are ordered: first `num_decodes` tokens with a context each (several may be
+    of one sequence: each sees those before it), then the tokens of P prefilling sequences.
+    B = num_decodes + P.
 
     Attributes:
         num_decodes: rows that are decodes.

@@ -1,5 +1,7 @@
 """`mixed_steps`: prompts beside decodes, or before them. The tokens are the same."""
 
+from collections import Counter
+
 import pytest
 from host import (
     FakeModel,
@@ -15,7 +17,7 @@ from host import (
 from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
 from checkpoints import reference as continuation
 from nanovllm import LLM
-from nanovllm.engine import model_runner
+from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.plan import build_batch
 
@@ -109,3 +111,29 @@ def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypa
     ]
     assert sum(output.num_cached_tokens for output in outputs) > 0
     assert kinds == {(True, False), (False, True)} | ({(True, True)} if mixed else set())
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkeypatch):
+    """The scheduler alone knows: what is left of chunks and after preemptions takes several rows.
+    Nine sequences share twelve rows, so that some get fewer than they could use.
+    """
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    monkeypatch.setattr(scheduler, "DECODE_TOKENS", most)
+    widest, rows = 0, 0
+
+    def build(*args):
+        nonlocal widest, rows
+        batch = build_batch(*args)
+        of_each = Counter(batch.slots[: batch.num_decodes].tolist())
+        widest, rows = max([widest, *of_each.values()]), max(rows, batch.num_decodes)
+        return batch
+
+    monkeypatch.setattr(model_runner, "build_batch", build)
+    prompts = [[50] * (12 + most), *([i + 1] * (5 * i + 2) for i in range(8))]
+    options = {**SMALL, "max_num_batched_tokens": 12, "max_num_seqs": 12, "num_kvcache_blocks": 9}
+    with LLM(checkpoint, **options) as llm:
+        outputs = llm.generate(prompts, greedy(18), use_tqdm=False)
+        assert llm.metrics()["num_preemptions"] > 0
+    assert tokens(outputs) == [continuation(checkpoint, prompt, 18) for prompt in prompts]
+    assert widest == most and rows <= 12
