@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
-from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4

@@ -20,7 +20,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.model_config import ModelConfig
 

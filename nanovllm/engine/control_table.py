@@ -10,8 +10,7 @@ import numpy as np
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.request_controls import BANNED
-from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
 from nanovllm.layers.controls import (
     IN_PROMPT,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import ScheduledSequence
 
 if TYPE_CHECKING:
     from nanovllm.engine.executor import Executor

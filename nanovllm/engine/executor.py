@@ -21,7 +21,7 @@ from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import EXIT_TIMEOUT, WorkerError, Workers
 from nanovllm.layers.controls import Controls

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 
 if TYPE_CHECKING:
     from nanovllm.engine.step_inputs import PendingTokens

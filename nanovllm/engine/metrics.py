@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from typing_extensions import Self
 
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.outputs import RequestMetrics
 from nanovllm.utils.histogram import Histogram
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.layers.controls import Int32
 
 

@@ -18,61 +18,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from itertools import takewhile
-from typing import NamedTuple
+from operator import attrgetter
 
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
 from nanovllm.engine.stopping import ends
 
 logger = logging.getLogger(__name__)
 
 DECODE_TOKENS = 1  # the most of a sequence in a step
 
-
-class ScheduledSequence(NamedTuple):
-    """Tokens of a sequence that a step computes. A sequence may have several such items of one
-    token each, in the order of the tokens: its decode.
-
-    Attributes:
-        seq: the sequence.
-        start: position of the first token.
-        num_tokens: how many.
-        samples: whether they reach the sequence's last token, so that a new one is sampled.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-    @classmethod
-    def of(cls, seq: Sequence, budget: int) -> "ScheduledSequence":
-        """What is uncomputed of `seq`, at most `budget` tokens."""
-        rest = seq.num_uncomputed_tokens
-        num_tokens = min(rest, budget)
-        return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
-
-    @classmethod
-    def decode(cls, seq: Sequence, most: int) -> list["ScheduledSequence"]:
-        """What is uncomputed of `seq`, at most so many tokens, an item each."""
-        start, end = seq.num_computed_tokens, seq.num_tokens
-        positions = range(start, min(start + most, end))
-        return [cls(seq, position, 1, position == end - 1) for position in positions]
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + self.num_tokens
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether these are the last tokens, and ones that the sequence generated."""
-        return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.seq_id
+_arrival = attrgetter("seq_id")
 
 
 class Scheduler:

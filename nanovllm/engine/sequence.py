@@ -1,9 +1,13 @@
-"""`Sequence`: one request on its way through the engine. Plain Python: knows no tensors."""
+"""`Sequence`: one request on its way through the engine. Plain Python: knows no tensors.
+
+A `ScheduledSequence` names those of its tokens that a step computes.
+"""
 
 from __future__ import annotations
 
 import time
 from enum import Enum, auto
+from typing import NamedTuple
 
 import xxhash
 
@@ -174,10 +178,6 @@ class Sequence:
         """Blocks that all its tokens need."""
         return -(-len(self.token_ids) // self.block_size)
 
-    @property
-    def last_block_num_tokens(self) -> int:
-        return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
-
     def block(self, i: int) -> list[int]:
         """Token ids of block `i`."""
         assert 0 <= i < self.num_blocks, f"block {i} of {self.num_blocks}"
@@ -197,3 +197,44 @@ class Sequence:
         """The sequence has ended: forget what steps on their way sample for it."""
         del self.token_ids[self.num_known_tokens :]
         self.num_pending = 0
+
+
+class ScheduledSequence(NamedTuple):
+    """Tokens of a sequence that a step computes. A sequence may have several such items of one
+    token each, in the order of the tokens: its decode.
+
+    Attributes:
+        seq: the sequence.
+        start: position of the first token.
+        num_tokens: how many.
+        samples: whether they reach the sequence's last token, so that a new one is sampled.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: int) -> ScheduledSequence:
+        """What is uncomputed of `seq`, at most `budget` tokens."""
+        rest = seq.num_uncomputed_tokens
+        num_tokens = min(rest, budget)
+        return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
+
+    @classmethod
+    def decode(cls, seq: Sequence, most: int) -> list[ScheduledSequence]:
+        """What is uncomputed of `seq`, at most so many tokens, an item each."""
+        start, end = seq.num_computed_tokens, seq.num_tokens
+        positions = range(start, min(start + most, end))
+        return [cls(seq, position, 1, position == end - 1) for position in positions]
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether these are the last tokens, and ones that the sequence generated."""
+        return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens

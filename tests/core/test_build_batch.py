@@ -7,7 +7,7 @@ import pytest
 from host import FakeModel, make_scheduler, make_seq
 
 from nanovllm.engine.plan import Batch, warmup_batch
-from nanovllm.engine.scheduler import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence
 
 
 def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> None:

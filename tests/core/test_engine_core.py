@@ -8,8 +8,7 @@ from host import FakeModel, make_scheduler, make_seq, reference
 
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import ScheduledSequence
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 
 
 class Tokens(NamedTuple):

@@ -17,8 +17,8 @@ from nanovllm.engine.plan import (
     max_plan_bytes,
     plan_step,
 )
-from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 

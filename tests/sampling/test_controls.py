@@ -18,8 +18,8 @@ from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.inputs import bad_word_tokens
 from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.request_controls import RequestControls, request_controls, token_mask
-from nanovllm.engine.scheduler import ScheduledSequence, Scheduler
-from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
 from nanovllm.layers.controls import Controls
 from nanovllm.sampling_params import StructuredOutputsParams
 
