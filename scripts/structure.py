@@ -5,7 +5,7 @@
 prints a line of JSON. Frames are those of this package between `LLM.generate` and
 `Attention.forward`; functions and files are those that one `generate` of one prompt runs, on a CPU
 with the embedded checkpoint. The core path is what docs/architecture.md lists under "Reading
-order".
+order". Needs import-linter, of the extra `test`.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import grimp
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nanovllm"
@@ -78,11 +80,19 @@ def run_generate() -> dict[str, int]:
     return {"frames": max(depths), "functions": len(seen), "files": len(files)}
 
 
+def files_in_circles() -> int:
+    """Files that import each other by some way, imports for type checkers too."""
+    graph = grimp.build_graph("nanovllm", exclude_type_checking_imports=False)
+    needs = {name: graph.find_upstream_modules(name) for name in graph.modules}
+    return sum(any(name in needs[other] for other in needs[name]) for name in needs)
+
+
 def measure() -> dict[str, int]:
     """Everything."""
     package = sorted(PACKAGE.rglob("*.py"))
     return {
         **run_generate(),
+        "files_in_circles": files_in_circles(),
         "core_lines": num_lines([PACKAGE / name for name in core_path()]),
         "package_lines": num_lines(package),
         "longest_file": max(num_lines([path]) for path in package),

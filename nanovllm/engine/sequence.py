@@ -1,7 +1,4 @@
-"""`Sequence`: one request on its way through the engine. Plain Python: knows no tensors.
-
-A `ScheduledSequence` names those of its tokens that a step computes.
-"""
+"""`Sequence`: a request on its way through the engine; `ScheduledSequence`: its part of a step."""
 
 from __future__ import annotations
 
@@ -177,6 +174,10 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks that all its tokens need."""
         return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i`."""
