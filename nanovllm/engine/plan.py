@@ -50,7 +50,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     tokens = chain.from_iterable(
         seq.token_ids[start : start + count] for seq, start, count, _ in scheduled
     )
-    grown = [seq for seq in dict.fromkeys(seqs) if seq.num_sent_blocks < len(seq.block_table)]
+    grown = dict.fromkeys([seq for seq in seqs if seq.num_sent_blocks < len(seq.block_table)])
     added = [
         (seq.slot, column, seq.block_table[column])
         for seq in grown

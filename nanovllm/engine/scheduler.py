@@ -120,27 +120,31 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[ScheduledSequence] | None:
         """None if sequences must be preempted, but a step that writes their blocks is in flight."""
-        scheduled = []
         decoding = [
             seq
             for seq in self.running
             if seq.num_uncomputed_tokens <= DECODE_TOKENS and not self._reaches_its_end(seq)
         ]
-        missing = sum(seq.num_blocks - len(seq.block_table) for seq in decoding)
+        short = [seq for seq in decoding if len(seq.block_table) < seq.num_blocks]
+        missing = sum(seq.num_blocks - len(seq.block_table) for seq in short)
         if missing > self.block_manager.num_free_blocks and self._num_in_flight:
             return None
-        room = self.max_num_seqs - len(decoding)  # for more than one token each
-        for seq in decoding:
-            # Victims are the youngest, and we go from old to young: none is scheduled yet.
+        for seq in short:
+            # Victims are the youngest, and we go from old to young: none has got a block here.
             while seq.status is SequenceStatus.RUNNING and not self.block_manager.can_append(seq):
                 self.preempt(self.running[-1])
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.may_append(seq)
-                items = ScheduledSequence.decode(seq, 1 + room)
-                room -= len(items) - 1
-                scheduled += items
         # Longest context first: a kernel that starts long rows late waits for them at its end.
-        scheduled.sort(key=lambda item: item.seq.num_tokens, reverse=True)
+        decoding.sort(key=lambda seq: len(seq.token_ids), reverse=True)
+        scheduled = []
+        room = self.max_num_seqs - len(decoding)  # for more than one token each
+        for seq in decoding:
+            if seq.status is SequenceStatus.RUNNING:
+                first, num_tokens = seq.num_computed_tokens, seq.num_tokens
+                for start in range(first, min(first + 1 + room, num_tokens)):
+                    scheduled.append(ScheduledSequence(seq, start, 1, start == num_tokens - 1))
+                room -= start - first
         return scheduled
 
     def _schedule_prefills(self, budget: int, admits: bool) -> list[ScheduledSequence]:

@@ -223,13 +223,6 @@ class ScheduledSequence(NamedTuple):
         num_tokens = min(rest, budget)
         return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)
 
-    @classmethod
-    def decode(cls, seq: Sequence, most: int) -> list[ScheduledSequence]:
-        """What is uncomputed of `seq`, at most so many tokens, an item each."""
-        start, end = seq.num_computed_tokens, seq.num_tokens
-        positions = range(start, min(start + most, end))
-        return [cls(seq, position, 1, position == end - 1) for position in positions]
-
     @property
     def end(self) -> int:
         """The position after the last token."""

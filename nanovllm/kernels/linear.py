@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 @triton.jit
 def _row_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of the only row. Their first weights are read before the wait.
@@ -60,7 +60,7 @@ def _row_kernel(
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
         up_acc = acc
-    if BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -76,11 +76,11 @@ def _row_kernel(
         if GATED:
             up_acc += up_weight.to(tl.float32) * x
     out = tl.sum(acc, 1)
-    if BIAS:
+    if bias_ptr is not None:
         out += bias
     if GATED:
         up = tl.sum(up_acc, 1)
-        if BIAS:
+        if bias_ptr is not None:
             up += up_bias
         out = out * tl.sigmoid(out) * up
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
@@ -88,7 +88,7 @@ def _row_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_kernel(
-    x_desc, weight_desc, bias_ptr, out_ptr, T, N, SPAN, BIAS: tl.constexpr,
+    x_desc, weight_desc, bias_ptr, out_ptr, T, N, SPAN,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
@@ -96,7 +96,7 @@ def _tiles_kernel(
     launch_dependents(PDL)
     n, t, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    if BIAS:  # a summand of the first part
+    if bias_ptr is not None:  # a summand of the first part
         bias = tl.load(bias_ptr + n + tl.arange(0, BLOCK_N)).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
     wait(PDL)
@@ -119,8 +119,7 @@ def _one_row(
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight, weight if bias is None else bias, out,
-        N=N, K=K, GATED=gated, BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        x, weight, bias, out, N=N, K=K, GATED=gated, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
         num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out
@@ -158,7 +157,7 @@ def _by_tiles(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
-        weight if bias is None else bias, out, T, N, K // S, BIAS=bias is not None,
+        bias, out, T, N, K // S,
         BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, num_warps=4,
         num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip

@@ -14,7 +14,7 @@ def _qk_norm_rope_store_kernel(
     qkv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_part, stride_t, stride_out,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS of the Hq + 2 Hkv heads of a token, in two halves of D/2.
     launch_dependents(PDL)
@@ -22,7 +22,7 @@ def _qk_norm_rope_store_kernel(
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, HALF)[None, :]
-    if NORM:
+    if q_weight_ptr is not None:
         is_q = head < HQ
         w1 = tl.where(is_q, tl.load(q_weight_ptr + i), tl.load(k_weight_ptr + i))
         w2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + i), tl.load(k_weight_ptr + HALF + i))
@@ -42,7 +42,7 @@ def _qk_norm_rope_store_kernel(
     dtype = out_ptr.dtype.element_ty
     raw1, raw2 = raw1.to(dtype), raw2.to(dtype)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
-    if NORM:
+    if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
         x1 = ((x1 * scale).to(dtype) * w1).to(tl.float32)
         x2 = ((x2 * scale).to(dtype) * w2).to(tl.float32)
@@ -99,11 +99,11 @@ def qk_norm_rope_store(
     # Few tokens: more programs. In both cases a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
     out = qkv if parts == 1 else torch.empty(T, H, D, dtype=k_cache.dtype, device=qkv.device)
-    q_weight, k_weight, eps = norms or (cos_sin, cos_sin, 0.0)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
         qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
-        HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS, PARTS=parts, NORM=norms is not None,
+        HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS, PARTS=parts,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip
     return out

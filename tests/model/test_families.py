@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import DEVICE as KERNEL_DEVICE
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -74,11 +75,10 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path) -> None:
     """
     pytest.importorskip("triton")
     config = ModelConfig.from_pretrained(str(path))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     states: list[list[torch.Tensor]] = []
     for fused in (False, True):
         build = Build(torch.float16, fused, Group(), TorchBackend())
-        with torch.device(device), torch.inference_mode():
+        with torch.device(KERNEL_DEVICE), torch.inference_mode():
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
             cache = torch.zeros(
