@@ -286,7 +286,7 @@ class LLM(LLMEngine):
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `add_request` take for None: how the checkpoint says to sample.
 
-        See `nanovllm.model_config.read_sampling_params`. `dataclasses.replace` changes a copy.
+        See `nanovllm.generation_config.read_sampling_params`. `dataclasses.replace` changes a copy.
         """
         return self._default_params
 

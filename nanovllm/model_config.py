@@ -1,9 +1,8 @@
 """`ModelConfig`: the facts of a checkpoint that the engine needs, read from its JSON files.
 
-Reads config.json and generation_config.json directly, in the spelling of transformers 4 and 5
-alike (`torch_dtype`/`dtype`, `rope_theta`/`rope_parameters`). What the engine cannot run is
-refused here, by name, before any weight is read. `read_sampling_params` gives the checkpoint's
-own sampling parameters. Imports no torch.
+Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torch_dtype`/`dtype`,
+`rope_theta`/`rope_parameters`). What the engine cannot run is refused here, by name, before any
+weight is read. Imports no torch.
 """
 
 import os
@@ -11,37 +10,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.families import FAMILIES
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_float, check_int
-from nanovllm.utils.files import has_file, read_json
+from nanovllm.families import FAMILIES, FULL, SLIDING
+from nanovllm.generation_config import read_eos
+from nanovllm.rope import RopeParameters, read_rope
+from nanovllm.utils.files import read_json, read_value
 
 SUPPORTED_ACTIVATIONS = ("silu",)
-ROPE_TYPES = ("default", "llama3")
-GENERATION_CONFIG = "generation_config.json"
-# The keys there that say how to sample, and our names for them.
-SAMPLING_KEYS = {
-    **{key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
 
-MOST = 2**31 - 1  # tokens and positions are int32
-
-T = TypeVar("T", int, float, bool)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class RopeParameters:
-    """Rotary embedding, in the names of config.json's `rope_parameters`. The factors are those of
-    "llama3", whose long wavelengths are divided (see `RotaryEmbedding`).
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+        rope: how queries and keys turn.
+        window: tokens that a token sees, itself and those before it; 0: all.
     """
 
-    rope_theta: float
-    rope_type: str = "default"  # or "llama3"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    rope: RopeParameters
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,13 +47,19 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeParameters
     max_position_embeddings: int
     tie_word_embeddings: bool
+    layers: tuple[LayerConfig, ...]
     qk_norm: bool  # queries and keys are normalised, each head for itself
     qkv_bias: bool
     output_bias: bool  # of attention's output projection
     mlp_bias: bool
+    packed_qkv: bool  # in the checkpoint
+    packed_gate_up: bool
+    attention_multiplier: float  # of scores
+    embedding_multiplier: float
+    residual_multiplier: float  # of what attention and MLP add
+    logits_scaling: float  # divides logits
     eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
 
     @classmethod
@@ -84,28 +79,42 @@ class ModelConfig:
         _refuse_unsupported(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
-        num_heads = _read(raw, "num_attention_heads", int)
-        hidden_size = _read(raw, "hidden_size", int)
-        bias = _read(raw, "attention_bias", bool, False)
+        raw = {**family.defaults, **{key: value for key, value in raw.items() if value is not None}}
+        num_layers = read_value(raw, "num_hidden_layers", int)
+        raw |= family.complete(raw)
+        num_heads = read_value(raw, "num_attention_heads", int)
+        hidden_size = read_value(raw, "hidden_size", int)
+        head_dim = _read_head_dim(raw, hidden_size, num_heads)
+        layers = _read_layers(raw, head_dim, family.interleaved_rope)
+        bias = read_value(raw, "attention_bias", bool, False)
         config = cls(
             architecture=architecture,
             dtype=_read_dtype(raw),
-            vocab_size=_read(raw, "vocab_size", int),
+            vocab_size=read_value(raw, "vocab_size", int),
             hidden_size=hidden_size,
-            intermediate_size=_read(raw, "intermediate_size", int),
-            num_hidden_layers=_read(raw, "num_hidden_layers", int),
+            intermediate_size=read_value(raw, "intermediate_size", int),
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
-            num_key_value_heads=_read(raw, "num_key_value_heads", int, num_heads),
-            head_dim=_read_head_dim(raw, family.head_dim, hidden_size, num_heads),
-            rms_norm_eps=_read(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
-            rope=_read_rope(raw, family.rope_theta),
-            max_position_embeddings=_read(raw, "max_position_embeddings", int),
-            tie_word_embeddings=_read(raw, "tie_word_embeddings", bool, False),
+            num_key_value_heads=read_value(raw, "num_key_value_heads", int, num_heads),
+            head_dim=head_dim,
+            rms_norm_eps=read_value(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
+            max_position_embeddings=max(
+                read_value(raw, "max_position_embeddings", int),
+                *(layer.rope.max_position_embeddings for layer in layers),
+            ),
+            tie_word_embeddings=read_value(raw, "tie_word_embeddings", bool, False),
+            layers=layers,
             qk_norm=family.qk_norm,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,
-            mlp_bias=family.mlp_bias and _read(raw, "mlp_bias", bool, False),
-            eos_token_ids=_read_eos(directory, raw),
+            mlp_bias=family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
+            packed_qkv=family.packed_qkv,
+            packed_gate_up=family.packed_gate_up,
+            attention_multiplier=_read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
+            embedding_multiplier=_read_multiplier(raw, "embedding_multiplier"),
+            residual_multiplier=_read_multiplier(raw, "residual_multiplier"),
+            logits_scaling=_read_multiplier(raw, "logits_scaling"),
+            eos_token_ids=read_eos(directory, raw),
         )
         config._check_shapes()
         return config
@@ -137,58 +146,6 @@ class ModelConfig:
             )
 
 
-def read_sampling_params(model: str) -> SamplingParams:
-    """How the model directory's generation_config.json says to sample; what it leaves out is ours.
-
-    As in vLLM, `do_sample` is not looked at: without a temperature, 1 is taken, where transformers
-    would decode greedily unless `do_sample` is true.
-
-    Raises:
-        ValueError: for a value of a wrong type or out of range.
-    """
-    values = _read_generation(Path(model))
-    params = SamplingParams()
-    for key, name in SAMPLING_KEYS.items():
-        if values.get(key) is None:
-            continue
-        try:
-            params = replace(params, **{name: values[key]})
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`{key}` of {Path(model) / GENERATION_CONFIG} is no default to sample by: "
-                f'{error}; correct it, or pass generation_config="vllm" to leave all of them out'
-            ) from error
-    return params
-
-
-def _read(
-    raw: dict[str, Any],
-    key: str,
-    kind: type[T],
-    default: T | None = None,
-    minimum: float = 1,
-    maximum: float = MOST,
-) -> T:
-    """`raw[key]`, an int or float in `minimum`..`maximum`, or a bool. Without a default the key is
-    required.
-    """
-    value = raw.get(key)
-    if value is None:
-        if default is None:
-            raise ValueError(f"config.json: `{key}` is missing")
-        return default
-    try:
-        if kind is bool:
-            check_bool(key, value)
-        elif kind is int:
-            check_int(key, value, int(minimum), int(maximum))
-        else:
-            check_float(key, value, minimum, maximum)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config.json: {error}") from None
-    return kind(value)
-
-
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
     name = architectures[0] if isinstance(architectures, list) else architectures
@@ -210,74 +167,50 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             "quantised checkpoints are not supported, and config.json has `quantization_config` "
             f"{method or quantization!r}: use the original bfloat16, float16 or float32 weights"
         )
-    layer_types = raw.get("layer_types") or ["full_attention"]
-    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
-        raise ValueError(f"config.json: `layer_types` must be a list of names, got {layer_types!r}")
-    if raw.get("use_sliding_window") or set(layer_types) != {"full_attention"}:
-        raise ValueError(
-            "sliding-window attention is not supported: config.json has `use_sliding_window` "
-            f"{raw.get('use_sliding_window')} and `layer_types` {sorted(set(layer_types))}"
-        )
 
 
-def _read_head_dim(
-    raw: dict[str, Any], default: int | None, hidden_size: int, num_heads: int
-) -> int:
-    if raw.get("head_dim") is None and default is None and hidden_size % num_heads:
+def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:
+    if raw.get("head_dim") is None and hidden_size % num_heads:
         raise ValueError(
             "config.json: without `head_dim`, `hidden_size` must be a multiple of "
             f"`num_attention_heads`, got {hidden_size} and {num_heads}"
         )
-    return _read(raw, "head_dim", int, default or hidden_size // num_heads)
+    return read_value(raw, "head_dim", int, hidden_size // num_heads)
 
 
-def _read_rope(raw: dict[str, Any], default_theta: float | None) -> RopeParameters:
-    """Transformers 4 has `rope_theta`, and scaling as `rope_scaling`; 5 both as `rope_parameters`,
-    for all layers or for each kind of layer.
-    """
-    theta, scaling = raw.get("rope_theta"), None
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key) or {}
-        if not isinstance(rope, dict):
-            raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
-        for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            _refuse_rope(key, part)
-        full = rope.get("full_attention")
-        rope = full if isinstance(full, dict) else rope
-        theta = theta if rope.get("rope_theta") is None else rope["rope_theta"]
-        if _rope_type(rope) == "llama3":
-            scaling = rope
-    read_theta = _read({"rope_theta": theta}, "rope_theta", float, default_theta, maximum=1e30)
-    if scaling is None:
-        return RopeParameters(read_theta)
-    low, high = (
-        _read(scaling, key, float, minimum=1e-3) for key in ("low_freq_factor", "high_freq_factor")
+def _read_layers(raw: dict[str, Any], head_dim: int, interleaved: bool) -> tuple[LayerConfig, ...]:
+    """One for each layer."""
+    kinds = _read_list(raw, "layer_types", FULL, (FULL, SLIDING))
+    turns = _read_list(raw, "no_rope_layers", 1, (0, 1))
+    window = read_value(raw, "sliding_window", int, 0, minimum=0)
+    ropes = {kind: read_rope(raw, kind, head_dim, interleaved) for kind in dict.fromkeys(kinds)}
+    return tuple(
+        LayerConfig(
+            ropes[kind] if turns[i] else replace(ropes[kind], rope_type="none"),
+            window if kind == SLIDING else 0,
+        )
+        for i, kind in enumerate(kinds)
     )
-    if low >= high:
-        raise ValueError(
-            "config.json: `low_freq_factor` of RoPE must be below `high_freq_factor`, got "
-            f"{low} and {high}"
-        )
-    factor = _read(scaling, "factor", float)
-    original = _read(scaling, "original_max_position_embeddings", int)
-    return RopeParameters(read_theta, "llama3", factor, low, high, original)
 
 
-def _rope_type(rope: dict[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type")) or "default"
+def _read_list(raw: dict[str, Any], key: str, default: T, allowed: tuple[T, ...]) -> list[T]:
+    """A value for each layer."""
+    count, values = raw["num_hidden_layers"], raw.get(key)
+    if values is None:
+        return [default] * count
+    if not isinstance(values, list) or len(values) < count:
+        raise ValueError(f"config.json: `{key}` must be a list of {count} values, got {values!r}")
+    for value in values:
+        if type(value) is not type(default) or value not in allowed:
+            raise ValueError(
+                f"config.json: `{key}` {value!r} is not supported, only "
+                f"{', '.join(map(str, allowed))}"
+            )
+    return values[:count]
 
 
-def _refuse_rope(key: str, rope: dict[str, Any]) -> None:
-    if _rope_type(rope) not in ROPE_TYPES:
-        raise ValueError(
-            f"RoPE scaling {_rope_type(rope)!r} is not supported, only {' and '.join(ROPE_TYPES)} "
-            f"are: config.json has it as `{key}`"
-        )
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(
-            "rotating a part of each head is not supported: config.json has "
-            f"`partial_rotary_factor` {rope['partial_rotary_factor']!r} in `{key}`"
-        )
+def _read_multiplier(raw: dict[str, Any], key: str, default: float = 1.0) -> float:
+    return read_value(raw, key, float, default, 1e-6, 1e6)
 
 
 def _read_dtype(raw: dict[str, Any]) -> str:
@@ -287,19 +220,3 @@ def _read_dtype(raw: dict[str, Any]) -> str:
             f"config.json: `dtype` {dtype!r} is not supported, only bfloat16, float16, float32"
         )
     return str(dtype)
-
-
-def _read_generation(directory: Path) -> dict[str, Any]:
-    """generation_config.json; nothing without it."""
-    file = directory / GENERATION_CONFIG
-    return read_json(file) if has_file(file) else {}
-
-
-def _read_eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
-    file, eos = GENERATION_CONFIG, _read_generation(directory).get("eos_token_id")
-    if eos is None:
-        file, eos = "config.json", raw.get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(type(i) is int and 0 <= i <= MOST for i in ids):
-        raise ValueError(f"{file}: `eos_token_id` must be token ids, got {eos!r}")
-    return frozenset(ids)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, KVCache
+from nanovllm.attention.base import AttentionBackend, KVCache, Scoring
 from nanovllm.utils.context import Context
 
 HAS_CUDA = torch.cuda.is_available()
@@ -35,9 +35,14 @@ class Case:
         d: int = 32,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         assert all(n == 1 for n in q_lens[:num_decodes])
-        self.q_lens, self.k_lens, self.scale = q_lens, k_lens, d**-0.5
+        self.q_lens, self.k_lens = q_lens, k_lens
+        own_sinks = randn(hq, dtype=dtype, seed=2) if sinks else None
+        self.scoring = Scoring(1.2 * d**-0.5, window, softcap, own_sinks)
         widths = [-(-n // block_size) for n in k_lens]
         order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(3)).tolist()
         shape = (2, sum(widths) + 3, block_size, hkv, d)
@@ -83,18 +88,26 @@ class Case:
             row += n
             G = q.shape[1] // keys.shape[1]
             k, v = (x.double().repeat_interleave(G, 1) for x in (keys, values))
-            scores = torch.einsum("nhd,lhd->hnl", q, k) * self.scale
+            scale, window, softcap, sinks = self.scoring
+            scores = torch.einsum("nhd,lhd->hnl", q, k) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             L = len(keys)
-            hidden = torch.ones(n, L, dtype=torch.bool, device=DEVICE).tril(L - n).logical_not()
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out.append(torch.einsum("hnl,lhd->nhd", weights, v))
+            seen = torch.ones(n, L, dtype=torch.bool, device=DEVICE).tril(L - n)
+            if window:
+                seen = seen.triu(L - n - window + 1)
+            weights = scores.masked_fill(~seen, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total = total + sinks.double().exp()[:, None, None]
+            out.append(torch.einsum("hnl,lhd->nhd", weights / total, v))
         return torch.cat(out)
 
 
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
     cache = KVCache(case.caches[0], case.caches[1])
     backend.store_kvcache(case.k, case.v, cache, case.context.slot_mapping)
-    return backend.attend(case.q, case.k, case.v, cache, case.context, case.scale)
+    return backend.attend(case.q, case.k, case.v, cache, case.context, case.scoring)
 
 
 CASES = {
@@ -108,4 +121,26 @@ CASES = {
     "gqa-3": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 6},
     "head-64": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 64},
     "head-128": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 128},
+    "head-80": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 80},
+    "window-1": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "window": 1},
+    "window-10": {
+        "q_lens": [1, 1, 1, 9, 40, 90],
+        "k_lens": [5, 130, 64, 41, 40, 150],
+        "num_decodes": 3,
+        "window": 10,
+    },
+    "window-70": {
+        "q_lens": [1, 1, 9, 40, 90, 130],
+        "k_lens": [60, 200, 151, 40, 150, 130],
+        "num_decodes": 2,
+        "window": 70,
+    },
+    "softcap": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "softcap": 1.5},
+    "sinks": {
+        "q_lens": [1, 1, 9, 40],
+        "k_lens": [1, 200, 41, 40],
+        "num_decodes": 2,
+        "sinks": True,
+        "window": 60,
+    },
 }

@@ -258,13 +258,15 @@ def compile_engine(
 def compile_attention(shape: str, head_dim: int, dtype: str, block_size: int) -> str:
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
-    from nanovllm.attention.base import AttentionNeeds, KVCache
+    from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
     backend, _ = select_backend("auto", AttentionNeeds(GPU, kind, head_dim, block_size))
     cache = torch.empty(2, 4096, block_size, Hkv, head_dim, dtype=kind, device=GPU)
-    for call in backend.variants(Hq, KVCache(*cache), 64):
+    sinks = torch.empty(Hq, dtype=kind, device=GPU)
+    scorings = [Scoring(1.0), Scoring(1.0, 64, 50.0), Scoring(1.0, 64, sinks=sinks)]
+    for call in backend.variants(Hq, KVCache(*cache), 64, scorings):
         call()
     return backend.name
 

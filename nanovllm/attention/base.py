@@ -1,7 +1,7 @@
 """The interface of an attention backend."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +18,7 @@ class AttentionNeeds:
     dtype: torch.dtype
     head_dim: int
     block_size: int
+    sinks: bool = False  # see `Scoring`
 
 
 class KVCache(NamedTuple):
@@ -25,6 +26,22 @@ class KVCache(NamedTuple):
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+class Scoring(NamedTuple):
+    """How queries score keys.
+
+    Attributes:
+        scale: multiplies the products.
+        window: tokens that a token sees, itself and those before it; 0: all.
+        softcap: scores are `softcap * tanh(score / softcap)`; 0: as they are.
+        sinks: [Hq], scores of a key that each head sees beside its own, and that has no value.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -55,16 +72,16 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         cache: KVCache,
         context: Context,
-        scale: float,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """All rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already -> [T, Hq, D]."""
         n = context.num_decodes
         if n == q.shape[0]:
-            return self.decode(q, cache, context, scale)
+            return self.decode(q, cache, context, scoring)
         if n == 0:
-            return self.prefill(q, k, v, cache, context, scale)
-        decoded = self.decode(q[:n], cache, context, scale)
-        rest = self.prefill(q[n:], k[n:], v[n:], cache, context, scale)
+            return self.prefill(q, k, v, cache, context, scoring)
+        decoded = self.decode(q[:n], cache, context, scoring)
+        rest = self.prefill(q[n:], k[n:], v[n:], cache, context, scoring)
         return torch.cat([decoded, rest])
 
     @abstractmethod
@@ -75,18 +92,18 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         cache: KVCache,
         context: Context,
-        scale: float,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """The prefill rows of a step, as `attend`."""
 
     @abstractmethod
     def decode(
-        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
+        self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def variants(
-        self, num_heads: int, cache: KVCache, max_context: int
+        self, num_heads: int, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
         """A call for each kernel that attention may need, to be compiled ahead.
 
@@ -94,5 +111,6 @@ class AttentionBackend(ABC):
             num_heads: Hq.
             cache: of at least one block, which is neither read nor written.
             max_context: tokens of the widest block table.
+            scorings: of the layers.
         """
         return []

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
 from nanovllm.attention.triton_backend import TritonStore
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
@@ -31,6 +31,8 @@ class FlashAttentionBackend(TritonStore):
             return f"needs bfloat16 or float16, not {needs.dtype}"
         if needs.head_dim % 8 or needs.head_dim > 256:
             return f"needs a head_dim that is a multiple of 8 up to 256, got {needs.head_dim}"
+        if needs.sinks:
+            return "knows no attention sinks, which this model has"
         if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel
             return refusal
         if importlib.util.find_spec("flash_attn") is None:
@@ -54,7 +56,7 @@ class FlashAttentionBackend(TritonStore):
         v: torch.Tensor,
         cache: KVCache,
         context: Context,
-        scale: float,
+        scoring: Scoring,
     ) -> torch.Tensor:
         block_table = None
         if context.has_cached_context:
@@ -67,13 +69,15 @@ class FlashAttentionBackend(TritonStore):
             cu_seqlens_k=context.cu_seqlens_k,
             max_seqlen_q=context.max_seqlen_q,
             max_seqlen_k=context.max_seqlen_k,
-            softmax_scale=scale,
+            softmax_scale=scoring.scale,
             causal=True,
+            window_size=_window(scoring),
+            softcap=scoring.softcap,
             block_table=block_table,
         )
 
     def decode(
-        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
+        self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
         n = q.shape[0]
         out = self._with_kvcache(
@@ -82,7 +86,14 @@ class FlashAttentionBackend(TritonStore):
             cache.v,
             cache_seqlens=context.context_lens[:n],
             block_table=context.block_tables[:n],
-            softmax_scale=scale,
+            softmax_scale=scoring.scale,
             causal=True,
+            window_size=_window(scoring),
+            softcap=scoring.softcap,
         )
         return out.squeeze(1)
+
+
+def _window(scoring: Scoring) -> tuple[int, int]:
+    """How many keys before and behind its own position a query sees, -1 for all."""
+    return scoring.window - 1, 0 if scoring.window else -1

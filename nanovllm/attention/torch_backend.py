@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache, Scoring
 from nanovllm.utils.context import Context
 
 MIN_PADDING = 64  # tokens that are not worth a gather of their own
@@ -55,7 +55,7 @@ class TorchBackend(AttentionBackend):
         v: torch.Tensor,
         cache: KVCache,
         context: Context,
-        scale: float,
+        scoring: Scoring,
     ) -> torch.Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
@@ -71,25 +71,27 @@ class TorchBackend(AttentionBackend):
                 slots = _slots(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
                 keys = cache.k.flatten(0, 1).index_select(0, slots)
                 values = cache.v.flatten(0, 1).index_select(0, slots)
-            out[begin:end] = _causal_attention(q[begin:end], keys, values, scale)
+            out[begin:end] = _causal_attention(q[begin:end], keys, values, scoring)
         return out
 
     def decode(
-        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
+        self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
-        if "gathers" not in context.shared:
-            context.shared["gathers"] = _plan(context, q.shape[0], cache.k.shape[1])
+        key = f"gathers {scoring.window}"
+        if key not in context.shared:
+            context.shared[key] = _plan(context, q.shape[0], cache.k.shape[1], scoring.window)
         out = torch.empty_like(q)
-        for gather in context.shared["gathers"]:
-            out[gather.rows] = _decode(q[gather.rows], cache, gather, scale)
+        for gather in context.shared[key]:
+            out[gather.rows] = _decode(q[gather.rows], cache, gather, scoring)
         return out
 
 
-def _plan(context: Context, num_decodes: int, block_size: int) -> list[Gather]:
+def _plan(context: Context, num_decodes: int, block_size: int, window: int) -> list[Gather]:
     """Sequences of similar length share a gather, so that padding adds at most a half, and
-    `MIN_PADDING` tokens for each.
+    `MIN_PADDING` tokens for each. Lengths are those within the window.
     """
-    lens = context.context_lens[:num_decodes].long()
+    whole = context.context_lens[:num_decodes].long()
+    lens = whole.clamp(max=window) if window else whole
     order = lens.argsort()
     sorted_lens, gathers, begin = lens[order].tolist(), [], 0
     while begin < num_decodes:
@@ -97,14 +99,15 @@ def _plan(context: Context, num_decodes: int, block_size: int) -> list[Gather]:
         rows = order[begin:end]
         lengths = lens[rows].unsqueeze(1)
         positions = torch.arange(sorted_lens[end - 1], device=lens.device).unsqueeze(0)  # [1, L]
-        own = torch.minimum(positions, lengths - 1).clamp(min=0)
+        unseen = whole[rows].unsqueeze(1) - lengths  # positions before the window
+        own = unseen + torch.minimum(positions, lengths - 1).clamp(min=0)
         slots = _slots(context.block_tables[rows], own, block_size).flatten()
         gathers.append(Gather(rows, slots, (positions < lengths)[:, None, None, :]))
         begin = end
     return gathers
 
 
-def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scale: float) -> torch.Tensor:
+def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scoring: Scoring) -> torch.Tensor:
     """q: [B, Hq, D]. Returns [B, Hq, D]."""
     (B, Hq, D), Hkv = q.shape, cache.k.shape[2]
     # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product. Gathering from two
@@ -114,8 +117,8 @@ def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scale: float) -> to
         for x in cache
     )
     rows = q.reshape(B, Hkv, Hq // Hkv, D)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=gather.mask, scale=scale)
-    return out.reshape(B, Hq, D)
+    sinks = None if scoring.sinks is None else scoring.sinks.view(Hkv, -1, 1)
+    return _attend(rows, k, v, gather.mask, scoring, sinks).reshape(B, Hq, D)
 
 
 def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -125,7 +128,7 @@ def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int)
 
 
 def _causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """q: [n, Hq, D], the last n of the L positions of k, v: [L, Hkv, D]. Returns [n, Hq, D]."""
     (n, Hq, D), (L, Hkv, _) = q.shape, k.shape
@@ -134,9 +137,41 @@ def _causal_attention(
     q = q.transpose(0, 1).reshape(Hkv, G, n, D)
     k = k.transpose(0, 1).unsqueeze(1).expand(Hkv, G, L, D)
     v = v.transpose(0, 1).unsqueeze(1).expand(Hkv, G, L, D)
-    mask = None
-    if n not in (1, L):
-        positions = torch.arange(L, device=q.device)
-        mask = positions <= positions[L - n :, None]  # [n, L]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=n == L, scale=scale)
-    return out.reshape(Hq, n, D).transpose(0, 1)
+    mask, slides = None, 0 < scoring.window < L
+    if n not in (1, L) or slides:
+        keys = torch.arange(L, device=q.device)
+        queries = keys[L - n :, None]
+        mask = keys <= queries  # [n, L]
+        if slides:
+            mask &= keys > queries - scoring.window
+    sinks = None if scoring.sinks is None else scoring.sinks.view(Hkv, G, 1, 1)
+    return _attend(q, k, v, mask, scoring, sinks).reshape(Hq, n, D).transpose(0, 1)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q: [..., n, D], k, v: [..., L, D]; sinks: [..., n or 1, 1]. Without a mask queries are the
+    last of as many keys, or one that sees all. Returns [..., n, D].
+    """
+    n, L = q.shape[-2], k.shape[-2]
+    if not scoring.softcap and sinks is None:
+        causal = mask is None and n > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scoring.scale
+        )
+    scores = (q @ k.transpose(-1, -2)).float() * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    if mask is None and n > 1:
+        mask = torch.ones(n, L, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    return scores.softmax(-1)[..., :L].to(v.dtype) @ v

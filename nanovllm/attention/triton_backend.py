@@ -1,16 +1,16 @@
 """Attention through our own Triton kernels: a GPU path that needs nothing but PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache, Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head
 
 
@@ -55,33 +55,57 @@ class TritonBackend(TritonStore):
         v: torch.Tensor,
         cache: KVCache,
         context: Context,
-        scale: float,
+        scoring: Scoring,
     ) -> torch.Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
-        tables = context.block_tables[context.num_decodes :]
-        q_lens, k_lens, most = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        return self._prefill(q, cache.k, cache.v, tables, q_lens, k_lens, most, scale)
+        return self._prefill(
+            q,
+            cache.k,
+            cache.v,
+            context.block_tables[context.num_decodes :],
+            context.cu_seqlens_q,
+            context.cu_seqlens_k,
+            context.max_seqlen_q,
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+        )
 
     def decode(
-        self, q: torch.Tensor, cache: KVCache, context: Context, scale: float
+        self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
         n = q.shape[0]
-        tables, lens = context.block_tables[:n], context.context_lens[:n]
-        return self._decode(q, cache.k, cache.v, tables, lens, scale)
+        return self._decode(
+            q,
+            cache.k,
+            cache.v,
+            context.block_tables[:n],
+            context.context_lens[:n],
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+        )
 
     def variants(
-        self, num_heads: int, cache: KVCache, max_context: int
+        self, num_heads: int, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
         """Prefill of a single token and of many, and decode by each number of splits."""
         _, _, num_kv_heads, head_dim = cache.k.shape
-        most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, max_context)
         q = cache.k.new_zeros(1, num_heads, head_dim)
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
-        for n in (1, MANY):
-            calls.append(partial(self._prefill, q, cache.k, cache.v, table, lens, lens, n, 1.0))
-        for i in range(most_splits.bit_length()):
-            decode = partial(self._decode, q, cache.k, cache.v, table, lens[:1], 1.0, 1 << i)
-            calls.append(decode)
+        for scoring in scorings:
+            how = scoring._asdict()
+            for n in (1, MANY):
+                calls.append(
+                    partial(self._prefill, q, cache.k, cache.v, table, lens, lens, n, **how)
+                )
+            seen = min(max_context, scoring.window or max_context)
+            most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, seen)
+            for i in range(most_splits.bit_length()):
+                decode = partial(self._decode, q, cache.k, cache.v, table, lens[:1], **how)
+                calls.append(partial(decode, num_splits=1 << i))
         return calls

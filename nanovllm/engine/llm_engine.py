@@ -22,7 +22,8 @@ from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.model_config import ModelConfig, read_sampling_params
+from nanovllm.generation_config import read_sampling_params
+from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
 from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
@@ -153,7 +153,11 @@ class ModelRunner:
         cache = KVCache(*torch.empty(2, 1, *shape, dtype=self.dtype, device=self.device))
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
-        return self.backend.variants(num_heads, cache, max_context)
+        scorings = [
+            Scoring(self.model_config.attention_multiplier, window)
+            for window in {layer.window for layer in self.model_config.layers}
+        ]
+        return self.backend.variants(num_heads, cache, max_context, scorings)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
         """What begins and ends a decode step, of a full batch of zeros."""
@@ -181,7 +185,7 @@ class ModelRunner:
                 self.config.max_num_seqs,
                 self.config.max_num_batched_tokens,
             )
-        build = Build(self.dtype, fused, self.group, self.backend)
+        build = Build(self.dtype, fused, self.group, self.backend, self.max_model_len)
         with torch.device(self.device):
             self.model = model_class(self.model_config.architecture)(self.model_config, build)
         self.model.eval()

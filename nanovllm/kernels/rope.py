@@ -13,32 +13,36 @@ from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 def _qk_norm_rope_store_kernel(
     qkv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_part, stride_t, stride_out,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS of the Hq + 2 Hkv heads of a token, in two halves of D/2.
     launch_dependents(PDL)
     HALF: tl.constexpr = D // 2
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    i = tl.arange(0, HALF_PAD)[None, :]
+    inside = None
+    if HALF < HALF_PAD:
+        inside = i < HALF
     if q_weight_ptr is not None:
         is_q = head < HQ
-        w1 = tl.where(is_q, tl.load(q_weight_ptr + i), tl.load(k_weight_ptr + i))
-        w2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + i), tl.load(k_weight_ptr + HALF + i))
+        q1, q2 = tl.load(q_weight_ptr + i, inside), tl.load(q_weight_ptr + HALF + i, inside)
+        k1, k2 = tl.load(k_weight_ptr + i, inside), tl.load(k_weight_ptr + HALF + i, inside)
+        w1, w2 = tl.where(is_q, q1, k1), tl.where(is_q, q2, k2)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * D + i
-    cos = tl.load(cos_sin)
-    sin = tl.load(cos_sin + HALF)
+    cos, sin = tl.load(cos_sin, inside), tl.load(cos_sin + HALF, inside)
 
     wait(PDL)
     ptr = qkv_ptr + t * stride_t + head * D + i
-    raw1 = tl.load(ptr)
-    raw2 = tl.load(ptr + HALF)
+    raw1, raw2 = tl.load(ptr, inside), tl.load(ptr + HALF, inside)
     for _ in tl.static_range(1, PARTS):
         ptr += stride_part
-        raw1 += tl.load(ptr)
-        raw2 += tl.load(ptr + HALF)
+        raw1 += tl.load(ptr, inside)
+        raw2 += tl.load(ptr + HALF, inside)
+    if HALF < HALF_PAD:
+        raw1, raw2 = tl.where(inside, raw1, 0.0), tl.where(inside, raw2, 0.0)
     dtype = out_ptr.dtype.element_ty
     raw1, raw2 = raw1.to(dtype), raw2.to(dtype)
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
@@ -53,12 +57,14 @@ def _qk_norm_rope_store_kernel(
     if PARTS > 1:  # backends may read values here, too
         y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
     changed = ~is_v | (PARTS > 1)
+    is_k = (head >= HQ) & (head < HQ + HKV)
+    if HALF < HALF_PAD:
+        changed, is_k, is_v = changed & inside, is_k & inside, is_v & inside
     tl.store(out, y1, mask=changed)
     tl.store(out + HALF, y2, mask=changed)
 
     if slot >= 0:  # -1: padding
         k_ptr = k_cache_ptr + (slot * HKV + head - HQ) * D + i
-        is_k = (head >= HQ) & (head < HQ + HKV)
         tl.store(k_ptr, y1, mask=is_k)
         tl.store(k_ptr + HALF, y2, mask=is_k)
         v_ptr = v_cache_ptr + (slot * HKV + head - HQ - HKV) * D + i
@@ -103,7 +109,8 @@ def qk_norm_rope_store(
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
         qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
-        HQ=H - 2 * HKV, HKV=HKV, D=D, HEADS=HEADS, PARTS=parts,
+        HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=triton.next_power_of_2(D // 2),
+        HEADS=HEADS, PARTS=parts,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from nanovllm.attention.base import KVCache
+from nanovllm.attention.base import KVCache, Scoring
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
@@ -25,6 +25,7 @@ class Attention(Layer):
         head_dim: D
         rope: what rotates queries and keys.
         norms: over D, of queries and of keys; None: they are not normalised.
+        scoring: how queries score keys.
         is_last: of the model's layers: only the rows `Context.kept_rows` are of use behind it.
         build: of the model.
     """
@@ -35,12 +36,13 @@ class Attention(Layer):
         head_dim: int,
         rope: RotaryEmbedding,
         norms: tuple[RMSNorm, RMSNorm] | None,
+        scoring: Scoring,
         is_last: bool,
         build: Build,
     ) -> None:
         super().__init__()
         self.head_counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        self.head_dim, self.scoring = head_dim, scoring
         self.rope, self.norms = rope, norms
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
@@ -72,7 +74,9 @@ class Attention(Layer):
                 q, k = q_norm(q), k_norm(k)
             q, k = self.rope(positions, q), self.rope(positions, k)
             self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
-        out = self.backend.attend(q, k, v, self.cache, context, self.scale).flatten(1)
+        if self.rope.query_scale is not None:
+            q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
+        out = self.backend.attend(q, k, v, self.cache, context, self.scoring).flatten(1)
         rows = context.kept_rows if self.is_last else None
         return out if rows is None else out.index_select(0, rows)
 

@@ -1,7 +1,8 @@
 """What layers are told when they are built, and what they tell the loader and the runner."""
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -21,23 +22,25 @@ class Build(NamedTuple):
         fused: take our kernels where they are faster.
         group: the ranks that the model is split over.
         backend: what attends.
+        max_model_len: tokens of the longest sequence.
     """
 
     dtype: torch.dtype
     fused: bool
     group: Group
     backend: AttentionBackend
+    max_model_len: int
 
 
 class Part(NamedTuple):
     """The part of a tensor's dimension that this rank holds.
 
     Attributes:
-        held: the indices.
+        held: the indices, in the order in which they are held.
         total: the size of the dimension in the checkpoint.
     """
 
-    held: range
+    held: Sequence[int]
     total: int
 
     @classmethod
@@ -51,6 +54,13 @@ class Part(NamedTuple):
         size = total // group.size
         assert size * group.size == total, f"{total} elements for {group.size} ranks"
         return cls(range(group.rank * size, (group.rank + 1) * size), total)
+
+    @classmethod
+    def packed(cls, parts: Sequence["Part"]) -> "Part":
+        """Of a dimension that is theirs, one behind the other."""
+        starts = accumulate((part.total for part in parts), initial=0)
+        held = [start + i for start, part in zip(starts, parts, strict=False) for i in part.held]
+        return cls(held, sum(part.total for part in parts))
 
 
 class Shard(NamedTuple):
@@ -74,10 +84,18 @@ class Shard(NamedTuple):
         """The shape of the tensor in the checkpoint."""
         return [part.total for part in self.parts]
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """What to take of the tensor in the checkpoint."""
-        return tuple(slice(part.held.start, part.held.stop) for part in self.parts)
+    def read(self, source: Any) -> torch.Tensor:
+        """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
+        spans = [
+            part.held if isinstance(part.held, range) else range(min(part.held), max(part.held) + 1)
+            for part in self.parts
+        ]
+        tensor: torch.Tensor = source[tuple(slice(span.start, span.stop) for span in spans)]
+        for dim, (part, span) in enumerate(zip(self.parts, spans, strict=True)):
+            if part.held is not span:
+                index = torch.tensor(part.held, device=tensor.device) - span.start
+                tensor = tensor.index_select(dim, index)
+        return tensor
 
 
 class Layer(nn.Module):

@@ -42,12 +42,16 @@ class VocabParallelEmbedding(Layer):
         rows, cols = Part(self.vocab, self.vocab_size), Part.whole(self.hidden_size)
         return self.weight.shards(path, 0, rows, cols)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
-        """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
-        if self.build.group.size == 1:
-            return F.embedding(input_ids, self.weight.data)
-        rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
-        return sum_over_ranks(rows, self.build.group)
+    def forward(self, input_ids: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor | Scattered:
+        """[T] int32 -> [T, M] times the multiplier, or partial results (see `sum_over_ranks`)."""
+        group = self.build.group
+        if group.size == 1:
+            rows = F.embedding(input_ids, self.weight.data)
+        else:
+            rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
+        if multiplier != 1.0:
+            rows *= multiplier
+        return rows if group.size == 1 else sum_over_ranks(rows, group)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

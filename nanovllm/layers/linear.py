@@ -4,7 +4,7 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 take our kernels where these are faster.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,13 +116,22 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     Args:
         outputs: the module of the checkpoint -> its outputs on all ranks.
+        packed: the checkpoint has them as one module, of this layer's name.
     """
 
     is_gated = True
 
-    def __init__(self, input_size: int, outputs: dict[str, int], bias: bool, build: Build) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        outputs: dict[str, int],
+        bias: bool,
+        build: Build,
+        *,
+        packed: bool = False,
+    ) -> None:
         parts = {name: Part.equal(size, build.group) for name, size in outputs.items()}
-        super().__init__(Part.whole(input_size), parts, bias, build)
+        super().__init__(Part.whole(input_size), _named(parts, packed), bias, build)
 
     def gated(self, x: Hidden) -> torch.Tensor:
         """`silu(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
@@ -140,6 +149,10 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
+    Args:
+        packed: the checkpoint has them as one module, of this layer's name.
+        order: see `RotaryEmbedding`; of the numbers of queries and keys.
+
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
     """
@@ -154,15 +167,33 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_kv_heads: int,
         bias: bool,
         build: Build,
+        *,
+        packed: bool = False,
+        order: list[int] | None = None,
     ) -> None:
-        group = build.group
-        kv = local_kv_heads(num_kv_heads, group)
-        rows = range(kv.start * head_dim, kv.stop * head_dim)
-        kv_rows = Part(rows, num_kv_heads * head_dim)
-        q_rows = Part.equal(num_heads * head_dim, group)
-        outputs = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        super().__init__(Part.whole(hidden_size), outputs, bias, build)
-        self.num_heads, self.num_kv_heads = num_heads // group.size, len(kv)
+        q = Part.equal(num_heads, build.group).held
+        kv = local_kv_heads(num_kv_heads, build.group)
+        outputs = {
+            "q_proj": _rows_of_heads(q, num_heads, head_dim, order),
+            "k_proj": _rows_of_heads(kv, num_kv_heads, head_dim, order),
+            "v_proj": _rows_of_heads(kv, num_kv_heads, head_dim, None),
+        }
+        super().__init__(Part.whole(hidden_size), _named(outputs, packed), bias, build)
+        self.num_heads, self.num_kv_heads = len(q), len(kv)
+
+
+def _named(parts: dict[str, Part], packed: bool) -> dict[str, Part]:
+    return {"": Part.packed([*parts.values()])} if packed else parts
+
+
+def _rows_of_heads(
+    heads: Sequence[int], num_heads: int, head_dim: int, order: list[int] | None
+) -> Part:
+    """Rows of a projection: all of these heads, each in `order`."""
+    rows: Sequence[int] = range(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
+    if order is not None:
+        rows = [head * head_dim + i for head in heads for i in order]
+    return Part(rows, num_heads * head_dim)
 
 
 def local_kv_heads(num_kv_heads: int, group: Group) -> range:
@@ -177,11 +208,20 @@ class RowParallelLinear(LinearBase):
 
     Args:
         input_size: inputs on all ranks.
+        multiplier: of the results.
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool,
+        build: Build,
+        multiplier: float = 1.0,
+    ) -> None:
         inputs = Part.equal(input_size, build.group)
         super().__init__(inputs, {"": Part.whole(output_size)}, bias, build)
+        self.multiplier = multiplier
         # The norm behind it sums; NCCL wants whole results.
         self.partial = build.group.size == 1 or build.group.peers is not None
 
@@ -196,7 +236,13 @@ class RowParallelLinear(LinearBase):
         """
         group, bias = self.build.group, self.own_bias
         if bulk := group.bulk_for(x):
-            into = self.weight.multiply_into
-            return bulk.scatter(len(x), lambda rows, out: into(out, x[rows], bias))
+            return bulk.scatter(len(x), lambda rows, out: self._multiply_into(out, x[rows]))
         out = self.weight.multiply(x, bias, self.partial)
+        if self.multiplier != 1.0:
+            out *= self.multiplier
         return out if out.dim() == 3 else sum_over_ranks(out, group)
+
+    def _multiply_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self.weight.multiply_into(out, x, self.own_bias)
+        if self.multiplier != 1.0:
+            out *= self.multiplier

@@ -136,7 +136,7 @@ def _check_shape(name: str, source: Any, shard: Shard) -> None:
 
 def _copy(name: str, source: Any, shard: Shard) -> None:
     """Fill `shard` from `source`, a slice of safetensors."""
-    tensor = source[shard.slices]
+    tensor = shard.read(source)
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
     shard.target.copy_(tensor)
@@ -157,7 +157,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
             else:
                 whole = shard.target.new_empty(shard.full_shape)
                 whole.normal_(0.0, 0.02, generator=generator)
-                shard.target.copy_(whole[shard.slices])
+                shard.target.copy_(shard.read(whole))
 
 
 def _names(names: list[str]) -> str:

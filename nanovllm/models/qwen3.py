@@ -1,5 +1,5 @@
-"""Qwen3, dense (Qwen team, 2025). Llama (Touvron et al., 2023; Grattafiori et al., 2024) and Qwen2
-differ from it only in facts of `ModelConfig`.
+"""Qwen3, dense (Qwen team, 2025). Llama (Touvron et al., 2023; Grattafiori et al., 2024) and others
+of `families.py` differ from it only in facts of `ModelConfig`.
 
 Module names are those of the checkpoints. Between layers travel what the last one adds, `hidden`,
 and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.add_forward`).
@@ -8,6 +8,7 @@ and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.
 import torch
 from torch import nn
 
+from nanovllm.attention.base import Scoring
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -17,7 +18,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanovllm.model_config import ModelConfig
 
 
@@ -28,13 +29,19 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         M, D, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(M, D, num_heads, num_kv_heads, config.qkv_bias, build)
-        self.o_proj = RowParallelLinear(num_heads * D, M, config.output_bias, build)
+        self.qkv_proj = QKVParallelLinear(
+            M, D, num_heads, num_kv_heads, config.qkv_bias, build,
+            packed=config.packed_qkv, order=rope.order,
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            num_heads * D, M, config.output_bias, build, config.residual_multiplier
+        )
         norms, is_last = None, i == config.num_hidden_layers - 1
         if config.qk_norm:
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
             self.q_norm, self.k_norm = norms = RMSNorm(D, eps, plain), RMSNorm(D, eps, plain)
-        self.attn = Attention(self.qkv_proj, D, rope, norms, is_last, build)
+        scoring = Scoring(config.attention_multiplier, config.layers[i].window)
+        self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
         return self.o_proj(self.attn(positions, self.qkv_proj(hidden)))
@@ -47,8 +54,10 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         M, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         outputs = {"gate_proj": I, "up_proj": I}
-        self.gate_up_proj = MergedColumnParallelLinear(M, outputs, bias, build)
-        self.down_proj = RowParallelLinear(I, M, bias, build)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            M, outputs, bias, build, packed=config.packed_gate_up
+        )
+        self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
 
     def forward(self, hidden: Hidden) -> Hidden:
         return self.down_proj(self.gate_up_proj.gated(hidden))
@@ -80,13 +89,16 @@ class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope)
-        layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i, rope, build) for i in layers)
+        self.multiplier = config.embedding_multiplier
+        ropes = rotary_embeddings(config, build)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, i, ropes[layer.rope], build)
+            for i, layer in enumerate(config.layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed_tokens(input_ids), None
+        hidden, residual = self.embed_tokens(input_ids, self.multiplier), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
         hidden, _ = self.norm.add_forward(hidden, residual)
@@ -100,6 +112,7 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.model = Qwen3Model(config, build)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, build)
+        self.logits_scaling = config.logits_scaling
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
 
@@ -111,4 +124,5 @@ class Qwen3ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
-        return self.lm_head(hidden, out)
+        logits = self.lm_head(hidden, out)
+        return logits if self.logits_scaling == 1 else logits.div_(self.logits_scaling)

@@ -4,8 +4,13 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from nanovllm.utils.checks import check_bool, check_float, check_int
+
+T = TypeVar("T", int, float, bool)
+
+MOST = 2**31 - 1  # tokens and positions are int32
 MAX_DEPTH = 50  # of JSON: real files have less than ten levels
 
 
@@ -51,3 +56,31 @@ def _parse(text: str) -> Any:
     if level:
         raise RecursionError(f"it nests deeper than {MAX_DEPTH} levels")
     return value
+
+
+def read_value(
+    raw: dict[str, Any],
+    key: str,
+    kind: type[T],
+    default: T | None = None,
+    minimum: float = 1,
+    maximum: float = MOST,
+) -> T:
+    """`raw[key]` of config.json, an int or float in `minimum`..`maximum`, or a bool. Without a
+    default the key is required.
+    """
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(f"config.json: `{key}` is missing")
+        return default
+    try:
+        if kind is bool:
+            check_bool(key, value)
+        elif kind is int:
+            check_int(key, value, int(minimum), int(maximum))
+        else:
+            check_float(key, value, minimum, maximum)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.json: {error}") from None
+    return kind(value)

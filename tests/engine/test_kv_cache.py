@@ -34,7 +34,7 @@ def make_pool(checkpoint, model):
 def model(checkpoint):
     """Its attention layers."""
     config = ModelConfig.from_pretrained(str(checkpoint))
-    build = Build(torch.float16, False, Group(), TorchBackend())
+    build = Build(torch.float16, False, Group(), TorchBackend(), 64)
     layers = Qwen3ForCausalLM(config, build).model.layers
     return nn.ModuleList(layer.self_attn.attn for layer in layers)
 

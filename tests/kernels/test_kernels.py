@@ -1,5 +1,6 @@
 """Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
 
+import functools
 import itertools
 import random
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ pytest.importorskip("triton")
 from attention_cases import CASES, DEVICE, DTYPES, HAS_CUDA, Case, close, randn, run_case
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
@@ -39,8 +41,9 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig, RopeParameters
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
+from nanovllm.rope import RopeParameters
 from nanovllm.utils.ahead import CompileAhead
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
@@ -59,7 +62,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_defect_4_float32_norm_leaves_its_inputs_alone(fused: bool) -> None:
     """`.float()` of float32 is a no-op: an in-place norm would change the residual."""
-    norm = RMSNorm(64, 1e-6, Build(torch.float32, fused, Group(), TorchBackend())).to(DEVICE)
+    norm = RMSNorm(64, 1e-6, Build(torch.float32, fused, Group(), TorchBackend(), 64)).to(DEVICE)
     norm.weight.data.copy_(randn(64, seed=2))
     x, residual = randn(5, 64), randn(5, 64, seed=1)
     copies = x.clone(), residual.clone()
@@ -195,9 +198,9 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
 
 @pytest.mark.parametrize("T", [3, 70])
 def test_projections_to_heads_may_be_partial(T: int) -> None:
-    layer = QKVParallelLinear(512, 16, 4, 2, False, Build(HALF, True, Group(), TorchBackend())).to(
-        DEVICE
-    )
+    layer = QKVParallelLinear(
+        512, 16, 4, 2, False, Build(HALF, True, Group(), TorchBackend(), 64)
+    ).to(DEVICE)
     layer.weight.data.copy_(randn(128, 512, seed=1) * 512**-0.5)
     x = randn(T, 512, dtype=HALF)
     out = layer(x)
@@ -308,10 +311,10 @@ def test_qk_norm_rope_store(
     positions = torch.randint(0, max_position, (T,), dtype=torch.int32, device=DEVICE)
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
     slots[T // 2 :: 4] = -1
-    rope = RotaryEmbedding(d, max_position, RopeParameters(10000.0)).to(DEVICE)
+    rope = RotaryEmbedding(d, max_position, RopeParameters(10000.0, d)).to(DEVICE)
     norms = None
     if has_norms:
-        build = Build(dtype, False, Group(), TorchBackend())
+        build = Build(dtype, False, Group(), TorchBackend(), 64)
         q_norm, k_norm = (RMSNorm(d, 1e-6, build).to(DEVICE) for _ in range(2))
         q_norm.weight.copy_(randn(d, seed=1))
         k_norm.weight.copy_(randn(d, seed=2))
@@ -342,7 +345,7 @@ def test_rotary_embedding_is_that_of_transformers() -> None:
     angles = torch.outer(torch.arange(T).double(), inv_freq).to(DEVICE)
     table = torch.cat([angles, angles], -1)[None].float()
     wanted_q, wanted_k = apply_rotary_pos_emb(q, k, table.cos(), table.sin())
-    rope = RotaryEmbedding(D, T, RopeParameters(10000.0)).to(DEVICE)
+    rope = RotaryEmbedding(D, T, RopeParameters(10000.0, D)).to(DEVICE)
     positions = torch.arange(T, dtype=torch.int32, device=DEVICE)
     for x, wanted in ((q, wanted_q), (k, wanted_k)):
         close(rope(positions, x[0].transpose(0, 1)), wanted[0].transpose(0, 1))
@@ -408,25 +411,27 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     lens = [rng.randint(1, 60), rng.randint(100, 300), rng.randint(530, 700), rng.randint(1, 300)]
     rng.shuffle(lens)
     hkv, d = rng.choice([1, 2, 3]), rng.choice([32, 64, 128])
-    shape = {"hkv": hkv, "hq": hkv * rng.choice([1, 2, 5]), "d": d}
+    shape: dict[str, Any] = {"hkv": hkv, "hq": hkv * rng.choice([1, 2, 5]), "d": d}
     shape["block_size"] = rng.choice([16, 32, 64, 256])
+    shape |= {"window": rng.choice([0, 100]), "sinks": rng.random() < 0.5}
     print(f"seed {seed}: {lens}, {shape}")
     case = Case([1] * len(lens), lens, num_decodes=len(lens), dtype=dtype, **shape)
     run_case(TritonBackend(), case)  # stores this step's keys
     context = case.context.context_lens.clone()
-    args = (case.q, *case.caches, case.context.block_tables, context, case.scale, num_splits)
-    close(paged_decode(*args), case.wanted())
+    args = (case.q, *case.caches, case.context.block_tables, context)
+    decode = functools.partial(paged_decode, *args, **case.scoring._asdict(), num_splits=num_splits)
+    close(decode(), case.wanted())
     padding = rng.randrange(len(lens))
     context[padding] = 0
     others = [i for i in range(len(lens)) if i != padding]
-    close(paged_decode(*args)[others], case.wanted()[others])
+    close(decode()[others], case.wanted()[others])
 
 
 @pytest.mark.parametrize("seed", range(40 if HAS_CUDA else 3))
 def test_attention_over_random_shapes(seed: int) -> None:
     """Any number of heads for a KV head, head size and block size; cached context; decodes."""
     rng = random.Random(seed)
-    block_size, d = rng.choice([16, 32, 64, 256]), rng.choice([16, 32, 64, 128, 256])
+    block_size, d = rng.choice([16, 32, 64, 256]), rng.choice([16, 32, 64, 80, 96, 128, 256])
     hkv, dtype = rng.choice([1, 2, 3]), rng.choice(DTYPES)
     hq = hkv * rng.choice([1, 2, 3, 4, 5, 7, 8, 12])
     num_decodes = rng.randrange(3)
@@ -434,6 +439,9 @@ def test_attention_over_random_shapes(seed: int) -> None:
     k_lens = [n + rng.choice([0, rng.randint(0, 150)]) for n in q_lens]
     print(f"seed {seed}: {hq}/{hkv} heads of {d}, blocks of {block_size}, {q_lens} of {k_lens}")
     shape = {"hq": hq, "hkv": hkv, "d": d, "block_size": block_size, "dtype": dtype}
+    scoring = {"window": rng.choice([0, rng.randint(1, 120)]), "softcap": rng.choice([0.0, 2.0])}
+    shape |= {**scoring, "sinks": rng.random() < 0.5}
+    print(f"{scoring}, sinks: {shape['sinks']}")
     case = Case(q_lens, k_lens, num_decodes=num_decodes, **shape)  # type: ignore[arg-type]
     close(run_case(TritonBackend(), case), case.wanted())
 
@@ -483,10 +491,11 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
     backend = TritonBackend()
     cache = KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
     for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
-        calls = backend.variants(16, cache, longest)
-        prefills = [call.args[-2] for call in calls if call.func is backend._prefill]
+        calls = backend.variants(16, cache, longest, [Scoring(1.0)])
+        prefills = [call.args[-1] for call in calls if call.func is backend._prefill]
         assert prefills == [1, 128] and len(calls) == 2 + len(splits)
-        assert {call.args[-1] for call in calls if call.func is backend._decode} == splits
+        decodes = [call for call in calls if call.func is backend._decode]
+        assert {call.keywords["num_splits"] for call in decodes} == splits
         assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
         assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
     for call in calls:
@@ -530,7 +539,7 @@ def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
 
 
 def test_products_of_a_model_are_compiled_ahead_once() -> None:
-    build = Build(HALF, True, Group(), TorchBackend())
+    build = Build(HALF, True, Group(), TorchBackend(), 64)
     with torch.device(DEVICE):
         one, same, narrow = (RowParallelLinear(512, n, False, build) for n in (128, 128, 64))
         gated = MergedColumnParallelLinear(512, {"gate": 64, "up": 64}, False, build)
@@ -554,11 +563,11 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
     assert set(numbers) == (given if can_describe(weight) else set())
     assert not linear_kernels.split_numbers(weight.float())
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
-    build = Build(HALF, True, Group(), TorchBackend())
+    build = Build(HALF, True, Group(), TorchBackend(), 64)
     for group, qk_norm, of_norm in ((Group(), True, set(numbers)), (Group(0, 2), False, set())):
         with torch.device(DEVICE):
             norm = RMSNorm(64, 1e-6, build._replace(group=group))
-            rope = RotaryEmbedding(config.head_dim, 16, RopeParameters(10_000.0))
+            rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
             model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
         for param in (*norm.parameters(), *model.parameters()):
             param.fill_(1)
@@ -573,7 +582,7 @@ def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
     alone, by_nccl, by_kernels = Group(), Group(0, 2), Group(0, 2)
     by_kernels.peers = object()  # type: ignore[assignment]
     for group, partial in ((alone, True), (by_nccl, False), (by_kernels, True)):
-        layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group, TorchBackend()))
+        layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group, TorchBackend(), 64))
         assert layer.partial == partial
 
 

@@ -20,9 +20,10 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig, RopeParameters
+from nanovllm.model_config import LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
+from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,7 +78,7 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path) -> None:
     config = ModelConfig.from_pretrained(str(path))
     states: list[list[torch.Tensor]] = []
     for fused in (False, True):
-        build = Build(torch.float16, fused, Group(), TorchBackend())
+        build = Build(torch.float16, fused, Group(), TorchBackend(), 64)
         with torch.device(KERNEL_DEVICE), torch.inference_mode():
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
@@ -125,11 +126,20 @@ def test_llama3_frequencies_are_those_of_transformers(
     )
     wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     assert attention_factor == 1.0
-    rope = RotaryEmbedding(head_dim, 2, RopeParameters(**scaling))
+    rope = RotaryEmbedding(head_dim, 2, RopeParameters(rotary_dim=head_dim, **scaling))
     cos, sin = rope.cos_sin[1].chunk(2)
     torch.testing.assert_close(torch.atan2(sin, cos), wanted, rtol=1e-5, atol=1e-9)
 
 
+LLAMA32 = RopeParameters(
+    500000.0,
+    64,
+    "llama3",
+    factor=32.0,
+    original_max_position_embeddings=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-2-7b-hf": (
         {
@@ -152,7 +162,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {
             "head_dim": 128,
-            "rope": RopeParameters(10000.0),
+            "layers": (LayerConfig(RopeParameters(10000.0, 128)),) * 32,
             "qk_norm": False,
             "qkv_bias": False,
             "output_bias": False,
@@ -190,7 +200,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {
             "head_dim": 64,
-            "rope": RopeParameters(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
+            "layers": (LayerConfig(LLAMA32),) * 16,
             "eos_token_ids": frozenset({128001, 128008, 128009}),
         },
     ),
@@ -218,7 +228,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {
             "head_dim": 128,
-            "rope": RopeParameters(1000000.0),
+            "layers": (LayerConfig(RopeParameters(1000000.0, 128)),) * 28,
             "qk_norm": False,
             "qkv_bias": True,
             "output_bias": False,

@@ -42,7 +42,7 @@ def build(path: Path, rank: int, size: int) -> Qwen3ForCausalLM:
     """The model of a rank. Its weights are NaN: what is not filled shows."""
     model = Qwen3ForCausalLM(
         ModelConfig.from_pretrained(str(path)),
-        Build(torch.float32, False, Group(rank, size), TorchBackend()),
+        Build(torch.float32, False, Group(rank, size), TorchBackend(), 64),
     )
     for param in model.parameters():
         param.data.fill_(torch.nan)

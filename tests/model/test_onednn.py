@@ -14,7 +14,7 @@ from nanovllm.layers.base import Build
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 
-PLAIN = Build(torch.float32, False, Group(), TorchBackend())
+PLAIN = Build(torch.float32, False, Group(), TorchBackend(), 64)
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"

@@ -153,7 +153,7 @@ def test_a_bias_is_added_once() -> None:
 
         def forward(rank: int, size: int = size, groups: list[Group] = groups) -> torch.Tensor:
             layer = RowParallelLinear(
-                8, 6, True, Build(torch.float64, False, groups[rank], TorchBackend())
+                8, 6, True, Build(torch.float64, False, groups[rank], TorchBackend(), 64)
             )
             columns = slice(rank * 8 // size, (rank + 1) * 8 // size)
             layer.weight.data.copy_(weight[:, columns])
@@ -175,7 +175,7 @@ def test_the_last_norm_gathers_the_rows_that_attention_kept(size: int) -> None:
     groups = connected_groups(size)
 
     def forward(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        norm = RMSNorm(8, 1e-6, Build(torch.float32, False, groups[rank], TorchBackend()))
+        norm = RMSNorm(8, 1e-6, Build(torch.float32, False, groups[rank], TorchBackend(), 64))
         norm.weight.fill_(1)
         part = part_of(rank, size, 70)
         spare = torch.full((3, 8), torch.nan)  # behind the rows that a rank holds
@@ -191,7 +191,7 @@ def test_the_last_norm_gathers_the_rows_that_attention_kept(size: int) -> None:
 
 
 def test_a_rank_without_tokens_has_no_logits() -> None:
-    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4), TorchBackend()))
+    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4), TorchBackend(), 64))
     assert len(head.vocab) == 0
     assert head(torch.ones(5, 8)).shape == (5, 0)
 

@@ -1,0 +1,178 @@
+"""`RopeParameters`: the rotary embedding of a layer, read from config.json. Imports no torch.
+
+Names are those of its `rope_parameters` (transformers 5) and `rope_scaling` (transformers 4).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.utils.files import MOST, read_value
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+OTHER_NAMES = {"su": "longrope"}  # Phi-3's first checkpoints; others of them say "yarn"
+RATIO = 1e-3, 1e6  # bounds of what multiplies or divides frequencies
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """How queries and keys turn with their position; `layers.rotary_embedding` has the formulas.
+
+    Attributes:
+        rope_theta: base of the wavelengths.
+        rotary_dim: how many numbers of a head are turned, the first ones.
+        rope_type: one of `ROPE_TYPES`, or "none": this layer turns nothing.
+        interleaved: pairs are neighbours, not i and i + rotary_dim / 2.
+        factor: by which the context is extended.
+        original_max_position_embeddings: tokens of the context before that.
+        attention_factor: multiplies sines and cosines.
+        low_freq_factor, high_freq_factor: of "llama3".
+        beta_fast, beta_slow, truncate: of "yarn".
+        short_factor, long_factor: of "longrope", for each pair.
+        llama_4_scaling_beta: how queries grow with the logarithm of their position; 0: not.
+    """
+
+    rope_theta: float
+    rotary_dim: int
+    rope_type: str = "default"
+    interleaved: bool = False
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens that a scaling which was added by hand allows; config.json may not say so."""
+        if self.rope_type not in ("dynamic", "yarn"):
+            return 0
+        return min(int(self.factor * self.original_max_position_embeddings), MOST)
+
+
+def read_rope(raw: dict[str, Any], kind: str, head_dim: int, interleaved: bool) -> RopeParameters:
+    """The rotary embedding of the layers of a kind.
+
+    Args:
+        raw: config.json, with the family's defaults.
+        kind: "full_attention" or "sliding_attention", which some files tell apart.
+        head_dim: D.
+        interleaved: see `RopeParameters`.
+
+    Raises:
+        ValueError: naming what is missing, wrong or not supported.
+    """
+    given = _merged(raw, kind)
+    rope_type = _rope_type(given)
+    theta = read_value(given, "rope_theta", float, maximum=1e30)
+    share = read_value(given, "partial_rotary_factor", float, 1.0, RATIO[0], 1)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not rotary_dim:
+        raise ValueError(
+            "config.json: `partial_rotary_factor` of RoPE must leave an even number of `head_dim` "
+            f"{head_dim}, got {share}"
+        )
+    scaling = _scaling(raw, given, rope_type, rotary_dim)
+    return RopeParameters(theta, rotary_dim, rope_type, interleaved, **scaling)
+
+
+def _merged(raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What config.json says of RoPE, wherever it says it. A scaling beside `rope_parameters` was
+    added by hand, as model cards tell people to do, and counts.
+    """
+    found = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json: `{key}` must be an object, got {rope!r}")
+        own = rope.get(kind, {} if any(isinstance(v, dict) for v in rope.values()) else rope)
+        if not isinstance(own, dict):
+            raise ValueError(f"config.json: `{key}` must have an object for {kind}, got {own!r}")
+        for part in (rope, *rope.values()):  # of other kinds, too: nothing is read past
+            if isinstance(part, dict):
+                _rope_type(part, key)
+        found |= {name: value for name, value in own.items() if value is not None}
+    return found
+
+
+def _rope_type(rope: dict[str, Any], key: str = "rope_parameters") -> str:
+    name = rope.get("rope_type", rope.get("type")) or "default"
+    name = OTHER_NAMES.get(name, name) if isinstance(name, str) else name
+    if name == "yarn" and "long_factor" in rope:
+        name = "longrope"
+    if name not in ROPE_TYPES:
+        raise ValueError(
+            f"RoPE scaling {name!r} is not supported, only {', '.join(ROPE_TYPES)}: config.json "
+            f"has it as `{key}`"
+        )
+    return name
+
+
+def _scaling(
+    raw: dict[str, Any], given: dict[str, Any], rope_type: str, rotary_dim: int
+) -> dict[str, Any]:
+    """The fields of `RopeParameters` that its type needs."""
+    beta = read_value(given, "llama_4_scaling_beta", float, 0.0, 0, RATIO[1])
+    longest = read_value(raw, "max_position_embeddings", int)
+    # At the top of the file, as Phi-3 has it, it counts for more.
+    original = read_value(
+        {**given, **{k: v for k, v in raw.items() if v is not None}},
+        "original_max_position_embeddings",
+        int,
+        max(longest, 2),
+        minimum=2,
+    )
+    values: dict[str, Any] = {"llama_4_scaling_beta": beta}
+    if rope_type != "default" or beta:
+        values["original_max_position_embeddings"] = original
+    if rope_type == "default":
+        return values
+    may_be_implied = rope_type in ("yarn", "longrope")
+    implied = max(1.0, longest / original) if may_be_implied else None
+    values["factor"] = factor = read_value(given, "factor", float, implied, 1, RATIO[1])
+    if rope_type == "llama3":
+        for key in ("low_freq_factor", "high_freq_factor"):
+            values[key] = read_value(given, key, float, None, *RATIO)
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
+        if low >= high:
+            raise ValueError(
+                "config.json: `low_freq_factor` of RoPE must be below `high_freq_factor`, got "
+                f"{low} and {high}"
+            )
+    if rope_type == "yarn":
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            values[key] = read_value(given, key, float, default, *RATIO)
+        values["truncate"] = read_value(given, "truncate", bool, True)
+        implied = _yarn_attention_factor(given, factor)
+    if rope_type == "longrope":
+        for key in ("short_factor", "long_factor"):
+            values[key] = _read_factors(given, key, rotary_dim // 2)
+        implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if may_be_implied:
+        values["attention_factor"] = read_value(given, "attention_factor", float, implied, *RATIO)
+    return values
+
+
+def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
+    """Peng et al., 2023; with DeepSeek's `mscale`s where both are given and not 0."""
+    above, below = (
+        read_value(given, key, float, 0.0, 0, RATIO[1]) for key in ("mscale", "mscale_all_dim")
+    )
+    if not above or not below:
+        above, below = 1.0, 0.0
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return (above * growth + 1) / (below * growth + 1)
+
+
+def _read_factors(given: dict[str, Any], key: str, count: int) -> tuple[float, ...]:
+    values = given.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        size = f"{len(values)} values" if isinstance(values, list) else repr(values)
+        raise ValueError(f"config.json: `{key}` of RoPE must be {count} numbers, got {size}")
+    return tuple(read_value({key: value}, key, float, None, *RATIO) for value in values)
