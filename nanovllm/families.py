@@ -20,7 +20,8 @@ class Family(NamedTuple):
 
     Attributes:
         model: the class, as `file.Class` in models/.
-        qk_norm: attention normalises queries and keys, each head for itself.
+        qk_norm: as in `ModelConfig`.
+        norm_plus_one: likewise.
         qkv_bias, output_bias: whether attention's projections have biases; None: config.json says
             it as `attention_bias`.
         mlp_bias: whether config.json may ask for biases in the MLP.
@@ -32,7 +33,8 @@ class Family(NamedTuple):
     """
 
     model: str
-    qk_norm: bool = False
+    qk_norm: str = ""
+    norm_plus_one: bool = False
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool = False
@@ -65,6 +67,53 @@ def _some_do_not_turn(raw: Raw) -> Raw:
     return {"no_rope_layers": turns, **_layer_types(raw, lambda i: slide and not turns[i])}
 
 
+def _gemma2(raw: Raw) -> Raw:
+    """Every other layer slides."""
+    return {**_gemma(raw), **_layer_types(raw, lambda i: i % 2 == 0)}
+
+
+def _gemma3(raw: Raw) -> Raw:
+    """All layers but every sixth slide, and turn by an angle of their own."""
+    pattern = read_value(raw, "sliding_window_pattern", int, 6)
+    local = read_value(raw, "rope_local_base_freq", float, 10_000.0, maximum=1e30)
+    if read_value(raw, "use_bidirectional_attention", bool, False):
+        raise ValueError(
+            "config.json: `use_bidirectional_attention` is not supported: such a model reads texts "
+            "and writes none"
+        )
+    return {
+        **_gemma(raw),
+        **_layer_types(raw, lambda i: (i + 1) % pattern != 0),
+        **_plain_rope_where_it_slides(raw, local),
+    }
+
+
+def _gemma(raw: Raw) -> Raw:
+    """Scores and embeddings have multipliers of their own."""
+    return {
+        "attention_multiplier": read_value(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "embedding_multiplier": read_value(raw, "hidden_size", int) ** 0.5,
+    }
+
+
+def _olmo3(raw: Raw) -> Raw:
+    """All layers but every fourth slide; scaling is for the others."""
+    kinds = _layer_types(raw, lambda i: (i + 1) % 4 != 0)
+    return {**kinds, **_plain_rope_where_it_slides(raw, None)}
+
+
+def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
+    """`rope_parameters` by kind, of files that have a scaling for all layers but the sliding ones.
+    `theta` is for those; None: that of the others.
+    """
+    rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or not isinstance(scaling, dict) or FULL in rope:
+        return {}
+    full = {"rope_theta": raw.get("rope_theta"), **rope, **scaling}
+    sliding = {"rope_type": "default", "rope_theta": theta or full["rope_theta"]}
+    return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: sliding}}
+
+
 def _layer_types(raw: Raw, slides: Callable[[int], bool]) -> Raw:
     """The kinds of the layers, unless config.json has them."""
     if raw.get("layer_types") is not None:
@@ -76,14 +125,34 @@ def _layer_types(raw: Raw, slides: Callable[[int], bool]) -> Raw:
 QWEN3 = "qwen3.Qwen3ForCausalLM"  # the others differ from it in facts
 THETA = {"rope_theta": 10_000.0}
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False}
+GEMMA = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+GLM: dict[str, Any] = {
+    "output_bias": False,
+    "packed_gate_up": True,
+    "interleaved_rope": True,
+    "defaults": {**THETA, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+}
 FAMILIES = {
-    "GlmForCausalLM": Family(
-        QWEN3,
-        output_bias=False,
-        packed_gate_up=True,
-        interleaved_rope=True,
-        defaults={**THETA, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "Gemma2ForCausalLM": Family(
+        "gemma.Gemma2ForCausalLM",
+        norm_plus_one=True,
+        defaults={**THETA, **GEMMA},
+        complete=_gemma2,
     ),
+    "Gemma3ForCausalLM": Family(
+        "gemma.Gemma2ForCausalLM",
+        norm_plus_one=True,
+        qk_norm="head",
+        defaults={**GEMMA, "rope_theta": 1_000_000.0},
+        complete=_gemma3,
+    ),
+    "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
+    "GlmForCausalLM": Family(QWEN3, **GLM),
     "GraniteForCausalLM": Family(
         QWEN3, mlp_bias=True, defaults={**THETA, "attention_multiplier": 1.0}
     ),
@@ -92,6 +161,13 @@ FAMILIES = {
         QWEN3, **NO_BIASES, defaults={"head_dim": 128}, complete=_all_slide
     ),
     "MistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
+    "Olmo2ForCausalLM": Family("olmo2.Olmo2ForCausalLM", qk_norm="whole", defaults=THETA),
+    "Olmo3ForCausalLM": Family(
+        "olmo2.Olmo2ForCausalLM",
+        qk_norm="whole",
+        defaults={"rope_theta": 500_000.0, "sliding_window": 4096},
+        complete=_olmo3,
+    ),
     "Phi3ForCausalLM": Family(
         QWEN3,
         **NO_BIASES,
@@ -104,7 +180,7 @@ FAMILIES = {
         QWEN3, qkv_bias=True, output_bias=False, complete=_upper_layers_slide
     ),
     "Qwen3ForCausalLM": Family(
-        QWEN3, qk_norm=True, defaults={"head_dim": 128}, complete=_upper_layers_slide
+        QWEN3, qk_norm="head", defaults={"head_dim": 128}, complete=_upper_layers_slide
     ),
     "SmolLM3ForCausalLM": Family(
         QWEN3,

@@ -15,7 +15,7 @@ from nanovllm.generation_config import read_eos
 from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
 
-SUPPORTED_ACTIVATIONS = ("silu",)
+SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 T = TypeVar("T")
 
@@ -50,13 +50,17 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerConfig, ...]
-    qk_norm: bool  # queries and keys are normalised, each head for itself
+    hidden_act: str  # "silu" or "gelu_pytorch_tanh"
+    norm_plus_one: bool  # norms multiply by 1 + weight
+    qk_norm: str  # queries and keys are normalised: each "head" for itself, all as a "whole", or ""
     qkv_bias: bool
     output_bias: bool  # of attention's output projection
     mlp_bias: bool
     packed_qkv: bool  # in the checkpoint
     packed_gate_up: bool
     attention_multiplier: float  # of scores
+    attn_logit_softcapping: float  # see `Scoring`; 0: none
+    final_logit_softcapping: float  # the same of logits
     embedding_multiplier: float
     residual_multiplier: float  # of what attention and MLP add
     logits_scaling: float  # divides logits
@@ -79,7 +83,8 @@ class ModelConfig:
         _refuse_unsupported(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
-        raw = {**family.defaults, **{key: value for key, value in raw.items() if value is not None}}
+        given = {key: value for key, value in raw.items() if value is not None}
+        raw = {**family.defaults, **given}
         num_layers = read_value(raw, "num_hidden_layers", int)
         raw |= family.complete(raw)
         num_heads = read_value(raw, "num_attention_heads", int)
@@ -104,6 +109,8 @@ class ModelConfig:
             ),
             tie_word_embeddings=read_value(raw, "tie_word_embeddings", bool, False),
             layers=layers,
+            hidden_act=_read_activation(raw),
+            norm_plus_one=family.norm_plus_one,
             qk_norm=family.qk_norm,
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=bias if family.output_bias is None else family.output_bias,
@@ -111,6 +118,8 @@ class ModelConfig:
             packed_qkv=family.packed_qkv,
             packed_gate_up=family.packed_gate_up,
             attention_multiplier=_read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
+            attn_logit_softcapping=_read_cap(raw, "attn_logit_softcapping"),
+            final_logit_softcapping=_read_cap(raw, "final_logit_softcapping"),
             embedding_multiplier=_read_multiplier(raw, "embedding_multiplier"),
             residual_multiplier=_read_multiplier(raw, "residual_multiplier"),
             logits_scaling=_read_multiplier(raw, "logits_scaling"),
@@ -153,12 +162,6 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError(
             f"config.json: `architectures` {name} is not supported; "
             f"supported: {', '.join(FAMILIES)}"
-        )
-    activation = raw.get("hidden_act", "silu")
-    if activation not in SUPPORTED_ACTIVATIONS:
-        raise ValueError(
-            f"config.json: activation `hidden_act` {activation!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
     quantization = raw.get("quantization_config")
     if quantization:
@@ -207,6 +210,21 @@ def _read_list(raw: dict[str, Any], key: str, default: T, allowed: tuple[T, ...]
                 f"{', '.join(map(str, allowed))}"
             )
     return values[:count]
+
+
+def _read_activation(raw: dict[str, Any]) -> str:
+    key = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
+    activation = raw.get(key, SUPPORTED_ACTIVATIONS[0])
+    if activation not in SUPPORTED_ACTIVATIONS:
+        raise ValueError(
+            f"config.json: activation `{key}` {activation!r} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+        )
+    return str(activation)
+
+
+def _read_cap(raw: dict[str, Any], key: str) -> float:
+    return read_value(raw, key, float, 0.0, 0, 1e6)
 
 
 def _read_multiplier(raw: dict[str, Any], key: str, default: float = 1.0) -> float:

@@ -69,9 +69,13 @@ class Group:
         dtype: torch.dtype,
         hidden_size: int,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
+        most_rows: int,
     ) -> None:
-        """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks."""
+        """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks.
+
+        Args:
+            most_rows: of steps that are too large for kernels that sum rows; 0: NCCL sums those.
+        """
         others = [peer for peer in range(self.size) if peer != self.rank]
         possible = all(torch.cuda.can_device_access_peer(self._device, peer) for peer in others)
         row_bytes = hidden_size * dtype.itemsize
@@ -79,9 +83,10 @@ class Group:
             rank, size, device = self.rank, self.size, self._device
             self._abort_word = abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self.peers = PeerMemory(rank, size, device, max_num_seqs, row_bytes, abort, self._share)
-            self.bulk = BulkExchange(
-                rank, size, device, max_num_batched_tokens, hidden_size, dtype, abort, self._share
-            )
+            if most_rows:
+                self.bulk = BulkExchange(
+                    rank, size, device, most_rows, hidden_size, dtype, abort, self._share
+                )
 
     @property
     def _regions(self) -> list[PeerRegion]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
+from nanovllm.attention.base import AttentionNeeds, KVCache
 from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
@@ -32,6 +32,7 @@ from nanovllm.engine.step_inputs import (
     fill_in,
     to_device,
 )
+from nanovllm.layers.attention import scoring_of
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
@@ -153,10 +154,8 @@ class ModelRunner:
         cache = KVCache(*torch.empty(2, 1, *shape, dtype=self.dtype, device=self.device))
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
-        scorings = [
-            Scoring(self.model_config.attention_multiplier, window)
-            for window in {layer.window for layer in self.model_config.layers}
-        ]
+        layers = range(self.model_config.num_hidden_layers)
+        scorings = {scoring_of(self.model_config, i) for i in layers}
         return self.backend.variants(num_heads, cache, max_context, scorings)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
@@ -172,6 +171,7 @@ class ModelRunner:
         """Build the model on its device, and what lets kernels sum over the ranks. The weights
         start uninitialised.
         """
+        model = model_class(self.model_config.architecture)
         fused = (
             self.config.fused_kernels
             and self.device.type == "cuda"
@@ -183,11 +183,11 @@ class ModelRunner:
                 self.dtype,
                 self.model_config.hidden_size,
                 self.config.max_num_seqs,
-                self.config.max_num_batched_tokens,
+                0 if model.adds_behind_norms else self.config.max_num_batched_tokens,
             )
         build = Build(self.dtype, fused, self.group, self.backend, self.max_model_len)
         with torch.device(self.device):
-            self.model = model_class(self.model_config.architecture)(self.model_config, build)
+            self.model = model(self.model_config, build)
         self.model.eval()
 
     def load(self) -> None:

@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up in one pass."""
+"""The gate of an MLP, act(gate) * up, in one pass."""
 
 import torch
 import triton
@@ -8,7 +8,18 @@ from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, 
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def activate(x, GELU: tl.constexpr):
+    """SiLU, or GELU by tanh, of x: float32."""
+    y = x
+    if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
+        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x * tl.sigmoid(y)
+
+
+@triton.jit
+def _act_and_mul_kernel(
+    x_ptr, out_ptr, I, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -17,15 +28,17 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, I, BLOCK: tl.constexpr, PDL: tl.constex
     gate = tl.load(x_ptr + row * 2 * I + cols, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * I + I + cols, mask=mask, other=0.0)
     dtype = gate.dtype
-    gate = gate.to(tl.float32)
-    tl.store(out_ptr + row * I + cols, (gate * tl.sigmoid(gate)).to(dtype) * up, mask=mask)
+    gate = activate(gate.to(tl.float32), GELU)
+    tl.store(out_ptr + row * I + cols, gate.to(dtype) * up, mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [T, 2 I] = [gate | up] -> silu(gate) * up: [T, I]."""
+def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+    """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
     T, I = x.shape[0], x.shape[1] // 2
     out = spare_rows(T, I, like=x)
     BLOCK = min(1024, triton.next_power_of_2(I))
     grid = (T, triton.cdiv(I, BLOCK))
-    _silu_and_mul_kernel[grid](x.contiguous(), out, I, BLOCK=BLOCK, num_warps=4, **pdl_options(x))
+    _act_and_mul_kernel[grid](
+        x.contiguous(), out, I, GELU=gelu, BLOCK=BLOCK, num_warps=4, **pdl_options(x)
+    )
     return out

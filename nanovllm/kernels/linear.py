@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.activation import act_and_mul, activate
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 @triton.jit
 def _row_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of the only row. Their first weights are read before the wait.
@@ -82,7 +82,7 @@ def _row_kernel(
         up = tl.sum(up_acc, 1)
         if bias_ptr is not None:
             up += up_bias
-        out = out * tl.sigmoid(out) * up
+        out = activate(out, GELU) * up
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -108,7 +108,11 @@ def _tiles_kernel(
 
 
 def _one_row(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    gelu: bool = False,
 ) -> torch.Tensor:
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows must be contiguous"
     N, K = weight.shape
@@ -119,8 +123,8 @@ def _one_row(
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight, bias, out, N=N, K=K, GATED=gated, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        num_warps=4, **pdl_options(x),
+        x, weight, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -192,14 +196,14 @@ def linear(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gelu: bool = False
 ) -> torch.Tensor:
-    """`silu(gate) * up`, where the first half of the product is the gate. x: [T, K]; weight:
-    [2 N, K]; bias: [2 N] -> [T, N].
+    """`act(gate) * up`, where the first half of the product is the gate, and act is SiLU, or GELU
+    by tanh. x: [T, K]; weight: [2 N, K]; bias: [2 N] -> [T, N].
     """
     if len(x) == 1 and x.dtype in HALF:
-        return _one_row(x, weight, bias, gated=True)
-    return silu_and_mul(linear(x, weight, bias))
+        return _one_row(x, weight, bias, gated=True, gelu=gelu)
+    return act_and_mul(linear(x, weight, bias), gelu)
 
 
 def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
@@ -210,7 +214,11 @@ def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
 
 
 def variants(
-    weight: torch.Tensor, bias: torch.Tensor | None, partial: bool, gated: bool
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    partial: bool,
+    gated: bool,
+    gelu: bool = False,
 ) -> dict[Hashable, Callable[[], object]]:
     """A call for each kernel of `linear`, or of `gated_linear`, that products with `weight` take,
     by what tells kernels apart: those of other weights may be the same.
@@ -222,7 +230,7 @@ def variants(
     def multiply(T: int) -> None:
         x = weight.new_zeros(T, K)
         if gated:
-            gated_linear(x, weight, bias)
+            gated_linear(x, weight, bias, gelu)
         else:
             linear(x, weight, bias, partial)
 

@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from nanovllm.distributed.peer_memory import PeerMemory
 
 
+@triton.jit
+def weighted(x, weight, PLUS_ONE: tl.constexpr):
+    """Normalised x: float32, times `weight`, or `1 + weight`; of the weight's dtype."""
+    if PLUS_ONE:
+        return (x * (weight.to(tl.float32) + 1.0)).to(weight.dtype)
+    else:
+        return x.to(weight.dtype) * weight
+
+
 @triton.jit(do_not_specialize=["stride_part"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
     M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     BY_OWNER: tl.constexpr, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +60,7 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * M + cols, total, mask=mask)
         x = total.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / M + eps)
-    tl.store(out_ptr + row * M + cols, x.to(dtype) * weight, mask=mask)
+    tl.store(out_ptr + row * M + cols, weighted(x, weight, PLUS_ONE), mask=mask)
 
 
 def _launch(
@@ -59,6 +69,7 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    plus_one: bool,
     peers: "PeerMemory | None",
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,16 +87,18 @@ def _launch(
     _rms_norm_kernel[(T,)](
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,
         x.stride(0) if parts > 1 else 0,
-        M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None,
+        M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None, PLUS_ONE=plus_one,
         BY_OWNER=sums_by_owner(peers, T), num_warps=num_warps,
         **peer_options(peers, out), **pdl_options(x),
     )  # fmt: skip
     return out, total
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`. x: [..., M]; weight: [M]."""
-    return _launch(x, 1, None, weight, eps, None, None)[0]
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
+) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. x: [..., M]; weight: [M]."""
+    return _launch(x, 1, None, weight, eps, plus_one, None, None)[0]
 
 
 def add_rms_norm(
@@ -95,6 +108,7 @@ def add_rms_norm(
     eps: float,
     peers: "PeerMemory | None" = None,
     out: torch.Tensor | None = None,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm(x + residual)`, and `x + residual`; both new tensors: [T, M].
 
@@ -104,4 +118,5 @@ def add_rms_norm(
         peers: sum x over these ranks, too; T is at most their `max_rows`.
         out: where the first result goes.
     """
-    return _launch(x, len(x) if x.dim() == 3 else 1, residual, weight, eps, peers, out)
+    parts = len(x) if x.dim() == 3 else 1
+    return _launch(x, parts, residual, weight, eps, plus_one, peers, out)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.norm import weighted
 
 
 @triton.jit(do_not_specialize=["stride_part"])
@@ -14,7 +15,7 @@ def _qk_norm_rope_store_kernel(
     qkv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
     k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_part, stride_t, stride_out,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS of the Hq + 2 Hkv heads of a token, in two halves of D/2.
     launch_dependents(PDL)
@@ -48,8 +49,8 @@ def _qk_norm_rope_store_kernel(
     x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
     if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        x1 = ((x1 * scale).to(dtype) * w1).to(tl.float32)
-        x2 = ((x2 * scale).to(dtype) * w2).to(tl.float32)
+        x1 = weighted(x1 * scale, w1, PLUS_ONE).to(tl.float32)
+        x2 = weighted(x2 * scale, w2, PLUS_ONE).to(tl.float32)
     y1 = (x1 * cos - x2 * sin).to(dtype)
     y2 = (x2 * cos + x1 * sin).to(dtype)
     out = out_ptr + t * stride_out + head * D + i
@@ -80,6 +81,7 @@ def qk_norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    plus_one: bool = False,
 ) -> torch.Tensor:
     """Normalise the query and key heads and rotate them to their positions; write keys and values
     to their slots, but for rows with slot -1.
@@ -92,6 +94,7 @@ def qk_norm_rope_store(
         positions: [T] int32.
         k_cache, v_cache: [N, S, Hkv, D].
         slot_mapping: [T] int32.
+        plus_one: norms multiply by `1 + weight`.
 
     Returns:
         [T, H, D] of the caches' dtype.
@@ -110,7 +113,7 @@ def qk_norm_rope_store(
         qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
         HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=triton.next_power_of_2(D // 2),
-        HEADS=HEADS, PARTS=parts,
+        HEADS=HEADS, PARTS=parts, PLUS_ONE=plus_one,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip
     return out

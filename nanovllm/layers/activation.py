@@ -1,10 +1,14 @@
-"""The gated activation of the MLP."""
+"""The gate of an MLP."""
 
 import torch
 import torch.nn.functional as F
 
+ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # name in config.json -> whether GELU
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of [gate | up] (SwiGLU; Shazeer, 2020): [T, 2 I] -> [T, I]"""
+
+def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+    """`act(gate) * up` of [gate | up] (Shazeer, 2020): [T, 2 I] -> [T, I]; act is SiLU, or GELU by
+    tanh.
+    """
     gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up

@@ -7,10 +7,17 @@ import torch
 
 from nanovllm.attention.base import KVCache, Scoring
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, SplitRMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
+
+
+def scoring_of(config: ModelConfig, i: int, sinks: torch.Tensor | None = None) -> Scoring:
+    """How queries score keys in layer i."""
+    window, softcap = config.layers[i].window, config.attn_logit_softcapping
+    return Scoring(config.attention_multiplier, window, softcap, sinks)
 
 
 class Attention(Layer):
@@ -24,7 +31,8 @@ class Attention(Layer):
         heads: the projection, which has Hq and Hkv heads on this rank.
         head_dim: D
         rope: what rotates queries and keys.
-        norms: over D, of queries and of keys; None: they are not normalised.
+        norms: over D, of queries and of keys, or `SplitRMSNorm` over all heads; None: they are not
+            normalised.
         scoring: how queries score keys.
         is_last: of the model's layers: only the rows `Context.kept_rows` are of use behind it.
         build: of the model.
@@ -43,7 +51,9 @@ class Attention(Layer):
         super().__init__()
         self.head_counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         self.head_dim, self.scoring = head_dim, scoring
-        self.rope, self.norms = rope, norms
+        self.rope, self.norms, self.whole_norms = rope, norms, None
+        if norms is not None and isinstance(norms[0], SplitRMSNorm):
+            self.norms, self.whole_norms = None, norms
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
 
@@ -64,6 +74,13 @@ class Attention(Layer):
         """
         context = get_context()
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        if self.whole_norms is not None:
+            *parts, v = qkv.split(self.head_counts, dim=1)
+            q, k = (
+                norm(x.flatten(1)).view(x.shape)
+                for norm, x in zip(self.whole_norms, parts, strict=True)
+            )
+            qkv = torch.cat([q, k, v], dim=1)
         if self.build.fused:
             qkv = self._norm_rope_store(qkv, positions, self.cache, context.slot_mapping)
             q, k, v = qkv.split(self.head_counts, dim=1)
@@ -85,12 +102,12 @@ class Attention(Layer):
     ) -> torch.Tensor:
         from nanovllm.kernels.rope import qk_norm_rope_store
 
-        norms = None
+        norms, plus_one = None, False
         if self.norms is not None:
             q_norm, k_norm = self.norms
-            norms = q_norm.weight, k_norm.weight, q_norm.eps
+            norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
         cos_sin = self.rope.cos_sin
-        return qk_norm_rope_store(qkv, norms, cos_sin, positions, cache.k, cache.v, slots)
+        return qk_norm_rope_store(qkv, norms, cos_sin, positions, cache.k, cache.v, slots, plus_one)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:

@@ -3,7 +3,7 @@
 Beside the linear layers and the embedding, what knows how sums and rows are spread over GPUs.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
-from nanovllm.layers.base import Build, Hidden, Layer
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.linear import gather_owned_rows
 from nanovllm.utils.context import get_context
 
@@ -35,12 +36,17 @@ class RMSNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 (Zhang and Sennrich, 2019).
 
     `fused` layers take the Triton kernel instead of the PyTorch expression.
+
+    Args:
+        plus_one: multiply by `1 + weight`, as Gemma does.
     """
 
-    def __init__(self, hidden_size: int, eps: float, build: Build) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, build: Build, *, plus_one: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
         self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,9 +54,11 @@ class RMSNorm(Layer):
         if self.build.fused:
             from nanovllm.kernels.norm import rms_norm
 
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.plus_one)
         h = x.float()
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        if self.plus_one:
+            return (h * (1 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
@@ -65,10 +73,11 @@ class RMSNorm(Layer):
         def add(parts: int) -> None:
             residual = self.weight.new_zeros(1, len(self.weight))
             x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
-            add_rms_norm(x, residual, self.weight, self.eps)
+            add_rms_norm(x, residual, self.weight, self.eps, plus_one=self.plus_one)
 
         numbers = split_numbers(self.weight)
-        return {(RMSNorm, self.weight.shape, parts): partial(add, parts) for parts in numbers}
+        key = RMSNorm, self.weight.shape, self.plus_one
+        return {(*key, parts): partial(add, parts) for parts in numbers}
 
     def add_forward(
         self, x: Hidden, residual: Residual
@@ -86,33 +95,73 @@ class RMSNorm(Layer):
             assert residual is None or isinstance(residual, Owned), "rows are divided once"
             own = None if residual is None else residual.rows
             out = x.exchange.own_rows(x.num_rows)
-            _, total = add_rms_norm(x.partial, own, self.weight, self.eps, out=out)
+            _, total = add_rms_norm(
+                x.partial, own, self.weight, self.eps, out=out, plus_one=self.plus_one
+            )
             gathered = x.exchange.gather(x.num_rows)
             return gathered, Owned(total, gathered.held)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
-        residual = self._kept(residual, x.shape[-2])
+        residual = kept(residual, x.shape[-2], self.build.group)
         if residual is None and x.dim() == 2:
             return self(x), x
         if self.build.fused:
             from nanovllm.kernels.norm import add_rms_norm
 
             peers = self.build.group.peers if x.dim() == 3 else None
-            return add_rms_norm(x, residual, self.weight, self.eps, peers)
+            return add_rms_norm(x, residual, self.weight, self.eps, peers, plus_one=self.plus_one)
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual
 
-    def _kept(self, residual: Residual, num_rows: int) -> torch.Tensor | None:
-        """The rows of the residual that attention has kept of the others."""
-        if isinstance(residual, Owned):
-            # Between attention's product and the norm below, whose kernel sums that and waits. Once
-            # this sum is there, all ranks have the gathered rows, so none waits for rows while the
-            # norm of another waits for it, perhaps on the whole GPU.
-            own = gather_owned_rows(residual.rows, _kept_rows(), residual.held)
-            return self.build.group.all_reduce(own)
-        if residual is None or len(residual) == num_rows:
-            return residual
-        return residual.index_select(0, _kept_rows())
+    def sum_forward(self, x: Hidden) -> torch.Tensor:
+        """Normalise x, which may be partial results as in `add_forward`."""
+        normed, _ = self.add_forward(x, None)
+        assert isinstance(normed, torch.Tensor), "models that add behind a norm divide no rows"
+        return normed
+
+
+class SplitRMSNorm(RMSNorm):
+    """Of rows whose numbers are divided over the ranks.
+
+    Args:
+        part: what of a row this rank has.
+    """
+
+    def __init__(self, part: Part, eps: float, build: Build) -> None:
+        super().__init__(len(part.held), eps, build)
+        self.part = part
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        yield f"{path}.weight", Shard(self.weight.data, (self.part,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, len(part.held)] -> the same"""
+        if self.build.group.size == 1:
+            return super().forward(x)
+        h = x.float()
+        squares = self.build.group.all_reduce(h.square().sum(-1, keepdim=True))
+        total = self.build.group.size * len(self.part.held)  # several ranks may have the same
+        h = h * torch.rsqrt(squares / total + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def add(hidden: Hidden, residual: Residual) -> torch.Tensor:
+    """Their sum; None stands for zero."""
+    assert isinstance(hidden, torch.Tensor), "models that add behind a norm divide no rows"
+    own = kept(residual, len(hidden), Group())
+    return hidden if own is None else hidden + own
+
+
+def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
+    """The rows of the residual that attention has kept of the others."""
+    if isinstance(residual, Owned):
+        # Between attention's product and the norm below, whose kernel sums that and waits. Once
+        # this sum is there, all ranks have the gathered rows, so none waits for rows while the
+        # norm of another waits for it, perhaps on the whole GPU.
+        return group.all_reduce(gather_owned_rows(residual.rows, _kept_rows(), residual.held))
+    if residual is None or len(residual) == num_rows:
+        return residual
+    return residual.index_select(0, _kept_rows())
 
 
 def _kept_rows() -> torch.Tensor:

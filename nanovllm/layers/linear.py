@@ -58,7 +58,7 @@ class LinearBase(Layer):
         partial: whether `forward`, if built with `fused`, may return partial results [S, T, out].
     """
 
-    partial, is_gated = False, False
+    partial, is_gated, gelu = False, False, False
 
     def __init__(self, inputs: Part, outputs: dict[str, Part], bias: bool, build: Build) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LinearBase(Layer):
         return self.weight.multiply(x, self.own_bias, self.partial)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
-        return self.weight.variants(self.own_bias, self.partial, self.is_gated)
+        return self.weight.variants(self.own_bias, self.partial, self.is_gated, self.gelu)
 
 
 class ReplicatedLinear(LinearBase):
@@ -117,6 +117,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     Args:
         outputs: the module of the checkpoint -> its outputs on all ranks.
         packed: the checkpoint has them as one module, of this layer's name.
+        gelu: `gated` activates by GELU (tanh), not SiLU.
     """
 
     is_gated = True
@@ -129,18 +130,20 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         build: Build,
         *,
         packed: bool = False,
+        gelu: bool = False,
     ) -> None:
         parts = {name: Part.equal(size, build.group) for name, size in outputs.items()}
         super().__init__(Part.whole(input_size), _named(parts, packed), bias, build)
+        self.gelu = gelu
 
     def gated(self, x: Hidden) -> torch.Tensor:
-        """`silu(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
+        """`act(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
-            from nanovllm.kernels.activation import silu_and_mul
+            from nanovllm.kernels.activation import act_and_mul
 
-            return silu_and_mul(self(x))
+            return act_and_mul(self(x), self.gelu)
         assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
-        return self.weight.multiply_gated(x, self.bias)
+        return self.weight.multiply_gated(x, self.bias, self.gelu)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -153,11 +156,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         packed: the checkpoint has them as one module, of this layer's name.
         order: see `RotaryEmbedding`; of the numbers of queries and keys.
 
+        partial: results may be partial, for `Attention` to sum.
+
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
+        head_parts: what of all queries, and of all keys, it computes.
     """
-
-    partial = True
 
     def __init__(
         self,
@@ -170,6 +174,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         packed: bool = False,
         order: list[int] | None = None,
+        partial: bool = True,
     ) -> None:
         q = Part.equal(num_heads, build.group).held
         kv = local_kv_heads(num_kv_heads, build.group)
@@ -180,6 +185,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         }
         super().__init__(Part.whole(hidden_size), _named(outputs, packed), bias, build)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
+        self.head_parts = outputs["q_proj"], outputs["k_proj"]
+        self.partial = partial
 
 
 def _named(parts: dict[str, Part], packed: bool) -> dict[str, Part]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.base import Part, Shard
 
 
@@ -59,13 +59,17 @@ class Weight(nn.Module):
             return linear(x, self.data, bias, partial)
         return F.linear(x, self.data, bias)
 
-    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`silu(gate) * up`, where the first half of the product is the gate: [T, N / 2]."""
+    def multiply_gated(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, gelu: bool = False
+    ) -> torch.Tensor:
+        """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
+        SiLU, or GELU by tanh.
+        """
         if self.fused:
             from nanovllm.kernels.linear import gated_linear
 
-            return gated_linear(x, self.data, bias)
-        return silu_and_mul(self.multiply(x, bias))
+            return gated_linear(x, self.data, bias, gelu)
+        return act_and_mul(self.multiply(x, bias), gelu)
 
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -77,11 +81,11 @@ class Weight(nn.Module):
             torch.addmm(bias, x, self.data.T, out=out)
 
     def variants(
-        self, bias: torch.Tensor | None, partial: bool, gated: bool
+        self, bias: torch.Tensor | None, partial: bool, gated: bool, gelu: bool = False
     ) -> dict[Hashable, Callable[[], object]]:
         """See `Layer.variants`."""
         if not self.fused:
             return {}
         from nanovllm.kernels import linear
 
-        return linear.variants(self.data, bias, partial, gated)
+        return linear.variants(self.data, bias, partial, gated, gelu)

@@ -5,14 +5,16 @@ Module names are those of the checkpoints. Between layers travel what the last o
 and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.add_forward`).
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from nanovllm.attention.base import Scoring
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.activation import ACTIVATIONS
+from nanovllm.layers.attention import Attention, scoring_of
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import Residual, RMSNorm, all_rows
+from nanovllm.layers.layernorm import Residual, RMSNorm, SplitRMSNorm, all_rows
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -31,16 +33,23 @@ class Qwen3Attention(nn.Module):
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = QKVParallelLinear(
             M, D, num_heads, num_kv_heads, config.qkv_bias, build,
-            packed=config.packed_qkv, order=rope.order,
+            packed=config.packed_qkv, order=rope.order, partial=config.qk_norm != "whole",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             num_heads * D, M, config.output_bias, build, config.residual_multiplier
         )
         norms, is_last = None, i == config.num_hidden_layers - 1
-        if config.qk_norm:
+        if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
-            self.q_norm, self.k_norm = norms = RMSNorm(D, eps, plain), RMSNorm(D, eps, plain)
-        scoring = Scoring(config.attention_multiplier, config.layers[i].window)
+            norm = partial(RMSNorm, D, eps, plain, plus_one=config.norm_plus_one)
+            self.q_norm, self.k_norm = norms = norm(), norm()
+        elif config.qk_norm == "whole":
+            q, k = self.qkv_proj.head_parts
+            self.q_norm, self.k_norm = norms = (
+                SplitRMSNorm(q, eps, build),
+                SplitRMSNorm(k, eps, build),
+            )
+        scoring = scoring_of(config, i)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
@@ -55,8 +64,9 @@ class Qwen3MLP(nn.Module):
         M, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         outputs = {"gate_proj": I, "up_proj": I}
         self.gate_up_proj = MergedColumnParallelLinear(
-            M, outputs, bias, build, packed=config.packed_gate_up
-        )
+            M, outputs, bias, build,
+            packed=config.packed_gate_up, gelu=ACTIVATIONS[config.hidden_act],
+        )  # fmt: skip
         self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
 
     def forward(self, hidden: Hidden) -> Hidden:
@@ -86,16 +96,17 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: ModelConfig, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build, layer_class: type[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.multiplier = config.embedding_multiplier
         ropes = rotary_embeddings(config, build)
         self.layers = nn.ModuleList(
-            Qwen3DecoderLayer(config, i, ropes[layer.rope], build)
+            layer_class(config, i, ropes[layer.rope], build)
             for i, layer in enumerate(config.layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        plus_one = config.norm_plus_one
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, plus_one=plus_one)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids, self.multiplier), None
@@ -108,11 +119,14 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
 
+    layer_class: type[nn.Module] = Qwen3DecoderLayer
+    adds_behind_norms = False  # if so, large steps do not divide their rows over GPUs
+
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.model = Qwen3Model(config, build)
+        self.config = config
+        self.model = Qwen3Model(config, build, self.layer_class)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, build)
-        self.logits_scaling = config.logits_scaling
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
 
@@ -125,4 +139,8 @@ class Qwen3ForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
         logits = self.lm_head(hidden, out)
-        return logits if self.logits_scaling == 1 else logits.div_(self.logits_scaling)
+        if self.config.logits_scaling != 1.0:
+            logits.div_(self.config.logits_scaling)
+        if cap := self.config.final_logit_softcapping:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits

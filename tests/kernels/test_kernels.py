@@ -26,7 +26,7 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
 from nanovllm.kernels import hopper, paged_attention
 from nanovllm.kernels import linear as linear_kernels
-from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
@@ -86,10 +86,10 @@ def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 200), (3, 3072)])
-def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_act_and_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = randn(shape[0], 2 * shape[1], dtype=dtype)
     gate, up = x.double().chunk(2, -1)
-    close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+    close(act_and_mul(x), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -192,7 +192,7 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
     tables, lens = torch.ones(2, 70, 1, dtype=torch.int32, device=DEVICE)
     attended = paged_decode(x.view(70, 16, 16), *cache, tables - 1, lens[:, 0], 1.0).flatten(1)
     normed, _ = add_rms_norm(x, x, x[0], 1e-6)
-    for out in (rms_norm(x, x[0], 1e-6), normed, silu_and_mul(x), attended):
+    for out in (rms_norm(x, x[0], 1e-6), normed, act_and_mul(x), attended):
         assert describe(out, 64, 16).shape == [128, out.shape[1]]
 
 
@@ -256,7 +256,7 @@ def test_fused_kernels_over_random_shapes(seed: int) -> None:
     close(out, torch.nn.functional.rms_norm(total.double(), (M,), weight.double(), 1e-5))
     both = wide[:, offset : offset + 2 * M]
     gate, up = both.double().chunk(2, -1)
-    close(silu_and_mul(both), torch.nn.functional.silu(gate) * up)
+    close(act_and_mul(both), torch.nn.functional.silu(gate) * up)
     x, matrix = x.to(HALF), randn(2 * N, M, dtype=HALF, seed=seed + 3) * M**-0.5
     wanted = x.double() @ matrix.double().T
     for partial in (False, True):

@@ -1,0 +1,64 @@
+"""Gemma 2 and 3 (Gemma team, 2024 and 2025) and GLM-4-0414: Qwen3's layers, with norms behind
+attention and MLP as well as before them.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.base import Build, Hidden
+from nanovllm.layers.layernorm import Residual, RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
+
+
+class Gemma2DecoderLayer(nn.Module):
+    """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))"""
+
+    # Before and behind attention, before and behind the MLP.
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+    def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
+        super().__init__()
+        M, eps, plus_one = config.hidden_size, config.rms_norm_eps, config.norm_plus_one
+        self.self_attn = Qwen3Attention(config, i, rope, build)
+        self.mlp = Qwen3MLP(config, build)
+        for name in self.norms:
+            self.add_module(name, RMSNorm(M, eps, build, plus_one=plus_one))
+
+    def forward(
+        self, positions: torch.Tensor, hidden: Hidden, residual: Residual
+    ) -> tuple[torch.Tensor, Residual]:
+        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
+        hidden, residual = before.add_forward(hidden, residual)
+        hidden = behind.sum_forward(self.self_attn(positions, hidden))
+        hidden, residual = before_mlp.add_forward(hidden, residual)
+        return behind_mlp.sum_forward(self.mlp(hidden)), residual
+
+
+class Glm4DecoderLayer(Gemma2DecoderLayer):
+    """The same by other names."""
+
+    norms = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
+
+
+class Gemma2ForCausalLM(Qwen3ForCausalLM):
+    """Gemma 2 and 3."""
+
+    layer_class, adds_behind_norms = Gemma2DecoderLayer, True
+
+
+class Glm4ForCausalLM(Qwen3ForCausalLM):
+    """GLM-4-0414."""
+
+    layer_class, adds_behind_norms = Glm4DecoderLayer, True
