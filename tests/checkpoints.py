@@ -62,6 +62,7 @@ def make_checkpoint(
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
     }
     if family == "qwen3":  # the others divide the hidden size by the heads
         options["head_dim"] = 32
@@ -72,6 +73,7 @@ def make_checkpoint(
         for param in model.parameters():
             if param.dim() == 1:  # norms and biases: without noise all 1 and all 0
                 param.data += 0.2 * torch.randn_like(param)
+    model.generation_config.eos_token_id = config.eos_token_id = None  # some have their own
     model.save_pretrained(path, max_shard_size=shard)
     return path
 
