@@ -20,7 +20,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode
+from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph

@@ -16,7 +16,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from nanovllm.kernels.paged_attention import paged_prefill
+from nanovllm.kernels.paged_prefill import paged_prefill
 
 HKV, D, S, NUM_BLOCKS = 8, 128, 256, 700
 CASES = (  # prompts, tokens of each, tokens cached before them

@@ -27,6 +27,8 @@ class Family(NamedTuple):
         mlp_bias: whether config.json may ask for biases in the MLP.
         packed_qkv, packed_gate_up: the checkpoint has `qkv_proj`, `gate_up_proj` as one tensor.
         interleaved_rope: see `RopeParameters`.
+        is_part: of a checkpoint that has other parts, as one for images: only text is read and
+            written.
         defaults: what config.json leaves out.
         complete: what to add to config.json, whose `num_hidden_layers` is right, where the family
             says in its own way what others have a key for.
@@ -41,6 +43,7 @@ class Family(NamedTuple):
     packed_qkv: bool = False
     packed_gate_up: bool = False
     interleaved_rope: bool = False
+    is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     complete: Callable[[Raw], Raw] = _as_it_is
 
@@ -131,6 +134,20 @@ GEMMA = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+GEMMA3 = Family(
+    "gemma.Gemma2ForCausalLM",
+    norm_plus_one=True,
+    qk_norm="head",
+    defaults={
+        **GEMMA,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 262_208,
+    },
+    complete=_gemma3,
+)
 GLM: dict[str, Any] = {
     "output_bias": False,
     "packed_gate_up": True,
@@ -144,13 +161,8 @@ FAMILIES = {
         defaults={**THETA, **GEMMA},
         complete=_gemma2,
     ),
-    "Gemma3ForCausalLM": Family(
-        "gemma.Gemma2ForCausalLM",
-        norm_plus_one=True,
-        qk_norm="head",
-        defaults={**GEMMA, "rope_theta": 1_000_000.0},
-        complete=_gemma3,
-    ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True),
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
     "GraniteForCausalLM": Family(

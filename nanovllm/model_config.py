@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.families import FAMILIES, FULL, SLIDING
+from nanovllm.families import FAMILIES, FULL, SLIDING, Family
 from nanovllm.generation_config import read_eos
+from nanovllm.refusals import refuse_architecture, refuse_directory
 from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
 
+MOST_LAYERS = 10_000
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class ModelConfig:
     mlp_bias: bool
     packed_qkv: bool  # in the checkpoint
     packed_gate_up: bool
+    is_part: bool  # the checkpoint has other parts, such as one for images
     attention_multiplier: float  # of scores
     attn_logit_softcapping: float  # see `Scoring`; 0: none
     final_logit_softcapping: float  # the same of logits
@@ -79,51 +82,22 @@ class ModelConfig:
                 f"`model` must be the directory of a checkpoint, and {model!r} is no directory: "
                 "download the model first (nothing is fetched from a hub)"
             )
+        refuse_directory(directory)
         raw = read_json(directory / "config.json")
-        _refuse_unsupported(raw)
+        refuse_architecture(raw)
+        _refuse_quantised(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
-        given = {key: value for key, value in raw.items() if value is not None}
-        raw = {**family.defaults, **given}
-        num_layers = read_value(raw, "num_hidden_layers", int)
+        raw = {**family.defaults, **_without_nulls(raw)}
+        if family.is_part:
+            text = raw.get("text_config")
+            if not isinstance(text, dict):
+                raise ValueError(f"config.json: `text_config` must be an object, got {text!r}")
+            raw |= _without_nulls(text)
+        read_value(raw, "num_hidden_layers", int, maximum=MOST_LAYERS)
         raw |= family.complete(raw)
-        num_heads = read_value(raw, "num_attention_heads", int)
-        hidden_size = read_value(raw, "hidden_size", int)
-        head_dim = _read_head_dim(raw, hidden_size, num_heads)
-        layers = _read_layers(raw, head_dim, family.interleaved_rope)
-        bias = read_value(raw, "attention_bias", bool, False)
         config = cls(
-            architecture=architecture,
-            dtype=_read_dtype(raw),
-            vocab_size=read_value(raw, "vocab_size", int),
-            hidden_size=hidden_size,
-            intermediate_size=read_value(raw, "intermediate_size", int),
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=read_value(raw, "num_key_value_heads", int, num_heads),
-            head_dim=head_dim,
-            rms_norm_eps=read_value(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
-            max_position_embeddings=max(
-                read_value(raw, "max_position_embeddings", int),
-                *(layer.rope.max_position_embeddings for layer in layers),
-            ),
-            tie_word_embeddings=read_value(raw, "tie_word_embeddings", bool, False),
-            layers=layers,
-            hidden_act=_read_activation(raw),
-            norm_plus_one=family.norm_plus_one,
-            qk_norm=family.qk_norm,
-            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-            output_bias=bias if family.output_bias is None else family.output_bias,
-            mlp_bias=family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
-            packed_qkv=family.packed_qkv,
-            packed_gate_up=family.packed_gate_up,
-            attention_multiplier=_read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
-            attn_logit_softcapping=_read_cap(raw, "attn_logit_softcapping"),
-            final_logit_softcapping=_read_cap(raw, "final_logit_softcapping"),
-            embedding_multiplier=_read_multiplier(raw, "embedding_multiplier"),
-            residual_multiplier=_read_multiplier(raw, "residual_multiplier"),
-            logits_scaling=_read_multiplier(raw, "logits_scaling"),
-            eos_token_ids=read_eos(directory, raw),
+            architecture=architecture, eos_token_ids=read_eos(directory, raw), **_facts(raw, family)
         )
         config._check_shapes()
         return config
@@ -155,14 +129,53 @@ class ModelConfig:
             )
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
-    name = architectures[0] if isinstance(architectures, list) else architectures
-    if not isinstance(name, str) or not isinstance(architectures, list) or name not in FAMILIES:
-        raise ValueError(
-            f"config.json: `architectures` {name} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
-        )
+def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of `ModelConfig`, all but two, by config.json and what its family adds."""
+    num_heads, hidden_size = (
+        read_value(raw, key, int) for key in ("num_attention_heads", "hidden_size")
+    )
+    head_dim = _read_head_dim(raw, hidden_size, num_heads)
+    layers = _read_layers(raw, head_dim, family.interleaved_rope)
+    bias = read_value(raw, "attention_bias", bool, False)
+    return {
+        "dtype": _read_dtype(raw),
+        "vocab_size": read_value(raw, "vocab_size", int),
+        "hidden_size": hidden_size,
+        "intermediate_size": read_value(raw, "intermediate_size", int),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": read_value(raw, "num_key_value_heads", int, num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": read_value(raw, "rms_norm_eps", float, 1e-6, minimum=1e-30, maximum=1),
+        "max_position_embeddings": max(
+            read_value(raw, "max_position_embeddings", int),
+            *(layer.rope.max_position_embeddings for layer in layers),
+        ),
+        "tie_word_embeddings": read_value(raw, "tie_word_embeddings", bool, False),
+        "layers": layers,
+        "hidden_act": _read_activation(raw),
+        "norm_plus_one": family.norm_plus_one,
+        "qk_norm": family.qk_norm,
+        "qkv_bias": bias if family.qkv_bias is None else family.qkv_bias,
+        "output_bias": bias if family.output_bias is None else family.output_bias,
+        "mlp_bias": family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
+        "packed_qkv": family.packed_qkv,
+        "packed_gate_up": family.packed_gate_up,
+        "is_part": family.is_part,
+        "attention_multiplier": _read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
+        "attn_logit_softcapping": _read_cap(raw, "attn_logit_softcapping"),
+        "final_logit_softcapping": _read_cap(raw, "final_logit_softcapping"),
+        "embedding_multiplier": _read_multiplier(raw, "embedding_multiplier"),
+        "residual_multiplier": _read_multiplier(raw, "residual_multiplier"),
+        "logits_scaling": _read_multiplier(raw, "logits_scaling"),
+    }
+
+
+def _refuse_quantised(raw: dict[str, Any]) -> None:
     quantization = raw.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -202,7 +215,10 @@ def _read_list(raw: dict[str, Any], key: str, default: T, allowed: tuple[T, ...]
     if values is None:
         return [default] * count
     if not isinstance(values, list) or len(values) < count:
-        raise ValueError(f"config.json: `{key}` must be a list of {count} values, got {values!r}")
+        raise ValueError(
+            f"config.json: `{key}` must be a list of `num_hidden_layers` values, {count}, got "
+            f"{values!r}"
+        )
     for value in values:
         if type(value) is not type(default) or value not in allowed:
             raise ValueError(

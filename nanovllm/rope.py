@@ -98,6 +98,8 @@ def _merged(raw: dict[str, Any], kind: str) -> dict[str, Any]:
             if isinstance(part, dict):
                 _rope_type(part, key)
         found |= {name: value for name, value in own.items() if value is not None}
+        if "type" in own or "rope_type" in own:
+            found["rope_type"] = _rope_type(own, key)
     return found
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import nanovllm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.model_config import ModelConfig
 
 TINY = Path(nanovllm.TINY)
 VOCAB = 128
@@ -76,6 +77,23 @@ def make_checkpoint(
     model.generation_config.eos_token_id = config.eos_token_id = None  # some have their own
     model.save_pretrained(path, max_shard_size=shard)
     return path
+
+
+def small_config(directory: Path, **changes: Any) -> ModelConfig:
+    """Facts of a Llama with one layer, as config.json says them."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        **changes,
+    }
+    (directory / "config.json").write_text(json.dumps(raw))
+    return ModelConfig.from_pretrained(str(directory))
 
 
 def qwen3_06b_config(**overrides: Any) -> transformers.Qwen3Config:

@@ -18,7 +18,8 @@ class AttentionNeeds:
     dtype: torch.dtype
     head_dim: int
     block_size: int
-    sinks: bool = False  # see `Scoring`
+    softcap: bool = False  # see `Scoring`
+    sinks: bool = False
 
 
 class KVCache(NamedTuple):

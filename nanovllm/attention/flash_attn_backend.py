@@ -11,6 +11,7 @@ from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
+HEAD_DIMS = (32, 64, 128)  # with others, some results have been wrong (version 2.8.3)
 
 
 class FlashAttentionBackend(TritonStore):
@@ -29,10 +30,10 @@ class FlashAttentionBackend(TritonStore):
             )
         if needs.dtype not in (torch.bfloat16, torch.float16):
             return f"needs bfloat16 or float16, not {needs.dtype}"
-        if needs.head_dim % 8 or needs.head_dim > 256:
-            return f"needs a head_dim that is a multiple of 8 up to 256, got {needs.head_dim}"
-        if needs.sinks:
-            return "knows no attention sinks, which this model has"
+        if needs.head_dim not in HEAD_DIMS:
+            return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if needs.softcap or needs.sinks:
+            return "this model has soft-capped scores or attention sinks"
         if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel
             return refusal
         if importlib.util.find_spec("flash_attn") is None:
@@ -72,7 +73,6 @@ class FlashAttentionBackend(TritonStore):
             softmax_scale=scoring.scale,
             causal=True,
             window_size=_window(scoring),
-            softcap=scoring.softcap,
             block_table=block_table,
         )
 
@@ -89,7 +89,6 @@ class FlashAttentionBackend(TritonStore):
             softmax_scale=scoring.scale,
             causal=True,
             window_size=_window(scoring),
-            softcap=scoring.softcap,
         )
         return out.squeeze(1)
 

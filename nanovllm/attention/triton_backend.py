@@ -42,7 +42,8 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_attention import choose_num_splits, paged_decode, paged_prefill
+        from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
+        from nanovllm.kernels.paged_prefill import paged_prefill
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode

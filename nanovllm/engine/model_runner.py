@@ -97,6 +97,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 head_dim=model_config.head_dim,
                 block_size=config.kvcache_block_size,
+                softcap=model_config.attn_logit_softcapping > 0,
             ),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
@@ -196,7 +197,8 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy(self.model, self.config.seed)
         else:
-            load_model(self.model, Path(self.config.model), self.group.check)
+            is_part = self.model_config.is_part
+            load_model(self.model, Path(self.config.model), self.group.check, is_part=is_part)
         if self.config.fused_kernels and can_use_onednn(self.device, self.dtype):
             use_onednn(self.model)
         logger.info(

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention.base import KVCache, Scoring
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm, SplitRMSNorm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -31,8 +31,7 @@ class Attention(Layer):
         heads: the projection, which has Hq and Hkv heads on this rank.
         head_dim: D
         rope: what rotates queries and keys.
-        norms: over D, of queries and of keys, or `SplitRMSNorm` over all heads; None: they are not
-            normalised.
+        norms: over D, of queries and of keys; None: they are not normalised here.
         scoring: how queries score keys.
         is_last: of the model's layers: only the rows `Context.kept_rows` are of use behind it.
         build: of the model.
@@ -51,9 +50,7 @@ class Attention(Layer):
         super().__init__()
         self.head_counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         self.head_dim, self.scoring = head_dim, scoring
-        self.rope, self.norms, self.whole_norms = rope, norms, None
-        if norms is not None and isinstance(norms[0], SplitRMSNorm):
-            self.norms, self.whole_norms = None, norms
+        self.rope, self.norms = rope, norms
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
 
@@ -74,13 +71,6 @@ class Attention(Layer):
         """
         context = get_context()
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        if self.whole_norms is not None:
-            *parts, v = qkv.split(self.head_counts, dim=1)
-            q, k = (
-                norm(x.flatten(1)).view(x.shape)
-                for norm, x in zip(self.whole_norms, parts, strict=True)
-            )
-            qkv = torch.cat([q, k, v], dim=1)
         if self.build.fused:
             qkv = self._norm_rope_store(qkv, positions, self.cache, context.slot_mapping)
             q, k, v = qkv.split(self.head_counts, dim=1)

@@ -9,6 +9,7 @@ from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer, Part, Shard
 from nanovllm.layers.linear import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weight import Weight
+from nanovllm.model_config import ModelConfig
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -29,9 +30,10 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
 class VocabParallelEmbedding(Layer):
     """Token ids to hidden states. The weight has the rows of `vocab`, at least one."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.vocab_size, self.build = vocab_size, build
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.vocab_size, self.config, self.build = vocab_size, config, build
         self.vocab = local_vocab(vocab_size, build.group.rank, build.group.size)
         self.hidden_size = hidden_size
         # The library reads so large a weight as fast as a kernel of ours, for one row too.
@@ -42,15 +44,15 @@ class VocabParallelEmbedding(Layer):
         rows, cols = Part(self.vocab, self.vocab_size), Part.whole(self.hidden_size)
         return self.weight.shards(path, 0, rows, cols)
 
-    def forward(self, input_ids: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor | Scattered:
-        """[T] int32 -> [T, M] times the multiplier, or partial results (see `sum_over_ranks`)."""
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
+        """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
         group = self.build.group
         if group.size == 1:
             rows = F.embedding(input_ids, self.weight.data)
         else:
             rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
-        if multiplier != 1.0:
-            rows *= multiplier
+        if (multiplier := self.config.embedding_multiplier) != 1.0:
+            rows *= torch.tensor(multiplier, dtype=rows.dtype).item()  # rounded, as in training
         return rows if group.size == 1 else sum_over_ranks(rows, group)
 
 
@@ -74,4 +76,8 @@ class ParallelLMHead(VocabParallelEmbedding):
             out = self.weight.multiply(hidden)
         else:
             self.weight.multiply_into(out, hidden)
+        if self.config.logits_scaling != 1.0:
+            out.div_(self.config.logits_scaling)
+        if cap := self.config.final_logit_softcapping:
+            out.div_(cap).tanh_().mul_(cap)
         return out[:, : len(self.vocab)]

@@ -3,7 +3,7 @@
 Beside the linear layers and the embedding, what knows how sums and rows are spread over GPUs.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -12,8 +12,9 @@ from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
-from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
+from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.linear import gather_owned_rows
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
 
 
@@ -120,36 +121,10 @@ class RMSNorm(Layer):
         return normed
 
 
-class SplitRMSNorm(RMSNorm):
-    """Of rows whose numbers are divided over the ranks.
-
-    Args:
-        part: what of a row this rank has.
-    """
-
-    def __init__(self, part: Part, eps: float, build: Build) -> None:
-        super().__init__(len(part.held), eps, build)
-        self.part = part
-
-    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        yield f"{path}.weight", Shard(self.weight.data, (self.part,))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, len(part.held)] -> the same"""
-        if self.build.group.size == 1:
-            return super().forward(x)
-        h = x.float()
-        squares = self.build.group.all_reduce(h.square().sum(-1, keepdim=True))
-        total = self.build.group.size * len(self.part.held)  # several ranks may have the same
-        h = h * torch.rsqrt(squares / total + self.eps)
-        return self.weight * h.to(x.dtype)
-
-
-def add(hidden: Hidden, residual: Residual) -> torch.Tensor:
-    """Their sum; None stands for zero."""
-    assert isinstance(hidden, torch.Tensor), "models that add behind a norm divide no rows"
-    own = kept(residual, len(hidden), Group())
-    return hidden if own is None else hidden + own
+def norm(config: ModelConfig, build: Build, size: int | None = None) -> RMSNorm:
+    """A norm of hidden states, or of rows of another size."""
+    size, plus_one = size or config.hidden_size, config.norm_plus_one
+    return RMSNorm(size, config.rms_norm_eps, build, plus_one=plus_one)
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.weight import Weight
+from nanovllm.model_config import ModelConfig
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
@@ -153,40 +154,28 @@ class QKVParallelLinear(ColumnParallelLinear):
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
     Args:
-        packed: the checkpoint has them as one module, of this layer's name.
         order: see `RotaryEmbedding`; of the numbers of queries and keys.
-
-        partial: results may be partial, for `Attention` to sum.
 
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
         head_parts: what of all queries, and of all keys, it computes.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        bias: bool,
-        build: Build,
-        *,
-        packed: bool = False,
-        order: list[int] | None = None,
-        partial: bool = True,
-    ) -> None:
+    partial = True
+
+    def __init__(self, config: ModelConfig, order: list[int] | None, build: Build) -> None:
+        D, num_heads = config.head_dim, config.num_attention_heads
+        num_kv_heads = config.num_key_value_heads
         q = Part.equal(num_heads, build.group).held
         kv = local_kv_heads(num_kv_heads, build.group)
-        outputs = {
-            "q_proj": _rows_of_heads(q, num_heads, head_dim, order),
-            "k_proj": _rows_of_heads(kv, num_kv_heads, head_dim, order),
-            "v_proj": _rows_of_heads(kv, num_kv_heads, head_dim, None),
-        }
-        super().__init__(Part.whole(hidden_size), _named(outputs, packed), bias, build)
+        q_rows = _rows_of_heads(q, num_heads, D, order)
+        k_rows = _rows_of_heads(kv, num_kv_heads, D, order)
+        v_rows = _rows_of_heads(kv, num_kv_heads, D, None)
+        outputs = {"q_proj": q_rows, "k_proj": k_rows, "v_proj": v_rows}
+        inputs, outputs = Part.whole(config.hidden_size), _named(outputs, config.packed_qkv)
+        super().__init__(inputs, outputs, config.qkv_bias, build)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
-        self.head_parts = outputs["q_proj"], outputs["k_proj"]
-        self.partial = partial
+        self.head_parts = q_rows, k_rows
 
 
 def _named(parts: dict[str, Part], packed: bool) -> dict[str, Part]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.base import Build, Hidden
-from nanovllm.layers.layernorm import Residual, RMSNorm
+from nanovllm.layers.layernorm import Residual, norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
@@ -25,11 +25,10 @@ class Gemma2DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        M, eps, plus_one = config.hidden_size, config.rms_norm_eps, config.norm_plus_one
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
         for name in self.norms:
-            self.add_module(name, RMSNorm(M, eps, build, plus_one=plus_one))
+            self.add_module(name, norm(config, build))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

@@ -4,7 +4,7 @@ Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +20,13 @@ from nanovllm.utils.progress import startup_bar
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of the part for text in checkpoints with others, in the spellings of transformers 4 and 5.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
 _SHOWN = 8  # names listed in an error
 
 
@@ -51,9 +58,11 @@ def find_weights(directory: Path) -> dict[str, Path]:
     candidates = [single] if has_file(single) else sorted(directory.glob("*.safetensors"))
     files = [file for file in candidates if has_file(file)]
     if not files:
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        found_instead = f", but {_names(others)}" if others else ""
         raise ValueError(
-            f"{directory} has no *.safetensors: only that format is read; convert others with "
-            "transformers' `save_pretrained`"
+            f"{directory} has no *.safetensors{found_instead}: only that format is read; convert "
+            "others with transformers' `save_pretrained`"
         )
     found: dict[str, Path] = {}
     for file in files:
@@ -93,18 +102,43 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-def load_model(model: nn.Module, directory: Path, check: Callable[[], None] = lambda: None) -> None:
+def own_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
+    """Checkpoint tensor name -> its name in a model of text alone; without those of other parts."""
+    if not is_part:
+        return {name: name for name in files}
+    found = {}
+    for name in files:
+        for prefix, own in TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                found[name] = own + name.removeprefix(prefix)
+                break
+    return found
+
+
+def load_model(
+    model: nn.Module,
+    directory: Path,
+    check: Callable[[], None] = lambda: None,
+    *,
+    is_part: bool = False,
+) -> None:
     """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
     tensor only the part that this rank holds is read. `check` is called before each, and may raise.
+
+    Args:
+        is_part: the checkpoint has other parts, which are left out.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    files, targets = find_weights(directory), checkpoint_shards(model)
+    found, shards = find_weights(directory), checkpoint_shards(model)
+    names = {own: name for name, own in own_names(found, is_part).items()}
+    files = {name: found[name] for name in names.values()}
+    targets = {names.get(own, own): shard for own, shard in shards.items()}
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    if "lm_head.weight" not in targets:
-        ignored.add("lm_head.weight")
+    if "lm_head.weight" not in shards:
+        ignored.add(names.get("lm_head.weight", ""))
     problems = []
     if missing := sorted(set(targets) - set(files)):
         problems.append(f"missing from the checkpoint: {_names(missing)}")
@@ -113,17 +147,17 @@ def load_model(model: nn.Module, directory: Path, check: Callable[[], None] = la
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     by_file = sorted(targets, key=files.__getitem__)
-    for file, names in groupby(by_file, key=files.__getitem__):
+    for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
             present = set(tensors.keys())
-            for name in names:
+            for name in of_file:
                 if name not in present:
                     raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
                 _check_shape(name, tensors.get_slice(name), targets[name])
     with startup_bar(by_file, "Loading weights", "tensor") as bar:
-        for file, names in groupby(bar, key=files.__getitem__):
+        for file, of_file in groupby(bar, key=files.__getitem__):
             with _open(file) as tensors:
-                for name in names:
+                for name in of_file:
                     check()
                     _copy(name, tensors.get_slice(name), targets[name])
 

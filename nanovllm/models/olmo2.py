@@ -1,13 +1,69 @@
-"""OLMo 2 and 3 (OLMo team, 2024 and 2025): norms behind attention and MLP, none before them."""
+"""OLMo 2 and 3 (OLMo team, 2024 and 2025): norms behind attention and MLP, none before them, and of
+all queries and all keys as a whole.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from nanovllm.layers.base import Build, Hidden
-from nanovllm.layers.layernorm import Residual, RMSNorm, add
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build, Hidden, Part, Shard
+from nanovllm.layers.layernorm import Residual, RMSNorm, kept, norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
+
+
+class SplitRMSNorm(RMSNorm):
+    """Of rows whose numbers are divided over the ranks.
+
+    Args:
+        part: what of a row this rank has.
+    """
+
+    def __init__(self, part: Part, eps: float, build: Build) -> None:
+        super().__init__(len(part.held), eps, build)
+        self.part = part
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        yield f"{path}.weight", Shard(self.weight.data, (self.part,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, len(part.held)] -> the same"""
+        if self.build.group.size == 1:
+            return super().forward(x)
+        h = x.float()
+        squares = self.build.group.all_reduce(h.square().sum(-1, keepdim=True))
+        total = self.build.group.size * len(self.part.held)  # several ranks may have the same
+        h = h * torch.rsqrt(squares / total + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+def add(hidden: Hidden, residual: Residual) -> torch.Tensor:
+    """Their sum; None stands for zero."""
+    assert isinstance(hidden, torch.Tensor), "models that add behind a norm divide no rows"
+    own = kept(residual, len(hidden), Group())
+    return hidden if own is None else hidden + own
+
+
+class Olmo2Attention(Qwen3Attention):
+    """Queries and keys are normalised over all heads."""
+
+    def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
+        super().__init__(config, i, rope, build)
+        self.qkv_proj.partial = False  # norms want whole results
+        eps = config.rms_norm_eps
+        self.q_norm, self.k_norm = (
+            SplitRMSNorm(part, eps, build) for part in self.qkv_proj.head_parts
+        )
+
+    def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
+        qkv = self.qkv_proj(hidden)
+        widths = [len(part.held) for part in self.qkv_proj.head_parts]
+        q, k, v = qkv.split([*widths, widths[1]], dim=-1)
+        qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=-1)
+        return self.o_proj(self.attn(positions, qkv))
 
 
 class Olmo2DecoderLayer(nn.Module):
@@ -15,11 +71,10 @@ class Olmo2DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        M, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Qwen3Attention(config, i, rope, build)
+        self.self_attn = Olmo2Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        self.post_attention_layernorm = RMSNorm(M, eps, build)
-        self.post_feedforward_layernorm = RMSNorm(M, eps, build)
+        self.post_attention_layernorm = norm(config, build)
+        self.post_feedforward_layernorm = norm(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

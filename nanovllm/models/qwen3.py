@@ -1,11 +1,8 @@
-"""Qwen3, dense (Qwen team, 2025). Llama (Touvron et al., 2023; Grattafiori et al., 2024) and others
-of `families.py` differ from it only in facts of `ModelConfig`.
+"""Qwen3, dense (Qwen team, 2025). Others of `families.py` differ from it in facts alone.
 
 Module names are those of the checkpoints. Between layers travel what the last one adds, `hidden`,
 and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.add_forward`).
 """
-
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +11,7 @@ from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention, scoring_of
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import Residual, RMSNorm, SplitRMSNorm, all_rows
+from nanovllm.layers.layernorm import Residual, all_rows, norm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -29,26 +26,14 @@ class Qwen3Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        M, D, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.qkv_proj = QKVParallelLinear(
-            M, D, num_heads, num_kv_heads, config.qkv_bias, build,
-            packed=config.packed_qkv, order=rope.order, partial=config.qk_norm != "whole",
-        )  # fmt: skip
-        self.o_proj = RowParallelLinear(
-            num_heads * D, M, config.output_bias, build, config.residual_multiplier
-        )
+        M, D, bias = config.hidden_size, config.head_dim, config.output_bias
+        width, multiplier = config.num_attention_heads * D, config.residual_multiplier
+        self.qkv_proj = QKVParallelLinear(config, rope.order, build)
+        self.o_proj = RowParallelLinear(width, M, bias, build, multiplier)
         norms, is_last = None, i == config.num_hidden_layers - 1
         if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
-            norm = partial(RMSNorm, D, eps, plain, plus_one=config.norm_plus_one)
-            self.q_norm, self.k_norm = norms = norm(), norm()
-        elif config.qk_norm == "whole":
-            q, k = self.qkv_proj.head_parts
-            self.q_norm, self.k_norm = norms = (
-                SplitRMSNorm(q, eps, build),
-                SplitRMSNorm(k, eps, build),
-            )
+            self.q_norm, self.k_norm = norms = norm(config, plain, D), norm(config, plain, D)
         scoring = scoring_of(config, i)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
@@ -63,10 +48,10 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         M, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         outputs = {"gate_proj": I, "up_proj": I}
+        packed, gelu = config.packed_gate_up, ACTIVATIONS[config.hidden_act]
         self.gate_up_proj = MergedColumnParallelLinear(
-            M, outputs, bias, build,
-            packed=config.packed_gate_up, gelu=ACTIVATIONS[config.hidden_act],
-        )  # fmt: skip
+            M, outputs, bias, build, packed=packed, gelu=gelu
+        )
         self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
 
     def forward(self, hidden: Hidden) -> Hidden:
@@ -78,11 +63,10 @@ class Qwen3DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        M, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        self.input_layernorm = RMSNorm(M, eps, build)
-        self.post_attention_layernorm = RMSNorm(M, eps, build)
+        self.input_layernorm = norm(config, build)
+        self.post_attention_layernorm = norm(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
@@ -98,18 +82,14 @@ class Qwen3Model(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build, layer_class: type[nn.Module]) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.multiplier = config.embedding_multiplier
+        self.embed_tokens = VocabParallelEmbedding(config, build)
         ropes = rotary_embeddings(config, build)
-        self.layers = nn.ModuleList(
-            layer_class(config, i, ropes[layer.rope], build)
-            for i, layer in enumerate(config.layers)
-        )
-        plus_one = config.norm_plus_one
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, plus_one=plus_one)
+        layers = enumerate(config.layers)
+        self.layers = nn.ModuleList(layer_class(config, i, ropes[l.rope], build) for i, l in layers)
+        self.norm = norm(config, build)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed_tokens(input_ids, self.multiplier), None
+        hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
         hidden, _ = self.norm.add_forward(hidden, residual)
@@ -124,9 +104,8 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        self.config = config
         self.model = Qwen3Model(config, build, self.layer_class)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, build)
+        self.lm_head = ParallelLMHead(config, build)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)
 
@@ -138,9 +117,4 @@ class Qwen3ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
-        logits = self.lm_head(hidden, out)
-        if self.config.logits_scaling != 1.0:
-            logits.div_(self.config.logits_scaling)
-        if cap := self.config.final_logit_softcapping:
-            logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return self.lm_head(hidden, out)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import make_checkpoint, rare, with_rare
+from checkpoints import make_checkpoint, rare, small_config, with_rare
 
 pytest.importorskip("triton")
 
@@ -24,13 +24,13 @@ from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import hopper, paged_attention
+from nanovllm.kernels import hopper, paged_decode, paged_prefill
 from nanovllm.kernels import linear as linear_kernels
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_attention import choose_num_splits, decode_tiles, paged_decode
+from nanovllm.kernels.paged_decode import choose_num_splits, decode_tiles
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build, kernel_variants
@@ -190,17 +190,19 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
     if not can_describe(x):
         pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
     tables, lens = torch.ones(2, 70, 1, dtype=torch.int32, device=DEVICE)
-    attended = paged_decode(x.view(70, 16, 16), *cache, tables - 1, lens[:, 0], 1.0).flatten(1)
+    attended = paged_decode.paged_decode(
+        x.view(70, 16, 16), *cache, tables - 1, lens[:, 0], 1.0
+    ).flatten(1)
     normed, _ = add_rms_norm(x, x, x[0], 1e-6)
     for out in (rms_norm(x, x[0], 1e-6), normed, act_and_mul(x), attended):
         assert describe(out, 64, 16).shape == [128, out.shape[1]]
 
 
 @pytest.mark.parametrize("T", [3, 70])
-def test_projections_to_heads_may_be_partial(T: int) -> None:
-    layer = QKVParallelLinear(
-        512, 16, 4, 2, False, Build(HALF, True, Group(), TorchBackend(), 64)
-    ).to(DEVICE)
+def test_projections_to_heads_may_be_partial(T: int, tmp_path: Path) -> None:
+    build = Build(HALF, True, Group(), TorchBackend(), 64)
+    config = small_config(tmp_path, hidden_size=512, head_dim=16)
+    layer = QKVParallelLinear(config, None, build).to(DEVICE)
     layer.weight.data.copy_(randn(128, 512, seed=1) * 512**-0.5)
     x = randn(T, 512, dtype=HALF)
     out = layer(x)
@@ -396,7 +398,7 @@ def test_attention_in_tiles_of_smaller_gpus(
     """Those of 8.x and 12.x, also for more heads than a tile has rows."""
     case = Case([1, 1, 9, 40], [30, 5, 41, 40], num_decodes=2, d=256, dtype=dtype, **shape)
     largest = decode_tiles(case.q)
-    for module in (hopper, paged_attention):
+    for module in (hopper, paged_decode, paged_prefill):
         monkeypatch.setattr(module, "has_room", lambda x: False)
     assert decode_tiles(case.q) < largest
     close(run_case(TritonBackend(), case), case.wanted())
@@ -419,7 +421,9 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     run_case(TritonBackend(), case)  # stores this step's keys
     context = case.context.context_lens.clone()
     args = (case.q, *case.caches, case.context.block_tables, context)
-    decode = functools.partial(paged_decode, *args, **case.scoring._asdict(), num_splits=num_splits)
+    decode = functools.partial(
+        paged_decode.paged_decode, *args, **case.scoring._asdict(), num_splits=num_splits
+    )
     close(decode(), case.wanted())
     padding = rng.randrange(len(lens))
     context[padding] = 0
@@ -564,11 +568,13 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
     assert not linear_kernels.split_numbers(weight.float())
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
     build = Build(HALF, True, Group(), TorchBackend(), 64)
-    for group, qk_norm, of_norm in ((Group(), True, set(numbers)), (Group(0, 2), False, set())):
+    for group, qk_norm, of_norm in ((Group(), "head", set(numbers)), (Group(0, 2), "", set())):
         with torch.device(DEVICE):
             norm = RMSNorm(64, 1e-6, build._replace(group=group))
             rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
-            model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
+            model = Qwen3Attention(
+                replace(config, qk_norm="head" if qk_norm else ""), 0, rope, build
+            )
         for param in (*norm.parameters(), *model.parameters()):
             param.fill_(1)
         of_attention = model.attn.variants()

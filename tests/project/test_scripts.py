@@ -118,7 +118,11 @@ def test_dummy_shapes_are_the_published_ones(
     bench.build(bench.parse_args())
     config = built.pop("config")
     assert num_parameters(config) == count
-    assert (config.rope.rope_theta, config.rms_norm_eps, config.dtype) == (1e6, 1e-6, "bfloat16")
+    assert (config.layers[0].rope.rope_theta, config.rms_norm_eps, config.dtype) == (
+        1e6,
+        1e-6,
+        "bfloat16",
+    )
     assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (128, 8, 151936)
     assert built == {
         "mixed_steps": True,

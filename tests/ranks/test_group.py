@@ -3,6 +3,7 @@
 import random
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import torch
 from ranks_in_threads import PATIENCE, connected_groups, on_all_ranks
 from torch import distributed as dist
 
+from checkpoints import small_config
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
@@ -190,8 +192,9 @@ def test_the_last_norm_gathers_the_rows_that_attention_kept(size: int) -> None:
         torch.testing.assert_close(normed, torch.nn.functional.rms_norm(wanted, (8,), eps=1e-6))
 
 
-def test_a_rank_without_tokens_has_no_logits() -> None:
-    head = ParallelLMHead(20, 8, Build(torch.float32, False, Group(3, 4), TorchBackend(), 64))
+def test_a_rank_without_tokens_has_no_logits(tmp_path: Path) -> None:
+    build = Build(torch.float32, False, Group(3, 4), TorchBackend(), 64)
+    head = ParallelLMHead(small_config(tmp_path, vocab_size=20, hidden_size=8), build)
     assert len(head.vocab) == 0
     assert head(torch.ones(5, 8)).shape == (5, 0)
 

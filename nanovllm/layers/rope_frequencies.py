@@ -1,0 +1,61 @@
+"""How fast each pair of a head turns with the position, by all scalings of RoPE."""
+
+import math
+
+import torch
+
+from nanovllm.rope import RopeParameters
+
+
+def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
+    """Radians by which each pair turns from one position to the next: [rotary_dim / 2] float32.
+
+    - "default": theta^(-2i/R).
+    - "linear" (Chen et al., 2023): divided by the factor.
+    - "dynamic" (bloc97 and emozilla, 2023): theta grows with the context, here the longest that the
+      engine allows (`num_positions`), where transformers takes the sequence's own.
+    - "llama3" (Grattafiori et al., 2024): divided by the factor where a pair makes fewer than
+      `low_freq_factor` turns within the original context, kept where more than `high_freq_factor`,
+      between them in between.
+    - "yarn" (Peng et al., 2023): divided or kept likewise; between, pair by pair.
+    - "longrope" (Ding et al., 2024): each divided by its own factor, of one set if `num_positions`
+      is within the original context, of another if it is beyond; so vLLM does, where transformers
+      takes the sequence's own length.
+    """
+    R, theta, original = rope.rotary_dim, rope.rope_theta, rope.original_max_position_embeddings
+    if rope.rope_type == "dynamic" and num_positions > original:
+        theta *= (rope.factor * num_positions / original - (rope.factor - 1)) ** (R / (R - 2))
+    plain = 1.0 / theta ** (torch.arange(0, R, 2, dtype=torch.float32) / R)
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        turns = original * plain / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        return _between(plain, rope.factor, ((turns - low) / (high - low)).clamp(0, 1))
+    if rope.rope_type == "yarn":
+        return _between(plain, rope.factor, 1 - _yarn_ramp(rope))
+    if rope.rope_type == "longrope":
+        factors = rope.long_factor if num_positions > original else rope.short_factor
+        return 1.0 / (torch.tensor(factors) * theta ** (torch.arange(0, R, 2).float() / R))
+    return plain
+
+
+def _between(plain: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+    return plain * (kept + (1 - kept) / factor)
+
+
+def _yarn_ramp(rope: RopeParameters) -> torch.Tensor:
+    """How far each pair's wavelength is on the way from `beta_fast` turns within the original
+    context to `beta_slow`.
+    """
+    R = rope.rotary_dim
+    context = rope.original_max_position_embeddings / (2 * math.pi)
+    first, last = (
+        R * math.log(context / beta) / (2 * math.log(rope.rope_theta))
+        for beta in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
+    steps = torch.arange(R // 2, dtype=torch.float32) - first
+    return (steps / max(last - first, 1e-3)).clamp(0, 1)

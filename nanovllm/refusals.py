@@ -1,0 +1,57 @@
+"""What cannot run, said by name and with a remedy before any weight is read. Imports no torch."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.families import FAMILIES
+from nanovllm.utils.files import has_file, read_json
+
+ADAPTER = "adapter_config.json"
+# Architectures, by a part of their name, and what is nearest to them.
+RECURRENT = {
+    r"Qwen3_5|Qwen3Next": "Qwen3",
+    r"GraniteMoeHybrid|GraniteHybrid": "Granite 3",
+    r"Lfm2": "Llama 3.2 and Qwen3",
+    r"Mamba|Jamba|Zamba|Bamba|FalconH1|Nemotron|RWKV|RecurrentGemma": "Llama, Qwen3 and Gemma",
+}
+
+
+def refuse_directory(directory: Path) -> None:
+    """ValueError for a directory that holds something else than a checkpoint of a whole model."""
+    if has_file(directory / "config.json"):
+        return
+    if has_file(directory / ADAPTER):
+        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+        raise ValueError(
+            f"{directory} holds an adapter, no model: merge it into its base model {base!r} "
+            "(peft: `merge_and_unload` and `save_pretrained`) and pass that directory"
+        )
+    if any(directory.glob("*.gguf")):
+        raise ValueError(
+            f"{directory} holds GGUF files, which are not read: pass the checkpoint that they were "
+            "made from, in safetensors"
+        )
+
+
+def refuse_architecture(raw: dict[str, Any]) -> None:
+    """ValueError unless config.json names an architecture that runs."""
+    architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
+    name = architectures[0] if isinstance(architectures, list) else architectures
+    if isinstance(name, str) and isinstance(architectures, list) and name in FAMILIES:
+        return
+    raise ValueError(f"config.json: `architectures` {name} is not supported{_why(str(name), raw)}")
+
+
+def _why(name: str, raw: dict[str, Any]) -> str:
+    for pattern, nearest in RECURRENT.items():
+        if re.search(pattern, name):
+            return f": its layers keep a recurrent state; nearest to it, {nearest} are"
+    if "vision_config" in raw or "audio_config" in raw:
+        return ": it reads images or sound; pass a model of text alone"
+    if raw.get("auto_map"):
+        return (
+            ": it is Python code of the checkpoint by `auto_map`, and no code of a checkpoint is "
+            "run; pass a model that transformers has itself"
+        )
+    return f"; supported: {', '.join(FAMILIES)}"
