@@ -572,9 +572,7 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
         with torch.device(DEVICE):
             norm = RMSNorm(64, 1e-6, build._replace(group=group))
             rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
-            model = Qwen3Attention(
-                replace(config, qk_norm="head" if qk_norm else ""), 0, rope, build
-            )
+            model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
         for param in (*norm.parameters(), *model.parameters()):
             param.fill_(1)
         of_attention = model.attn.variants()
