@@ -265,7 +265,7 @@ def compile_attention(shape: str, head_dim: int, dtype: str, block_size: int) ->
     backend, _ = select_backend("auto", AttentionNeeds(GPU, kind, head_dim, block_size))
     cache = torch.empty(2, 4096, block_size, Hkv, head_dim, dtype=kind, device=GPU)
     sinks = torch.empty(Hq, dtype=kind, device=GPU)
-    scorings = [Scoring(1.0), Scoring(1.0, 64, 50.0), Scoring(1.0, 64, sinks=sinks)]
+    scorings = [Scoring(1.0), Scoring(1.0, 64, 50.0, sinks)]
     for call in backend.variants(Hq, KVCache(*cache), 64, scorings):
         call()
     return backend.name
