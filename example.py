@@ -1,4 +1,4 @@
-"""Generate text: `python example.py` with the embedded checkpoint, or `--model DIR` with yours."""
+"""Generate text: `python example.py` with the embedded checkpoint, or another with `--model`."""
 
 import argparse
 
@@ -12,7 +12,7 @@ PROMPTS = ["introduce yourself", "list all prime numbers within 100"]
 def main() -> None:
     """Complete some prompts and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="directory of a Qwen3 checkpoint")
+    parser.add_argument("--model", help="directory of a checkpoint, or its name on the hub")
     parser.add_argument("prompts", nargs="*", help="your own prompts")
     args = parser.parse_args()
 

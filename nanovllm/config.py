@@ -29,7 +29,6 @@ ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
-NO_REVISION = "pass the directory of the revision"
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
 TEXT_ONLY = "prompts are text or token ids"
 FOREIGN_OPTIONS: Foreign = {
@@ -53,7 +52,7 @@ FOREIGN_OPTIONS: Foreign = {
     "disable_log_requests": (only(False, True), "requests are not logged"),
     "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
     "distributed_executor_backend": (only(None, "mp"), "ranks are processes of this machine"),
-    "download_dir": (only(None), "not needed: nothing is downloaded"),
+    "download_dir": (only(None), "the environment's HF_HOME says where"),
     "enable_chunked_prefill": (
         only(None, True),
         "max_num_batched_tokens bounds a chunk, mixed_steps=False computes them apart from decodes",
@@ -63,7 +62,7 @@ FOREIGN_OPTIONS: Foreign = {
     "enable_sleep_mode": (only(False), "exit() gives the memory back"),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the one there is"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
-    "hf_token": (only(None, False), "not needed: nothing is downloaded"),
+    "hf_token": (only(None, False, True), "the environment's HF_TOKEN is taken"),
     "kv_cache_dtype": (only("auto"), "the KV cache has the dtype of the model"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
@@ -81,7 +80,6 @@ FOREIGN_OPTIONS: Foreign = {
         only(None),
         "quantised weights are not supported: load the original checkpoint (bfloat16, say)",
     ),
-    "revision": (only(None), NO_REVISION),
     "rope_scaling": (only(None), "it is read from config.json"),
     "rope_theta": (only(None), "it is read from config.json"),
     "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
@@ -96,7 +94,7 @@ FOREIGN_OPTIONS: Foreign = {
     "task": (only(None, "auto", "generate"), "embed() and score() need no option"),
     "tokenizer": (only(None), ONE_TOKENIZER),
     "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
-    "tokenizer_revision": (only(None), NO_REVISION),
+    "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), "not needed: no code of a checkpoint is run"),
 }
 # of `generate` and `chat`
@@ -133,6 +131,7 @@ class Options(TypedDict, total=False):
     load_format: str
     generation_config: str
     seed: int
+    revision: str | None
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,7 @@ class Config:
         generation_config: "auto" takes what sampling parameters are by default from the
             checkpoint's generation_config.json; "vllm" does not.
         seed: seeds sampling (and dummy weights).
+        revision: of a model on the hub: a branch, tag or commit; None for its main branch.
     """
 
     model: str
@@ -196,6 +196,7 @@ class Config:
     load_format: str = "auto"
     generation_config: str = "auto"
     seed: int = 0
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -220,6 +221,8 @@ class Config:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_int("seed", self.seed, 0, 2**64 - 1)
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise TypeError(f"`revision` must be a string, got {self.revision!r}")
         if not isinstance(self.device, str) or not DEVICES.fullmatch(self.device):
             raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {self.device!r}")
         plain_numbers(self)

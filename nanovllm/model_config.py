@@ -5,7 +5,6 @@ Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torc
 weight is read. Imports no torch.
 """
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,11 +76,6 @@ class ModelConfig:
             ValueError: for a missing directory or file, and for everything unsupported.
         """
         directory = Path(model)
-        if not os.path.isdir(model):
-            raise ValueError(
-                f"`model` must be the directory of a checkpoint, and {model!r} is no directory: "
-                "download the model first (nothing is fetched from a hub)"
-            )
         refuse_directory(directory)
         raw = read_json(directory / "config.json")
         refuse_architecture(raw)

@@ -7,6 +7,7 @@ else there is to call is in `llm.py`.
 import logging
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from nanovllm.engine.metrics import Progress
 from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.generation_config import read_sampling_params
+from nanovllm.hub import checkpoint_directory
 from nanovllm.model_config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -42,7 +44,8 @@ class LLMEngine:
     has no engine: there they raise RuntimeError, and `exit` does nothing.
 
     Args:
-        model: directory of a Hugging Face checkpoint.
+        model: directory of a Hugging Face checkpoint, or its name on the hub (`Qwen/Qwen3-0.6B`),
+            which is downloaded unless it is in the hub's cache.
         options: see `nanovllm.config.Config`.
 
     Raises:
@@ -55,8 +58,11 @@ class LLMEngine:
         self._lock = FairLock()
         ours = our_options(options)
         if not isinstance(model, (str, Path)):
-            raise TypeError(f"`model` must be the path of a checkpoint, got {model!r}")
-        self.config = Config(os.path.expanduser(model), **ours)
+            raise TypeError(f"`model` must be a directory or a name on the hub, got {model!r}")
+        config = Config(os.path.expanduser(model), **ours)
+        weights = config.load_format != "dummy"
+        directory = checkpoint_directory(config.model, config.revision, weights=weights)
+        self.config = replace(config, model=directory)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()

@@ -12,6 +12,7 @@ import torch
 from attention_cases import DEVICE as KERNEL_DEVICE
 from attention_cases import HAS_CUDA
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -25,6 +26,7 @@ from checkpoints import (
     reference,
     reference_logprobs,
     references,
+    small_config,
     tokens,
     with_rare,
 )
@@ -415,3 +417,49 @@ def test_published_configurations_are_read(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_pretrained(str(tmp_path))
     assert {field: getattr(config, field) for field in wanted} == wanted
+
+
+# -- checkpoints with other parts, and what cannot run --------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_of_a_model_that_sees_the_language_part_runs(
+    tied: bool, spelling: str, tmp_path: Path
+) -> None:
+    """Gemma 3 from 4B on: the part for text is told apart by the names of its tensors."""
+    _, options = CHECKPOINTS["gemma 3"]
+    text = make_checkpoint(tmp_path / "text", "gemma3_text", **options, tie_word_embeddings=tied)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    prefixes = ("language_model.model.", "language_model.lm_head.")
+    if spelling == "transformers 5":
+        prefixes = ("model.language_model.", "lm_head.")
+    tensors = {"vision_tower.patch.weight": torch.zeros(3, 3)}
+    for name, tensor in load_file(text / "model.safetensors").items():
+        prefix = prefixes[name.startswith("lm_head.")]
+        tensors[prefix + name.removeprefix("model.").removeprefix("lm_head.")] = tensor
+    save_file(tensors, whole / "model.safetensors")
+    config = json.loads((text / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"layers": 1}}
+    (whole / "config.json").write_text(json.dumps({**outer, "text_config": config}))
+    with LLM(whole, **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(text)
+
+
+def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    adapter, gguf, pickled = (tmp_path / name for name in ("adapter", "gguf", "pickled"))
+    for directory in (adapter, gguf, pickled):
+        directory.mkdir()
+    base = {"base_model_name_or_path": "Qwen/Qwen3-0.6B"}
+    (adapter / "adapter_config.json").write_text(json.dumps(base))
+    (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    small_config(pickled)
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    for directory, match in (
+        (adapter, r"holds an adapter.*merge it into its base model 'Qwen/Qwen3-0.6B'"),
+        (gguf, r"holds GGUF files, which are not read: pass the checkpoint"),
+        (pickled, r"no \*\.safetensors, but pytorch_model\.bin: .* convert .*save_pretrained"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            LLM(directory, **SMALL)

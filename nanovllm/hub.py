@@ -1,0 +1,112 @@
+"""The directory of a checkpoint that is given by its name on the Hugging Face hub.
+
+`huggingface_hub` finds it in its cache, or downloads it with a progress bar; `HF_HOME`, `HF_TOKEN`,
+`HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean everywhere. Imports no torch.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from nanovllm.utils.files import has_file, read_json
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+WEIGHTS = "*.safetensors"
+WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
+INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_directory(model: str, revision: str | None, *, weights: bool = True) -> str:
+    """Where a checkpoint's files are: in the directory `model`, or in the cache of the hub.
+
+    Args:
+        model: a directory, or a name on the hub, "owner/name".
+        revision: branch, tag or commit on the hub; None: its main branch.
+        weights: whether they are needed, too.
+
+    Raises:
+        ValueError: if it is neither, or cannot be had, with what to do.
+    """
+    if os.path.isdir(model):
+        if revision is not None:
+            raise ValueError(
+                f"`revision` is for names on the hub, and {model!r} is a directory: leave it out"
+            )
+        return model
+    if not NAME.fullmatch(model) or os.path.lexists(model):
+        raise ValueError(
+            "`model` must be the directory of a checkpoint or a name on the hub like "
+            f"Qwen/Qwen3-0.6B, and {model!r} is neither"
+        )
+    return _cached(model, revision, weights) or _download(model, revision, weights)
+
+
+def _cached(name: str, revision: str | None, weights: bool) -> str | None:
+    """The newest snapshot in the cache, if it is whole. Nobody is asked for a newer one."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=_wanted(weights),
+            ignore_patterns=NOT_WANTED,
+        )
+    except LocalEntryNotFoundError:
+        return None
+    return found if _is_whole(Path(found), weights) else None
+
+
+def _wanted(weights: bool) -> list[str]:
+    return [*WANTED, WEIGHTS] if weights else WANTED
+
+
+def _is_whole(directory: Path, weights: bool) -> bool:
+    if not has_file(directory / "config.json"):
+        return False
+    if not weights:
+        return True
+    if not has_file(directory / INDEX):
+        return any(directory.glob(WEIGHTS))
+    files = read_json(directory / INDEX).get("weight_map")
+    return isinstance(files, dict) and all(
+        has_file(directory / str(file)) for file in set(files.values())
+    )
+
+
+def _download(name: str, revision: str | None, weights: bool) -> str:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page = f"{constants.ENDPOINT}/{name}"
+    try:
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=_wanted(weights),
+            ignore_patterns=NOT_WANTED,
+        )
+    except GatedRepoError as error:
+        reason, remedy = "it is for those who have agreed to its terms", f"do so on {page}, and set"
+        remedy += " HF_TOKEN to a token of yours"
+        cause: Exception = error
+    except RepositoryNotFoundError as error:
+        reason, cause = "the hub has no such name, or it is private", error
+        remedy = "correct the name, or set HF_TOKEN to a token that may read it"
+    except RevisionNotFoundError as error:
+        reason, cause = f"it has no revision {revision!r}", error
+        remedy = f"see {page} for those that it has"
+    except OSError as error:  # those of the hub and of the network are
+        reason, cause = str(error).partition("\n")[0].removeprefix("Got: "), error
+        remedy = "check the connection, or pass the directory of a checkpoint"
+        if constants.HF_HUB_OFFLINE:
+            reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+            remedy = "unset it, or pass the directory of a checkpoint"
+    raise ValueError(f"`model` {name!r} cannot be had: {reason}; {remedy}") from cause
