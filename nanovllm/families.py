@@ -29,7 +29,8 @@ class Family(NamedTuple):
         interleaved_rope: see `RopeParameters`.
         is_part: of a checkpoint that has other parts, as one for images: only text is read and
             written.
-        defaults: what config.json leaves out.
+        defaults: what config.json leaves out, or says to be null.
+        caps: what it leaves out; null means that there are none.
         complete: what to add to config.json, whose `num_hidden_layers` is right, where the family
             says in its own way what others have a key for.
     """
@@ -45,6 +46,7 @@ class Family(NamedTuple):
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
+    caps: Mapping[str, float] = MappingProxyType({})
     complete: Callable[[Raw], Raw] = _as_it_is
 
 
@@ -67,7 +69,8 @@ def _some_do_not_turn(raw: Raw) -> Raw:
     if turns is None:
         turns = [int((i + 1) % interval != 0) for i in range(raw["num_hidden_layers"])]
     slide = read_value(raw, "use_sliding_window", bool, False) and isinstance(turns, list)
-    return {"no_rope_layers": turns, **_layer_types(raw, lambda i: slide and not turns[i])}
+    kinds = _layer_types(raw, lambda i: slide and not any(turns[i : i + 1]))
+    return {"no_rope_layers": turns, **kinds}
 
 
 def _gemma2(raw: Raw) -> Raw:
@@ -110,10 +113,16 @@ def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
     `theta` is for those; None: that of the others.
     """
     rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or not isinstance(scaling, dict) or FULL in rope:
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
         return {}
-    full = {"rope_theta": raw.get("rope_theta"), **rope, **scaling}
+    full = rope.get(FULL, {} if SLIDING in rope else rope)
+    if not isinstance(full, dict):
+        return {}
+    if "type" in scaling or "rope_type" in scaling:  # added by hand: it counts
+        full = {key: value for key, value in full.items() if key not in ("type", "rope_type")}
+    full = {"rope_theta": raw.get("rope_theta"), **full, **scaling}
     sliding = {"rope_type": "default", "rope_theta": theta or full["rope_theta"]}
+    sliding |= rope.get(SLIDING) or {} if isinstance(rope.get(SLIDING), dict) else {}
     return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: sliding}}
 
 
@@ -126,7 +135,7 @@ def _layer_types(raw: Raw, slides: Callable[[int], bool]) -> Raw:
 
 
 QWEN3 = "qwen3.Qwen3ForCausalLM"  # the others differ from it in facts
-THETA = {"rope_theta": 10_000.0}
+THETA, EPS = {"rope_theta": 10_000.0}, {"rms_norm_eps": 1e-5}
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False}
 GEMMA = {
     "head_dim": 256,
@@ -152,13 +161,20 @@ GLM: dict[str, Any] = {
     "output_bias": False,
     "packed_gate_up": True,
     "interleaved_rope": True,
-    "defaults": {**THETA, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "defaults": {
+        **THETA,
+        "attention_bias": True,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
 }
 FAMILIES = {
     "Gemma2ForCausalLM": Family(
         "gemma.Gemma2ForCausalLM",
         norm_plus_one=True,
         defaults={**THETA, **GEMMA},
+        caps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         complete=_gemma2,
     ),
     "Gemma3ForCausalLM": GEMMA3,
@@ -170,14 +186,20 @@ FAMILIES = {
     ),
     "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, defaults=THETA),
     "Ministral3ForCausalLM": Family(
-        QWEN3, **NO_BIASES, defaults={"head_dim": 128}, complete=_all_slide
+        QWEN3, **NO_BIASES, defaults={**EPS, "head_dim": 128}, complete=_all_slide
+    ),
+    "MinistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
+    "Mistral3ForConditionalGeneration": Family(  # of the text of Mistral Small 3 and Ministral 3
+        QWEN3, **NO_BIASES, defaults={**THETA, **EPS}, complete=_all_slide, is_part=True
     ),
     "MistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
-    "Olmo2ForCausalLM": Family("olmo2.Olmo2ForCausalLM", qk_norm="whole", defaults=THETA),
+    "Olmo2ForCausalLM": Family(
+        "olmo2.Olmo2ForCausalLM", qk_norm="whole", defaults={**THETA, **EPS}
+    ),
     "Olmo3ForCausalLM": Family(
         "olmo2.Olmo2ForCausalLM",
         qk_norm="whole",
-        defaults={"rope_theta": 500_000.0, "sliding_window": 4096},
+        defaults={**EPS, "rope_theta": 500_000.0, "sliding_window": 4096},
         complete=_olmo3,
     ),
     "Phi3ForCausalLM": Family(
@@ -185,7 +207,7 @@ FAMILIES = {
         **NO_BIASES,
         packed_qkv=True,
         packed_gate_up=True,
-        defaults={**THETA, "original_max_position_embeddings": 4096},
+        defaults={**THETA, **EPS, "original_max_position_embeddings": 4096},
         complete=_all_slide,
     ),
     "Qwen2ForCausalLM": Family(

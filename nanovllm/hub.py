@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 
 from nanovllm.utils.files import has_file, read_json
+from nanovllm.utils.tokenizer import TOKENIZER_FILES
 
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WEIGHTS = "*.safetensors"
 WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
@@ -34,6 +35,11 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
                 f"`revision` is for names on the hub, and {model!r} is a directory: leave it out"
             )
         return model
+    if model.endswith(".gguf"):
+        raise ValueError(
+            f"`model` {model!r} is a GGUF file, which is not read: pass the checkpoint that it was "
+            "made from, in safetensors"
+        )
     if not NAME.fullmatch(model) or os.path.lexists(model):
         raise ValueError(
             "`model` must be the directory of a checkpoint or a name on the hub like "
@@ -65,12 +71,16 @@ def _wanted(weights: bool) -> list[str]:
 
 
 def _is_whole(directory: Path, weights: bool) -> bool:
-    if not has_file(directory / "config.json"):
+    """Whether a snapshot has what is needed; others put single files there, or were cut off."""
+    if not has_file(directory / "config.json") or not any(
+        has_file(directory / name) for name in TOKENIZER_FILES
+    ):
         return False
     if not weights:
         return True
     if not has_file(directory / INDEX):
-        return any(directory.glob(WEIGHTS))
+        names = [path.name for path in directory.glob(WEIGHTS)]
+        return bool(names) and not any("-of-" in name for name in names)
     files = read_json(directory / INDEX).get("weight_map")
     return isinstance(files, dict) and all(
         has_file(directory / str(file)) for file in set(files.values())
@@ -81,6 +91,7 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
+        HTTPError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -103,9 +114,9 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
     except RevisionNotFoundError as error:
         reason, cause = f"it has no revision {revision!r}", error
         remedy = f"see {page} for those that it has"
-    except OSError as error:  # those of the hub and of the network are
-        reason, cause = str(error).partition("\n")[0].removeprefix("Got: "), error
-        remedy = "check the connection, or pass the directory of a checkpoint"
+    except (OSError, HTTPError) as error:  # of the hub, of the network, of the disk
+        reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
+        cause, remedy = error, "try again, or pass the directory of a checkpoint"
         if constants.HF_HUB_OFFLINE:
             reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
             remedy = "unset it, or pass the directory of a checkpoint"

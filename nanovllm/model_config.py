@@ -82,7 +82,8 @@ class ModelConfig:
         _refuse_quantised(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
-        raw = {**family.defaults, **_without_nulls(raw)}
+        caps = {key: 0.0 if key in raw else cap for key, cap in family.caps.items()}
+        raw = {**family.defaults, **caps, **_without_nulls(raw)}
         if family.is_part:
             text = raw.get("text_config")
             if not isinstance(text, dict):

@@ -12,22 +12,21 @@ ADAPTER = "adapter_config.json"
 RECURRENT = {
     r"Qwen3_5|Qwen3Next": "Qwen3",
     r"GraniteMoeHybrid|GraniteHybrid": "Granite 3",
-    r"Lfm2": "Llama 3.2 and Qwen3",
-    r"Mamba|Jamba|Zamba|Bamba|FalconH1|Nemotron|RWKV|RecurrentGemma": "Llama, Qwen3 and Gemma",
+    r"Lfm2": "Qwen3",
+    r"Mamba|Jamba|Zamba|Bamba|FalconH1|NemotronH|RWKV": "Llama",
+    r"RecurrentGemma": "Gemma 2",
 }
 
 
 def refuse_directory(directory: Path) -> None:
     """ValueError for a directory that holds something else than a checkpoint of a whole model."""
-    if has_file(directory / "config.json"):
-        return
-    if has_file(directory / ADAPTER):
+    if has_file(directory / ADAPTER) and not any(directory.glob("model*.safetensors")):
         base = read_json(directory / ADAPTER).get("base_model_name_or_path")
         raise ValueError(
             f"{directory} holds an adapter, no model: merge it into its base model {base!r} "
             "(peft: `merge_and_unload` and `save_pretrained`) and pass that directory"
         )
-    if any(directory.glob("*.gguf")):
+    if not has_file(directory / "config.json") and any(directory.glob("*.gguf")):
         raise ValueError(
             f"{directory} holds GGUF files, which are not read: pass the checkpoint that they were "
             "made from, in safetensors"
@@ -46,7 +45,7 @@ def refuse_architecture(raw: dict[str, Any]) -> None:
 def _why(name: str, raw: dict[str, Any]) -> str:
     for pattern, nearest in RECURRENT.items():
         if re.search(pattern, name):
-            return f": its layers keep a recurrent state; nearest to it, {nearest} are"
+            return f": its layers keep a recurrent state; of what runs, {nearest} is nearest"
     if "vision_config" in raw or "audio_config" in raw:
         return ": it reads images or sound; pass a model of text alone"
     if raw.get("auto_map"):

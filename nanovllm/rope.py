@@ -130,6 +130,8 @@ def _scaling(
         max(longest, 2),
         minimum=2,
     )
+    if rope_type == "dynamic":  # by transformers' reading
+        original = max(longest, 2)
     values: dict[str, Any] = {"llama_4_scaling_beta": beta}
     if rope_type != "default" or beta:
         values["original_max_position_embeddings"] = original

@@ -156,7 +156,7 @@ class ModelRunner:
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
         layers = range(self.model_config.num_hidden_layers)
-        scorings = {scoring_of(self.model_config, i) for i in layers}
+        scorings = {scoring_of(self.model_config, i, self.max_model_len) for i in layers}
         return self.backend.variants(num_heads, cache, max_context, scorings)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:

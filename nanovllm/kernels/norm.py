@@ -83,6 +83,7 @@ def _launch(
     total = torch.empty_like(out) if sums else x
     BLOCK = triton.next_power_of_2(M)
     num_warps = min(16, max(1, BLOCK // 512))
+    assert peers is None or peers.max_rows >= T, f"{T} rows do not fit what ranks exchange"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,

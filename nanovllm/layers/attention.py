@@ -14,10 +14,12 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
 
 
-def scoring_of(config: ModelConfig, i: int, sinks: torch.Tensor | None = None) -> Scoring:
-    """How queries score keys in layer i."""
+def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
+    """How queries score keys in layer i, of at most so many tokens."""
     window, softcap = config.layers[i].window, config.attn_logit_softcapping
-    return Scoring(config.attention_multiplier, window, softcap, sinks)
+    if window >= max_model_len:  # nothing to hide
+        window = 0
+    return Scoring(config.attention_multiplier, window, softcap)
 
 
 class Attention(Layer):

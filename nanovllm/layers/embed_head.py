@@ -34,6 +34,9 @@ class VocabParallelEmbedding(Layer):
         super().__init__()
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         self.vocab_size, self.config, self.build = vocab_size, config, build
+        # Rounded, as in training.
+        rounded = torch.tensor(config.embedding_multiplier, dtype=build.dtype, device="cpu")
+        self.multiplier = float(rounded)
         self.vocab = local_vocab(vocab_size, build.group.rank, build.group.size)
         self.hidden_size = hidden_size
         # The library reads so large a weight as fast as a kernel of ours, for one row too.
@@ -51,8 +54,8 @@ class VocabParallelEmbedding(Layer):
             rows = F.embedding(input_ids, self.weight.data)
         else:
             rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
-        if (multiplier := self.config.embedding_multiplier) != 1.0:
-            rows *= torch.tensor(multiplier, dtype=rows.dtype).item()  # rounded, as in training
+        if (multiplier := self.multiplier) != 1.0:
+            rows *= multiplier
         return rows if group.size == 1 else sum_over_ranks(rows, group)
 
 

@@ -233,7 +233,8 @@ class RowParallelLinear(LinearBase):
         group, bias = self.build.group, self.own_bias
         if bulk := group.bulk_for(x):
             return bulk.scatter(len(x), lambda rows, out: self._multiply_into(out, x[rows]))
-        out = self.weight.multiply(x, bias, self.partial)
+        partial = self.partial and (group.size == 1 or group.can_exchange(x))
+        out = self.weight.multiply(x, bias, partial)
         if self.multiplier != 1.0:
             out *= self.multiplier
         return out if out.dim() == 3 else sum_over_ranks(out, group)

@@ -2,7 +2,7 @@
 all queries and all keys as a whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ class SplitRMSNorm(RMSNorm):
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         yield f"{path}.weight", Shard(self.weight.data, (self.part,))
 
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        return {}  # its rows are no partial results
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, len(part.held)] -> the same"""
         if self.build.group.size == 1:
@@ -40,10 +43,12 @@ class SplitRMSNorm(RMSNorm):
         return self.weight * h.to(x.dtype)
 
 
-def add(hidden: Hidden, residual: Residual) -> torch.Tensor:
-    """Their sum; None stands for zero."""
+def add(hidden: Hidden, residual: Residual, group: Group) -> torch.Tensor:
+    """Their sum; None stands for zero, and hidden for partial results [1, T, M] of an embedding."""
     assert isinstance(hidden, torch.Tensor), "models that add behind a norm divide no rows"
-    own = kept(residual, len(hidden), Group())
+    if hidden.dim() == 3:
+        hidden = group.all_reduce(hidden.squeeze(0).contiguous())
+    own = kept(residual, len(hidden), group)
     return hidden if own is None else hidden + own
 
 
@@ -71,6 +76,7 @@ class Olmo2DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
+        self.group = build.group
         self.self_attn = Olmo2Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
         self.post_attention_layernorm = norm(config, build)
@@ -79,9 +85,9 @@ class Olmo2DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
     ) -> tuple[torch.Tensor, Residual]:
-        residual = add(hidden, residual)
+        residual = add(hidden, residual, self.group)
         hidden = self.post_attention_layernorm.sum_forward(self.self_attn(positions, residual))
-        residual = add(hidden, residual)
+        residual = add(hidden, residual, self.group)
         return self.post_feedforward_layernorm.sum_forward(self.mlp(residual)), residual
 
 

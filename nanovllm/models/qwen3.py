@@ -34,7 +34,7 @@ class Qwen3Attention(nn.Module):
         if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
             self.q_norm, self.k_norm = norms = norm(config, plain, D), norm(config, plain, D)
-        scoring = scoring_of(config, i)
+        scoring = scoring_of(config, i, build.max_model_len)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:

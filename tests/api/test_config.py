@@ -384,11 +384,11 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
         ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Gemma"),
         (
             {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
-            "Qwen3_5.* keep a recurrent state; nearest to it, Qwen3 are",
+            "Qwen3_5.* keep a recurrent state; of what runs, Qwen3 is nearest",
         ),
         (
             {"architectures": ["Lfm2ForCausalLM"]},
-            "Lfm2.* keep a recurrent state; nearest to it, Llama",
+            "Lfm2.* keep a recurrent state; of what runs, Qwen3 is nearest",
         ),
         (
             {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},

@@ -25,11 +25,12 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         requests: paths that were asked for.
+        breaks: files end in their middle.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.requests = files, list[str]()
+        self.files, self.requests, self.breaks = files, list[str](), False
 
     @property
     def url(self) -> str:
@@ -74,6 +75,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
         self.answer(200, {"ETag": f'"{self.oid(data)}"', "X-Repo-Commit": SHA}, data)
 
+    def body(self, body: bytes) -> None:
+        if self.server.breaks and not self.path.startswith("/api/"):
+            body, self.close_connection = body[: len(body) // 2], True
+        self.wfile.write(body)
+
     def oid(self, data: bytes) -> str:
         return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
@@ -83,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.body(body)
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +183,31 @@ def test_what_cannot_be_had_says_why_and_what_to_do(hub: Hub, tmp_path: Path) ->
     [offline] = ask(tmp_path, hub.url, find, HF_HUB_OFFLINE="1")
     assert "it is not in the cache" in offline and "HF_HUB_OFFLINE is set; unset it" in offline
     [down] = ask(tmp_path, "http://127.0.0.1:9", find)
-    assert "check the connection, or pass the directory of a checkpoint" in down
+    assert "try again, or pass the directory of a checkpoint" in down
 
 
-@pytest.mark.parametrize("name", ["model", "a/b/c", "our/model:v1", "", "~/model"])
+@pytest.mark.parametrize(
+    "name", ["model", "a/b/c", "our/model:v1", "", "~/model", "./model", "../model", "a--b/c"]
+)
 def test_what_is_no_name_is_no_directory(name: str) -> None:
     with pytest.raises(ValueError, match=r"a name on the hub like .*, and '.*' is neither"):
         checkpoint_directory(name, None)
+
+
+def test_a_file_of_weights_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"'our/model\.gguf' is a GGUF file, which is not read"):
+        checkpoint_directory("our/model.gguf", None)
+
+
+def test_a_download_that_breaks_says_so(hub: Hub, tmp_path: Path) -> None:
+    """The hub ends each file in its middle."""
+    hub.breaks = True
+    [broken] = ask(tmp_path, hub.url, FIND.format(calls=[("our/model", None)]))
+    assert "'our/model' cannot be had: " in broken
+    assert "try again, or pass the directory of a checkpoint" in broken
+    hub.breaks = False
+    [found] = ask(tmp_path, hub.url, FIND.format(calls=[("our/model", None)]))
+    assert found.endswith(SHA)
 
 
 def test_a_directory_has_no_revision(tmp_path: Path) -> None:

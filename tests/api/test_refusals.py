@@ -79,7 +79,7 @@ def test_add_request_takes_one_sampling_params(llm, checkpoint):
 )
 def test_model_must_be_a_path(model, error):
     """`LLM("")` read the current directory."""
-    with pytest.raises(error, match="`model` must be the "):
+    with pytest.raises(error, match="`model` must be the directory"):
         LLM(model, **SMALL)
 
 

@@ -51,9 +51,7 @@ SMALL: dict[str, Any] = {"num_kvcache_blocks": 256, "max_num_seqs": 64}
 
 
 @needs_flash
-@pytest.mark.parametrize(
-    "name", sorted(CASES.keys() - {"one-block-256", "head-80", "softcap", "sinks"})
-)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"one-block-256", *NOT_BY_FLASH}))
 def test_flash_attn_agrees_with_the_oracle(name: str) -> None:
     from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 

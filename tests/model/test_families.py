@@ -4,6 +4,7 @@ Small random checkpoints in which each special feature matters, on one rank and 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,149 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "head_dim": 64,
             "layers": (LayerConfig(LLAMA32),) * 16,
             "eos_token_ids": frozenset({128001, 128008, 128009}),
+        },
+    ),
+    "Phi-3-mini-128k-instruct": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "long_factor": [2.0] * 48,
+                "short_factor": [1.5] * 48,
+                "type": "longrope",
+            },
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+            "vocab_size": 32064,
+            "eos_token_id": 32000,
+        },
+        {
+            "head_dim": 96,
+            "layers": (
+                LayerConfig(
+                    RopeParameters(
+                        10000.0,
+                        96,
+                        "longrope",
+                        factor=32.0,
+                        original_max_position_embeddings=4096,
+                        attention_factor=math.sqrt(1 + math.log(32) / math.log(4096)),
+                        short_factor=(1.5,) * 48,
+                        long_factor=(2.0,) * 48,
+                    ),
+                    window=262144,
+                ),
+            )
+            * 32,
+            "packed_qkv": True,
+        },
+    ),
+    "gemma-2-9b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 8,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "vocab_size": 256000,
+        },
+        {
+            "attention_multiplier": 1 / 16,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 0.0,
+            "layers": (
+                LayerConfig(RopeParameters(10000.0, 256), window=4096),
+                LayerConfig(RopeParameters(10000.0, 256)),
+            ),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma-3-4b-it": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 6,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152},
+        },
+        {
+            "head_dim": 256,
+            "layers": (
+                *(LayerConfig(RopeParameters(10000.0, 256), window=1024),) * 5,
+                LayerConfig(
+                    RopeParameters(
+                        1e6,
+                        256,
+                        "linear",
+                        factor=8.0,
+                        original_max_position_embeddings=131072,
+                    )
+                ),
+            ),
+            "num_key_value_heads": 4,
+            "vocab_size": 262208,
+            "eos_token_ids": frozenset({1, 106}),
+        },
+    ),
+    "Olmo-3-7B": (
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 65536,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 4,
+            "rope_scaling": {
+                "attention_factor": 1.2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+            "vocab_size": 100278,
+        },
+        {
+            "layers": (
+                *(LayerConfig(RopeParameters(500000.0, 128), window=4096),) * 3,
+                LayerConfig(
+                    RopeParameters(
+                        500000.0,
+                        128,
+                        "yarn",
+                        factor=8.0,
+                        original_max_position_embeddings=8192,
+                        attention_factor=1.2,
+                    )
+                ),
+            ),
+            "qk_norm": "whole",
         },
     ),
     "Qwen2.5-7B-Instruct": (

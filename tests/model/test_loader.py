@@ -249,7 +249,7 @@ def test_invalid_json_names_the_file(name, text, match, model_dir):
 
 
 def test_missing_directory_or_files_are_named(model_dir, tmp_path):
-    with pytest.raises(ValueError, match=r"`model` must be the directory.*nowhere.*download"):
+    with pytest.raises(ValueError, match=r"`model` must be the directory.*nowhere.* is neither"):
         LLM(tmp_path / "nowhere", **SMALL)
     with pytest.raises(ValueError, match="`model` must be the directory"):
         LLM("x" * 5000, **SMALL)

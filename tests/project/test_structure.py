@@ -12,7 +12,7 @@ CEILINGS = {
     "files": 38,
     "files_in_circles": 0,
     "core_lines": 4500,
-    "package_lines": 14_400,
+    "package_lines": 14_450,
     "longest_file": 370,
     "model_lines": 120,
 }
