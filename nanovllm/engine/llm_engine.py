@@ -58,7 +58,9 @@ class LLMEngine:
         self._lock = FairLock()
         ours = our_options(options)
         if not isinstance(model, (str, Path)):
-            raise TypeError(f"`model` must be the directory of a checkpoint, or its name, got {model!r}")
+            raise TypeError(
+                f"`model` must be the directory of a checkpoint, or its name, got {model!r}"
+            )
         config = Config(os.path.expanduser(model), **ours)
         weights = config.load_format != "dummy"
         directory = checkpoint_directory(config.model, config.revision, weights=weights)
