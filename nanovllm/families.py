@@ -29,10 +29,10 @@ class Family(NamedTuple):
         interleaved_rope: see `RopeParameters`.
         is_part: of a checkpoint that has other parts, as one for images: only text is read and
             written.
-        defaults: what config.json leaves out, or says to be null.
-        caps: what it leaves out; null means that there are none.
-        complete: what to add to config.json, whose `num_hidden_layers` is right, where the family
-            says in its own way what others have a key for.
+        defaults: values of keys that config.json lacks or has as null.
+        caps: soft-caps where config.json lacks the key; null means none.
+        complete: keys to add to config.json (its `num_hidden_layers` is valid), for facts that this
+            family writes otherwise.
     """
 
     model: str
@@ -122,7 +122,8 @@ def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
         full = {key: value for key, value in full.items() if key not in ("type", "rope_type")}
     full = {"rope_theta": raw.get("rope_theta"), **full, **scaling}
     sliding = {"rope_type": "default", "rope_theta": theta or full["rope_theta"]}
-    sliding |= rope.get(SLIDING) or {} if isinstance(rope.get(SLIDING), dict) else {}
+    if isinstance(own := rope.get(SLIDING), dict):
+        sliding |= own
     return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: sliding}}
 
 

@@ -19,7 +19,7 @@ SAMPLING_KEYS = {
 
 
 def read_sampling_params(model: str) -> SamplingParams:
-    """How the model directory's generation_config.json says to sample; what it leaves out is ours.
+    """The sampling parameters of generation_config.json, and our defaults for keys that it lacks.
 
     As in vLLM, `do_sample` is not looked at: without a temperature, 1 is taken, where transformers
     would decode greedily unless `do_sample` is true.

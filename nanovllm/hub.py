@@ -8,14 +8,13 @@ import os
 import re
 from pathlib import Path
 
-from nanovllm.utils.files import has_file, read_json
+from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.tokenizer import TOKENIZER_FILES
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 WEIGHTS = "*.safetensors"
 WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
-INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_directory(model: str, revision: str | None, *, weights: bool = True) -> str:

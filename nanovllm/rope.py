@@ -122,19 +122,15 @@ def _scaling(
     """The fields of `RopeParameters` that its type needs."""
     beta = read_value(given, "llama_4_scaling_beta", float, 0.0, 0, RATIO[1])
     longest = read_value(raw, "max_position_embeddings", int)
+    key = "original_max_position_embeddings"
     # At the top of the file, as Phi-3 has it, it counts for more.
-    original = read_value(
-        {**given, **{k: v for k, v in raw.items() if v is not None}},
-        "original_max_position_embeddings",
-        int,
-        max(longest, 2),
-        minimum=2,
-    )
+    source = given if raw.get(key) is None else raw
+    original = read_value(source, key, int, max(longest, 2), minimum=2)
     if rope_type == "dynamic":  # by transformers' reading
         original = max(longest, 2)
     values: dict[str, Any] = {"llama_4_scaling_beta": beta}
     if rope_type != "default" or beta:
-        values["original_max_position_embeddings"] = original
+        values[key] = original
     if rope_type == "default":
         return values
     may_be_implied = rope_type in ("yarn", "longrope")

@@ -218,7 +218,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence, budget: int) -> ScheduledSequence:
-        """What is uncomputed of `seq`, at most `budget` tokens."""
+        """The uncomputed tokens of `seq`, at most `budget`."""
         rest = seq.num_uncomputed_tokens
         num_tokens = min(rest, budget)
         return cls(seq, seq.num_computed_tokens, num_tokens, num_tokens == rest)

@@ -32,19 +32,19 @@ class VocabParallelEmbedding(Layer):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.vocab_size, self.config, self.build = vocab_size, config, build
+        self.config, self.build = config, build
         # Rounded, as in training.
         rounded = torch.tensor(config.embedding_multiplier, dtype=build.dtype, device="cpu")
         self.multiplier = float(rounded)
-        self.vocab = local_vocab(vocab_size, build.group.rank, build.group.size)
-        self.hidden_size = hidden_size
+        self.vocab = local_vocab(config.vocab_size, build.group.rank, build.group.size)
         # The library reads so large a weight as fast as a kernel of ours, for one row too.
-        self.weight = Weight(max(1, len(self.vocab)), hidden_size, build.dtype, fused=False)
+        num_rows = max(1, len(self.vocab))
+        self.weight = Weight(num_rows, config.hidden_size, build.dtype, fused=False)
         self.weight.data.zero_()
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        rows, cols = Part(self.vocab, self.vocab_size), Part.whole(self.hidden_size)
+        rows = Part(self.vocab, self.config.vocab_size)
+        cols = Part.whole(self.config.hidden_size)
         return self.weight.shards(path, 0, rows, cols)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
@@ -54,9 +54,9 @@ class VocabParallelEmbedding(Layer):
             rows = F.embedding(input_ids, self.weight.data)
         else:
             rows = gather_owned_rows(self.weight.data, input_ids, self.vocab)
-        if (multiplier := self.multiplier) != 1.0:
-            rows *= multiplier
-        return rows if group.size == 1 else sum_over_ranks(rows, group)
+        if self.multiplier != 1.0:
+            rows *= self.multiplier
+        return sum_over_ranks(rows, group)
 
 
 class ParallelLMHead(VocabParallelEmbedding):

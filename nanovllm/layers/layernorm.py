@@ -56,11 +56,19 @@ class RMSNorm(Layer):
             from nanovllm.kernels.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.plus_one)
+        return self.plain(x)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` by PyTorch's operators."""
         h = x.float()
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        h = h * torch.rsqrt(self.mean_square(h) + self.eps)
         if self.plus_one:
             return (h * (1 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
+
+    def mean_square(self, h: torch.Tensor) -> torch.Tensor:
+        """[..., M] -> [..., 1]"""
+        return h.square().mean(-1, keepdim=True)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         """Of partial results. A norm that sums over ranks waits for the others: it is compiled

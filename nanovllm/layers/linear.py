@@ -218,7 +218,7 @@ class RowParallelLinear(LinearBase):
         inputs = Part.equal(input_size, build.group)
         super().__init__(inputs, {"": Part.whole(output_size)}, bias, build)
         self.multiplier = multiplier
-        # The norm behind it sums; NCCL wants whole results.
+        # NCCL wants whole results.
         self.partial = build.group.size == 1 or build.group.peers is not None
 
     @property
@@ -233,7 +233,7 @@ class RowParallelLinear(LinearBase):
         group, bias = self.build.group, self.own_bias
         if bulk := group.bulk_for(x):
             return bulk.scatter(len(x), lambda rows, out: self._multiply_into(out, x[rows]))
-        partial = self.partial and (group.size == 1 or group.can_exchange(x))
+        partial = group.size == 1 or group.can_exchange(x)  # the norm behind it sums
         out = self.weight.multiply(x, bias, partial)
         if self.multiplier != 1.0:
             out *= self.multiplier

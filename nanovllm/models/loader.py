@@ -15,11 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.base import Layer, Shard
-from nanovllm.utils.files import has_file, read_json
+from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 # Of the part for text in checkpoints with others, in the spellings of transformers 4 and 5.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -102,17 +101,14 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-def own_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
-    """Checkpoint tensor name -> its name in a model of text alone; without those of other parts."""
-    if not is_part:
-        return {name: name for name in files}
-    found = {}
-    for name in files:
-        for prefix, own in TEXT_PREFIXES.items():
-            if name.startswith(prefix):
-                found[name] = own + name.removeprefix(prefix)
-                break
-    return found
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Tensor name in a model of text alone -> its name in a checkpoint that has other parts."""
+    return {
+        own + name.removeprefix(prefix): name
+        for name in names
+        for prefix, own in TEXT_PREFIXES.items()
+        if name.startswith(prefix)
+    }
 
 
 def load_model(
@@ -131,14 +127,17 @@ def load_model(
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    found, shards = find_weights(directory), checkpoint_shards(model)
-    names = {own: name for name, own in own_names(found, is_part).items()}
-    files = {name: found[name] for name in names.values()}
-    targets = {names.get(own, own): shard for own, shard in shards.items()}
+    files, targets, head = find_weights(directory), checkpoint_shards(model), "lm_head.weight"
+    is_tied = head not in targets
+    if is_part:
+        names = text_names(files)
+        files = {name: files[name] for name in names.values()}
+        targets = {names.get(own, own): shard for own, shard in targets.items()}
+        head = names.get(head, head)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    if "lm_head.weight" not in shards:
-        ignored.add(names.get("lm_head.weight", ""))
+    if is_tied:
+        ignored.add(head)
     problems = []
     if missing := sorted(set(targets) - set(files)):
         problems.append(f"missing from the checkpoint: {_names(missing)}")

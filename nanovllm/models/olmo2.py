@@ -34,13 +34,12 @@ class SplitRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, len(part.held)] -> the same"""
-        if self.build.group.size == 1:
-            return super().forward(x)
-        h = x.float()
-        squares = self.build.group.all_reduce(h.square().sum(-1, keepdim=True))
-        total = self.build.group.size * len(self.part.held)  # several ranks may have the same
-        h = h * torch.rsqrt(squares / total + self.eps)
-        return self.weight * h.to(x.dtype)
+        return super().forward(x) if self.build.group.size == 1 else self.plain(x)
+
+    def mean_square(self, h: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, which have equally many numbers; several may have the same."""
+        group = self.build.group
+        return group.all_reduce(super().mean_square(h)) / group.size
 
 
 def add(hidden: Hidden, residual: Residual, group: Group) -> torch.Tensor:

@@ -10,6 +10,7 @@ from nanovllm.utils.checks import check_bool, check_float, check_int
 
 T = TypeVar("T", int, float, bool)
 
+INDEX = "model.safetensors.index.json"  # which file has which tensor
 MOST = 2**31 - 1  # tokens and positions are int32
 MAX_DEPTH = 50  # of JSON: real files have less than ten levels
 

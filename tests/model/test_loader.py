@@ -20,7 +20,8 @@ from checkpoints import (
     make_checkpoint,
 )
 from nanovllm import LLM
-from nanovllm.models.loader import INDEX, checkpoint_shards
+from nanovllm.models.loader import checkpoint_shards
+from nanovllm.utils.files import INDEX
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
