@@ -73,6 +73,20 @@ def _some_do_not_turn(raw: Raw) -> Raw:
     return {"no_rope_layers": turns, **kinds}
 
 
+def _mixtral(raw: Raw) -> Raw:
+    """Experts by other names, in all layers."""
+    experts = {"num_experts": raw.get("num_local_experts", 8)}
+    experts |= {"moe_intermediate_size": raw.get("intermediate_size")}
+    return {**_all_slide(raw), **experts, "norm_topk_prob": True}
+
+
+def _qwen3_moe(raw: Raw) -> Raw:
+    """All layers slide, if `use_sliding_window` asks for it. Transformers 5 renames a key."""
+    asked = read_value(raw, "use_sliding_window", bool, False)
+    windows = _all_slide(raw) if asked else {"sliding_window": None}
+    return {**windows, "num_experts": raw.get("num_experts", raw.get("num_local_experts", 128))}
+
+
 def _gemma2(raw: Raw) -> Raw:
     """Every other layer slides."""
     return {**_gemma(raw), **_layer_types(raw, lambda i: i % 2 == 0)}
@@ -194,6 +208,12 @@ FAMILIES = {
         QWEN3, **NO_BIASES, defaults={**THETA, **EPS}, complete=_all_slide, is_part=True
     ),
     "MistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
+    "MixtralForCausalLM": Family(
+        "qwen3_moe.MixtralForCausalLM",
+        **NO_BIASES,
+        defaults={**EPS, "num_experts_per_tok": 2, "rope_theta": 1_000_000.0},
+        complete=_mixtral,
+    ),
     "Olmo2ForCausalLM": Family(
         "olmo2.Olmo2ForCausalLM", qk_norm="whole", defaults={**THETA, **EPS}
     ),
@@ -216,6 +236,12 @@ FAMILIES = {
     ),
     "Qwen3ForCausalLM": Family(
         QWEN3, qk_norm="head", defaults={"head_dim": 128}, complete=_upper_layers_slide
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe.Qwen3MoeForCausalLM",
+        qk_norm="head",
+        defaults={"head_dim": 128},
+        complete=_qwen3_moe,
     ),
     "SmolLM3ForCausalLM": Family(
         QWEN3,

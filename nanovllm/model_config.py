@@ -28,10 +28,29 @@ class LayerConfig:
     Attributes:
         rope: how queries and keys turn.
         window: tokens that a token sees, itself and those before it; 0: all.
+        is_sparse: has experts in the place of an MLP.
     """
 
     rope: RopeParameters
     window: int = 0
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """The experts of a sparse layer. Names are those of config.json.
+
+    Attributes:
+        num_experts: of a layer.
+        num_experts_per_tok: that a token takes.
+        intermediate_size: of each.
+        norm_topk_prob: their weights add up to 1.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,7 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerConfig, ...]
+    experts: ExpertConfig | None  # of the layers that are sparse
     hidden_act: str  # "silu" or "gelu_pytorch_tanh"
     norm_plus_one: bool  # norms multiply by 1 + weight
     qk_norm: str  # queries and keys are normalised: each "head" for itself, all as a "whole", or ""
@@ -109,9 +129,11 @@ class ModelConfig:
     def check_tensor_parallel(self, size: int) -> None:
         """ValueError unless the model can be split over `size` ranks."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        inner = self.intermediate_size if self.experts is None else self.experts.intermediate_size
         for name, value in (
             ("num_attention_heads", heads),
             ("intermediate_size", self.intermediate_size),
+            ("the experts' intermediate_size", inner),
         ):
             if value % size:
                 raise ValueError(
@@ -152,6 +174,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         ),
         "tie_word_embeddings": read_value(raw, "tie_word_embeddings", bool, False),
         "layers": layers,
+        "experts": _read_experts(raw),
         "hidden_act": _read_activation(raw),
         "norm_plus_one": family.norm_plus_one,
         "qk_norm": family.qk_norm,
@@ -194,13 +217,37 @@ def _read_layers(raw: dict[str, Any], head_dim: int, interleaved: bool) -> tuple
     kinds = _read_list(raw, "layer_types", FULL, (FULL, SLIDING))
     turns = _read_list(raw, "no_rope_layers", 1, (0, 1))
     window = read_value(raw, "sliding_window", int, 0, minimum=0)
+    sparse = _sparse_layers(raw)
     ropes = {kind: read_rope(raw, kind, head_dim, interleaved) for kind in dict.fromkeys(kinds)}
     return tuple(
         LayerConfig(
             ropes[kind] if turns[i] else replace(ropes[kind], rope_type="none"),
             window if kind == SLIDING else 0,
+            i in sparse,
         )
         for i, kind in enumerate(kinds)
+    )
+
+
+def _sparse_layers(raw: dict[str, Any]) -> set[int]:
+    """All that `decoder_sparse_step` reaches, but those of `mlp_only_layers`."""
+    if raw.get("num_experts") is None:
+        return set()
+    step, dense = read_value(raw, "decoder_sparse_step", int, 1), raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError(f"config.json: `mlp_only_layers` must be a list of numbers, got {dense!r}")
+    return {i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0} - set(dense)
+
+
+def _read_experts(raw: dict[str, Any]) -> ExpertConfig | None:
+    if raw.get("num_experts") is None:
+        return None
+    num_experts = read_value(raw, "num_experts", int)
+    return ExpertConfig(
+        num_experts,
+        read_value(raw, "num_experts_per_tok", int, maximum=num_experts),
+        read_value(raw, "moe_intermediate_size", int),
+        read_value(raw, "norm_topk_prob", bool, False),
     )
 
 

@@ -61,12 +61,17 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """x = x + attention(norm(x)); x = x + mlp(norm(x))"""
 
+    mlp: nn.Module
+
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
         self.self_attn = Qwen3Attention(config, i, rope, build)
-        self.mlp = Qwen3MLP(config, build)
+        self.make_mlp(config, i, build)
         self.input_layernorm = norm(config, build)
         self.post_attention_layernorm = norm(config, build)
+
+    def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
+        self.mlp = Qwen3MLP(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

@@ -1,0 +1,38 @@
+"""Qwen3-MoE (Qwen team, 2025) and Mixtral (Jiang et al., 2024): experts in the place of MLPs."""
+
+from nanovllm.layers.base import Build
+from nanovllm.layers.experts import SparseMLP
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
+
+
+class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
+    """Experts in most layers, or in all."""
+
+    names = "gate_proj", "up_proj", "down_proj"
+
+    def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
+        if config.layers[i].is_sparse:
+            self.mlp = SparseMLP(config, self.names, build)
+        else:
+            self.mlp = Qwen3MLP(config, build)
+
+
+class MixtralDecoderLayer(Qwen3DecoderLayer):
+    """Experts in all layers."""
+
+    def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
+        self.block_sparse_moe = SparseMLP(config, ("w1", "w3", "w2"), build)
+        self.mlp = self.block_sparse_moe
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    """Qwen3-MoE."""
+
+    layer_class = Qwen3MoeDecoderLayer
+
+
+class MixtralForCausalLM(Qwen3ForCausalLM):
+    """Mixtral."""
+
+    layer_class = MixtralDecoderLayer
