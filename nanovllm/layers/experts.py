@@ -12,6 +12,8 @@ from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.linear import ReplicatedLinear, sum_over_ranks
 from nanovllm.model_config import ModelConfig
 
+ROWS = 4096  # of which partial results are kept at once
+
 
 class Router(ReplicatedLinear):
     """Which experts each token takes, and how much of each."""
@@ -72,9 +74,24 @@ class Experts(Layer):
             experts, weights: [T, k], see `Router.choose`.
 
         Returns:
-            [T, M], or partial results (see `sum_over_ranks`).
+            [T, M], or partial results: [k, T, M], or as of `sum_over_ranks`.
         """
-        return sum_over_ranks(self._by_expert(x, experts, weights), self.build.group)
+        group = self.build.group
+        if not self.build.fused:
+            return sum_over_ranks(self._by_expert(x, experts, weights), group)
+        if len(x) <= ROWS and (group.size == 1 or group.can_exchange(x)):
+            return self._by_kernels(x, experts, weights)
+        parts = zip(*(part.split(ROWS) for part in (x, experts, weights)), strict=True)
+        out = torch.cat([self._by_kernels(*part).sum(0).to(x.dtype) for part in parts])
+        return sum_over_ranks(out, group)
+
+    def _by_kernels(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Partial results [k, T, M] float32."""
+        from nanovllm.kernels.experts import gated_experts
+
+        return gated_experts(x, self.gate_up, self.down, experts.to(torch.int32), weights)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -162,6 +162,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": BY_KIND,
         },
     ),
+    "qwen 3 moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
 }
 TEXT = [(7 * i) % 127 for i in range(100)]
 
@@ -205,7 +218,7 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
 
 # Packed tensors, biases, multipliers, norms over all heads, KV heads that several ranks have.
 DIVIDED = {"granite", "gemma 3", "glm 4", "llama, biases", "olmo 2", "olmo 2, one KV head"}
-DIVIDED |= {"phi 3", "qwen2, tied"}
+DIVIDED |= {"phi 3", "qwen 3 moe", "qwen2, tied"}
 
 
 @pytest.mark.usefixtures("threads")
@@ -219,7 +232,7 @@ def test_tokens_of_two_ranks_are_those_of_transformers(path: Path) -> None:
 
 
 # With Triton's interpreter each takes seconds; these have every switch of the kernels.
-SWITCHES = {"llama, products in tiles", "qwen3", "gemma 2", "olmo 2"}
+SWITCHES = {"llama, products in tiles", "qwen3", "gemma 2", "olmo 2", "qwen 3 moe"}
 
 
 @pytest.mark.parametrize(
