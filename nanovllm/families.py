@@ -26,6 +26,9 @@ class Family(NamedTuple):
             it as `attention_bias`.
         mlp_bias: whether config.json may ask for biases in the MLP.
         packed_qkv, packed_gate_up: the checkpoint has `qkv_proj`, `gate_up_proj` as one tensor.
+        expert_bias: whether router and experts have biases.
+        attention_sinks: see `Scoring`.
+        has_mxfp4: whether checkpoints may have experts in 4 bits.
         interleaved_rope: see `RopeParameters`.
         is_part: of a checkpoint that has other parts, as one for images: only text is read and
             written.
@@ -43,6 +46,9 @@ class Family(NamedTuple):
     mlp_bias: bool = False
     packed_qkv: bool = False
     packed_gate_up: bool = False
+    expert_bias: bool = False
+    attention_sinks: bool = False
+    has_mxfp4: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -78,6 +84,18 @@ def _mixtral(raw: Raw) -> Raw:
     experts = {"num_experts": raw.get("num_local_experts", 8)}
     experts |= {"moe_intermediate_size": raw.get("intermediate_size")}
     return {**_all_slide(raw), **experts, "norm_topk_prob": True}
+
+
+def _gpt_oss(raw: Raw) -> Raw:
+    """Every other layer slides. Experts by other names, in all layers."""
+    experts = {
+        "num_experts": raw.get("num_local_experts", 128),
+        "moe_intermediate_size": raw.get("intermediate_size"),
+        "norm_topk_prob": True,
+    }
+    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        experts["rope_scaling"] = GPT_OSS_ROPE
+    return {**_layer_types(raw, lambda i: i % 2 == 0), **experts}
 
 
 def _qwen3_moe(raw: Raw) -> Raw:
@@ -184,6 +202,14 @@ GLM: dict[str, Any] = {
         "rms_norm_eps": 1.5625e-7,
     },
 }
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 FAMILIES = {
     "Gemma2ForCausalLM": Family(
         "gemma.Gemma2ForCausalLM",
@@ -196,6 +222,22 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": GEMMA3._replace(is_part=True),
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
+    "GptOssForCausalLM": Family(
+        "qwen3_moe.GptOssForCausalLM",
+        expert_bias=True,
+        attention_sinks=True,
+        has_mxfp4=True,
+        defaults={
+            **EPS,
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        complete=_gpt_oss,
+    ),
     "GraniteForCausalLM": Family(
         QWEN3, mlp_bias=True, defaults={**THETA, "attention_multiplier": 1.0}
     ),

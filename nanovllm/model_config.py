@@ -45,12 +45,18 @@ class ExpertConfig:
         num_experts_per_tok: that a token takes.
         intermediate_size: of each.
         norm_topk_prob: their weights add up to 1.
+        bias: router and experts have biases.
+        swiglu_limit: of gate and up (see `act_and_mul`); 0: none.
+        is_mxfp4: the checkpoint has them in 4 bits.
     """
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
     norm_topk_prob: bool
+    bias: bool
+    swiglu_limit: float
+    is_mxfp4: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class ModelConfig:
     packed_gate_up: bool
     is_part: bool  # the checkpoint has other parts, such as one for images
     attention_multiplier: float  # of scores
+    attention_sinks: bool  # see `Scoring`
     attn_logit_softcapping: float  # see `Scoring`; 0: none
     final_logit_softcapping: float  # the same of logits
     embedding_multiplier: float
@@ -99,9 +106,9 @@ class ModelConfig:
         refuse_directory(directory)
         raw = read_json(directory / "config.json")
         refuse_architecture(raw)
-        _refuse_quantised(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
+        _refuse_quantised(raw, family)
         caps = {key: 0.0 if key in raw else cap for key, cap in family.caps.items()}
         raw = {**family.defaults, **caps, **_without_nulls(raw)}
         if family.is_part:
@@ -174,7 +181,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         ),
         "tie_word_embeddings": read_value(raw, "tie_word_embeddings", bool, False),
         "layers": layers,
-        "experts": _read_experts(raw),
+        "experts": _read_experts(raw, family),
         "hidden_act": _read_activation(raw),
         "norm_plus_one": family.norm_plus_one,
         "qk_norm": family.qk_norm,
@@ -185,6 +192,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "packed_gate_up": family.packed_gate_up,
         "is_part": family.is_part,
         "attention_multiplier": _read_multiplier(raw, "attention_multiplier", head_dim**-0.5),
+        "attention_sinks": family.attention_sinks,
         "attn_logit_softcapping": _read_cap(raw, "attn_logit_softcapping"),
         "final_logit_softcapping": _read_cap(raw, "final_logit_softcapping"),
         "embedding_multiplier": _read_multiplier(raw, "embedding_multiplier"),
@@ -193,13 +201,19 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def _refuse_quantised(raw: dict[str, Any]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+def _quantization(raw: dict[str, Any]) -> Any:
+    """The method of a quantised checkpoint; None of others."""
+    quantization = raw.get("quantization_config") or None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method or quantization
+
+
+def _refuse_quantised(raw: dict[str, Any], family: Family) -> None:
+    method = _quantization(raw)
+    if method and not (method == "mxfp4" and family.has_mxfp4):
         raise ValueError(
-            "quantised checkpoints are not supported, and config.json has `quantization_config` "
-            f"{method or quantization!r}: use the original bfloat16, float16 or float32 weights"
+            f"quantised checkpoints are not supported, and config.json has `quantization_config` "
+            f"{method}: use the original bfloat16, float16 or float32 weights"
         )
 
 
@@ -239,7 +253,7 @@ def _sparse_layers(raw: dict[str, Any]) -> set[int]:
     return {i for i in range(raw["num_hidden_layers"]) if (i + 1) % step == 0} - set(dense)
 
 
-def _read_experts(raw: dict[str, Any]) -> ExpertConfig | None:
+def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
     if raw.get("num_experts") is None:
         return None
     num_experts = read_value(raw, "num_experts", int)
@@ -248,6 +262,9 @@ def _read_experts(raw: dict[str, Any]) -> ExpertConfig | None:
         read_value(raw, "num_experts_per_tok", int, maximum=num_experts),
         read_value(raw, "moe_intermediate_size", int),
         read_value(raw, "norm_topk_prob", bool, False),
+        family.expert_bias,
+        read_value(raw, "swiglu_limit", float, 0.0, 0, 1e6),
+        _quantization(raw) == "mxfp4",
     )
 
 

@@ -71,8 +71,10 @@ def make_checkpoint(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        for param in model.parameters():
-            if param.dim() == 1:  # norms and biases: without noise all 1 and all 0
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith(
+                "bias"
+            ):  # norms and biases: without noise all 1 and all 0
                 param.data += 0.2 * torch.randn_like(param)
     model.generation_config.eos_token_id = config.eos_token_id = None  # some have their own
     model.save_pretrained(path, max_shard_size=shard)

@@ -98,6 +98,7 @@ class ModelRunner:
                 head_dim=model_config.head_dim,
                 block_size=config.kvcache_block_size,
                 softcap=model_config.attn_logit_softcapping > 0,
+                sinks=model_config.attention_sinks,
             ),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
@@ -155,8 +156,11 @@ class ModelRunner:
         cache = KVCache(*torch.empty(2, 1, *shape, dtype=self.dtype, device=self.device))
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
-        layers = range(self.model_config.num_hidden_layers)
-        scorings = {scoring_of(self.model_config, i, self.max_model_len) for i in layers}
+        sinks = cache.k.new_zeros(num_heads) if self.model_config.attention_sinks else None
+        scorings = {
+            scoring_of(self.model_config, i, self.max_model_len, sinks)
+            for i in range(self.model_config.num_hidden_layers)
+        }
         return self.backend.variants(num_heads, cache, max_context, scorings)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:

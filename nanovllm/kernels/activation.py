@@ -17,6 +17,19 @@ def activate(x, GELU: tl.constexpr):
 
 
 @triton.jit
+def activate_and_mul(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
+    """`act(gate) * up`, both float32. A LIMIT clamps them first, and gates 1 + up: gpt-oss's SwiGLU
+    (OpenAI, 2025).
+    """
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    else:
+        return activate(gate, GELU) * up
+
+
+@triton.jit
 def _act_and_mul_kernel(
     x_ptr, out_ptr, I, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip

@@ -2,20 +2,81 @@
 
 Pairs of a token and one of its experts are numbered n = token * k + j. They are sorted by expert on
 the device (a counting sort, one program for each expert), so that a tile of rows meets the weights
-of one expert. How many tiles there are, the host need not know: the grid is what there can be.
+of one expert. How many tiles there are, the host need not know: the grid is what there can be. A
+single token needs no sorting (`linear.one_row`).
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import activate
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.activation import activate_and_mul
+from nanovllm.kernels.hopper import (
+    can_describe,
+    describe,
+    launch_dependents,
+    pdl_options,
+    spare_rows,
+    wait,
+)
+from nanovllm.kernels.linear import HALF, one_row
+
+
+class Tiles(NamedTuple):
+    """How the products are divided: `block_t` rows by `block_i` inner numbers, or by `block_m`
+    outputs, summed over `block_k` at a time.
+    """
+
+    block_t: int
+    block_i: int
+    block_m: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+FEW = Tiles(16, 64, 64, 128, 4, 4)
+SOME = Tiles(32, 64, 64, 128, 4, 4)
+MANY = Tiles(128, 128, 128, 64, 8, 3)
+LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
 
 
 @triton.jit
+def _route_kernel(
+    logits_ptr, experts_ptr, weights_ptr,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: the K likeliest experts of one token.
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, E_PAD)
+    wait(PDL)
+    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    most = tl.max(logits, 0)
+    left = logits
+    total = 0.0
+    for j in tl.static_range(K):
+        score, expert = tl.max(left, 0, return_indices=True)
+        tl.store(experts_ptr + row * K + j, expert)
+        total += tl.exp(score - most)
+        left = tl.where(e == expert, float("-inf"), left)
+    if not NORM:
+        total = tl.sum(tl.exp(logits - most), 0)
+    chosen = left != logits
+    taken = tl.where(chosen, logits, float("-inf"))
+    for j in tl.static_range(K):  # the same again, now that their sum is known
+        score, expert = tl.max(taken, 0, return_indices=True)
+        tl.store(weights_ptr + row * K + j, tl.exp(score - most) / total)
+        taken = tl.where(e == expert, float("-inf"), taken)
+
+
+@triton.jit(do_not_specialize=["N"])
 def _sort_kernel(
     ids_ptr, order_ptr, starts_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -53,12 +114,28 @@ def _tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.co
 
 
 @triton.jit
-def _gate_up_kernel(
-    x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, K, I,
-    M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, GELU: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+def _load_tile(
+    source, row, end, col, COLS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # One program: act(gate) * up of BLOCK_T pairs of one expert, BLOCK_I of its inner numbers.
+    """ROWS x WIDTH of a matrix with COLS columns. By a descriptor of it also rows from `end` on."""
+    if TMA:
+        return source.load([row, col])
+    else:
+        rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, WIDTH)
+        ptrs = source + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, weight, bias_ptr, order_ptr, starts_ptr, out_ptr,
+    K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    GELU: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_I inner numbers of BLOCK_T pairs of one expert. The weights are the left
+    # operand: its tile has the 64 rows that tensor cores want, however few the pairs are.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -66,31 +143,35 @@ def _gate_up_kernel(
         return
     t = begin + tl.arange(0, BLOCK_T)
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    m = tl.arange(0, BLOCK_M)
+    first = tl.program_id(0) * BLOCK_I
+    m = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pairs // K).to(tl.int64)[:, None] * M + m[None, :]
-    gate_ptrs = weight_ptr + expert.to(tl.int64) * 2 * I * M + i[None, :] * M + m[:, None]
-    gate = tl.zeros([BLOCK_T, BLOCK_I], tl.float32)
-    up = gate
-    for first in range(0, M, BLOCK_M):
-        inside = first + m < M
-        x = tl.load(x_ptrs + first, mask=(t < end)[:, None] & inside[None, :], other=0.0)
-        mask = (i < I)[None, :] & inside[:, None]
-        gate_weight = tl.load(gate_ptrs + first, mask=mask, other=0.0)
-        up_weight = tl.load(gate_ptrs + I * M + first, mask=mask, other=0.0)
-        gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
-        up = tl.dot(x, up_weight, up, input_precision="ieee")
-    dtype = out_ptr.dtype.element_ty
-    out = activate(gate.to(dtype).to(tl.float32), GELU).to(dtype) * up.to(dtype)
-    ptrs = out_ptr + t.to(tl.int64)[:, None] * I + i[None, :]  # in the sorted order
-    tl.store(ptrs, out, mask=(t < end)[:, None] & (i < I)[None, :])
+    row = expert * 2 * I + first
+    end_row = expert * 2 * I + I
+    gate = tl.zeros([BLOCK_I, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_I, BLOCK_T], tl.float32)
+    for k in range(0, M, BLOCK_K):
+        gate_weight = _load_tile(weight, row, end_row, k, M, BLOCK_I, BLOCK_K, TMA)
+        up_weight = _load_tile(weight, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, TMA)
+        x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
+        gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
+        up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+    i = first + tl.arange(0, BLOCK_I)
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + expert * 2 * I + i
+        gate += tl.load(bias_ptrs, mask=i < I, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias_ptrs + I, mask=i < I, other=0.0).to(tl.float32)[:, None]
+    out = activate_and_mul(gate, up, GELU, LIMIT).to(out_ptr.dtype.element_ty)
+    ptrs = out_ptr + t.to(tl.int64)[None, :] * I + i[:, None]  # in the sorted order
+    tl.store(ptrs, out, mask=(t < end)[None, :] & (i < I)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _down_kernel(
-    x_ptr, weight_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T, K, I,
-    M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+    K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M numbers of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -98,65 +179,137 @@ def _down_kernel(
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
     if expert >= E:
         return
+    first = tl.program_id(0) * BLOCK_M
+    row = expert * M + first
+    acc = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    for k in range(0, I, BLOCK_K):
+        weights = _load_tile(weight, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, TMA)
+        inner = _load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
+        acc = tl.dot(weights, inner.T, acc, input_precision="ieee")
+    m = first + tl.arange(0, BLOCK_M)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * M + m, mask=m < M, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
     t = begin + tl.arange(0, BLOCK_T)
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = tl.arange(0, BLOCK_I)
-    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * I + i[None, :]
-    weight_ptrs = weight_ptr + expert.to(tl.int64) * M * I + m[None, :] * I + i[:, None]
-    acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    for first in range(0, I, BLOCK_I):
-        inside = first + i < I
-        x = tl.load(x_ptrs + first, mask=(t < end)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_ptrs + first, mask=(m < M)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
     scale = tl.load(scale_ptr + pairs, mask=t < end, other=0.0)
-    row = (pairs % K).to(tl.int64) * T + pairs // K
-    out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(
-        out_ptr + row[:, None] * M + m[None, :], out, mask=(t < end)[:, None] & (m < M)[None, :]
-    )
+    rows = (pairs % K).to(tl.int64) * T + pairs // K
+    out = (acc * scale[None, :]).to(out_ptr.dtype.element_ty)
+    ptrs = out_ptr + rows[None, :] * M + m[:, None]
+    tl.store(ptrs, out, mask=(t < end)[None, :] & (m < M)[:, None])
+
+
+def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's k likeliest experts [T, k] int32, the likeliest first, and their probabilities
+    [T, k] float32; `norm` divides these by their sum.
+
+    Args:
+        logits: [T, E]
+    """
+    T, E = logits.shape
+    experts = torch.empty(T, k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
+    _route_kernel[(T,)](
+        logits.contiguous(), experts, weights,
+        E=E, E_PAD=triton.next_power_of_2(E), K=k, NORM=norm, num_warps=1, **pdl_options(logits),
+    )  # fmt: skip
+    return experts, weights
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of a layer.
+
+    Attributes:
+        gate_up: [E, 2 I, M], gate first.
+        down: [E, M, I]
+        gate_up_bias: [E, 2 I] or None for 0.
+        down_bias: [E, M] or None.
+        gelu: activate by GELU (tanh), not SiLU.
+        limit: of gate and up, of gpt-oss (see `activate_and_mul`); 0: none.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gelu: bool = False
+    limit: float = 0.0
+
+
+def choose_tiles(N: int, E: int) -> Tiles:
+    """Tiles for N pairs (measured on an H200)."""
+    return FEW if N <= 8 * E else SOME if N <= 32 * E else MANY
 
 
 def gated_experts(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    weights: ExpertWeights,
     experts: torch.Tensor,
-    weights: torch.Tensor,
-    gelu: bool = False,
+    scales: torch.Tensor,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`weight * down(act(gate(x)) * up(x))` of each expert that a token takes.
+    """`scale * down(act(gate(x)) * up(x))` of each expert that a token takes.
 
     Args:
         x: [T, M]
-        gate_up: [E, 2 I, M], gate first.
-        down: [E, M, I]
-        experts: [T, k] int32.
-        weights: [T, k] float32.
+        experts: [T, k] int32, see `route`.
+        scales: [T, k] float32.
+        tiles: how to divide the products; None: as fits.
 
     Returns:
-        [k, T, M], partial results, to be summed over k.
+        [k, T, M], partial results to be summed over k: float32, of large steps of x's dtype.
     """
-    (T, M), (E, _, I), k = x.shape, down.shape, experts.shape[1]
-    N = T * k
-    order = torch.empty(N, dtype=torch.int32, device=x.device)
-    starts = torch.empty(E + 1, dtype=torch.int32, device=x.device)
-    _sort_kernel[(E,)](
-        experts.contiguous(), order, starts, N,
-        BLOCK=min(2048, max(16, triton.next_power_of_2(N))), **pdl_options(x),
+    (T, M), (E, _, I), k = x.shape, weights.down.shape, experts.shape[1]
+    gelu, limit = weights.gelu, weights.limit
+    if T == 1 and x.dtype in HALF:
+        inner = one_row(
+            x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
+            experts=experts,
+        )  # fmt: skip
+        return one_row(inner, weights.down, weights.down_bias, experts=experts, scales=scales)
+    N, device = T * k, x.device
+    order = torch.empty(N, dtype=torch.int32, device=device)
+    starts = torch.empty(E + 1, dtype=torch.int32, device=device)
+    BLOCK = min(2048, max(16, triton.next_power_of_2(N)))
+    _sort_kernel[(E,)](experts, order, starts, N, BLOCK=BLOCK, **pdl_options(x))
+    tiles = tiles or choose_tiles(N, E)
+    num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
+    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options(x)}
+    inner = spare_rows(N, I, like=x)
+    gate_up, down = weights.gate_up.view(-1, M), weights.down.view(-1, I)
+    tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
+    width = tiles.block_k
+    _gate_up_kernel[(triton.cdiv(I, tiles.block_i), num_tiles)](
+        x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
+        weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
+        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma, **shape, **options,
     )  # fmt: skip
-    BLOCK_T = 16 if N <= 16 * E else 64
-    num_tiles = min(N, E) + N // BLOCK_T  # at most: each expert's last tile may not be full
-    shape = {"M": M, "E": E, "E_PAD": triton.next_power_of_2(E), "BLOCK_T": BLOCK_T}
-    inner = torch.empty(N, I, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(triton.cdiv(I, 64), num_tiles)](
-        x.contiguous(), gate_up, order, starts, inner, k, I,
-        GELU=gelu, BLOCK_I=64, BLOCK_M=64, num_warps=4, num_stages=3, **shape, **pdl_options(x),
-    )  # fmt: skip
-    out = torch.empty(k, T, M, dtype=torch.float32, device=x.device)
-    _down_kernel[(triton.cdiv(M, 128), num_tiles)](
-        inner, down, order, starts, weights.contiguous(), out, T, k, I,
-        BLOCK_M=128, BLOCK_I=64, num_warps=4, num_stages=3, **shape, **pdl_options(x),
+    dtype = torch.float32 if T < LARGE_STEP else x.dtype
+    out = torch.empty(k, T, M, dtype=dtype, device=device)
+    _down_kernel[(triton.cdiv(M, tiles.block_m), num_tiles)](
+        describe(inner, tiles.block_t, width) if tma else inner,
+        describe(down, tiles.block_m, width) if tma else down,
+        weights.down_bias, order, starts, scales, out, T,
+        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma, **shape, **options,
     )  # fmt: skip
     return out
+
+
+def variants(weights: ExpertWeights, k: int, norm: bool) -> dict[Hashable, Callable[[], object]]:
+    """A call for each kernel of `route` and `gated_experts`, by what tells kernels apart."""
+    E, M, _ = weights.down.shape
+
+    def run(T: int) -> None:
+        x = weights.down.new_zeros(T, M)
+        gated_experts(x, weights, *route(x.new_zeros(T, E), k, norm))
+
+    return {
+        (
+            weights.gate_up.shape,
+            weights.gate_up_bias is None,
+            weights.down_bias is None,
+            T,
+        ): partial(run, T)
+        for T in (1, *(max(2, pairs * E // k) for pairs in (8, 32, 64)))
+    }

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul, activate
+from nanovllm.kernels.activation import act_and_mul, activate_and_mul
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -44,14 +44,33 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
+def _load_bias(bias_ptr, n, mask):
+    """float32; 0 if there is none."""
+    if bias_ptr is None:
+        return 0.0
+    else:
+        return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _row_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, experts_ptr, scales_ptr, out_ptr, x_stride,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of the only row. Their first weights are read before the wait.
+    # One program: BLOCK_N outputs of the only row, or of one of its experts. Their first weights
+    # are read before the wait, where it is known which they are.
     launch_dependents(PDL)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if experts_ptr is not None:
+        wait(PDL)
+        j = tl.program_id(1)
+        first = tl.load(experts_ptr + j).to(tl.int64) * (2 * N if GATED else N)
+        weight_ptr += first * K
+        if bias_ptr is not None:
+            bias_ptr += first
+        x_ptr += j * x_stride
+        out_ptr += j * N
     k = tl.arange(0, BLOCK_K)
     weight_ptrs = weight_ptr + n[:, None] * K + k[None, :]
     mask = (n[:, None] < N) & (k[None, :] < K)
@@ -60,11 +79,10 @@ def _row_kernel(
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
         up_acc = acc
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-        if GATED:
-            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
-    wait(PDL)
+        up_bias = _load_bias(bias_ptr, N + n, n < N)
+    bias = _load_bias(bias_ptr, n, n < N)
+    if experts_ptr is None:
+        wait(PDL)
     for start in tl.static_range(0, K, BLOCK_K):
         if start > 0:
             mask = (n[:, None] < N) & (start + k[None, :] < K)
@@ -75,14 +93,11 @@ def _row_kernel(
         acc += weight.to(tl.float32) * x
         if GATED:
             up_acc += up_weight.to(tl.float32) * x
-    out = tl.sum(acc, 1)
-    if bias_ptr is not None:
-        out += bias
+    out = tl.sum(acc, 1) + bias
     if GATED:
-        up = tl.sum(up_acc, 1)
-        if bias_ptr is not None:
-            up += up_bias
-        out = activate(out, GELU) * up
+        out = activate_and_mul(out, tl.sum(up_acc, 1) + up_bias, GELU, LIMIT)
+    if scales_ptr is not None:
+        out *= tl.load(scales_ptr + tl.program_id(1))
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -107,26 +122,46 @@ def _tiles_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=t < T)
 
 
-def _one_row(
+def one_row(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    *,
+    gated: bool = False,
     gelu: bool = False,
+    limit: float = 0.0,
+    experts: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    assert x.stride(1) == 1 and weight.is_contiguous(), "rows must be contiguous"
-    N, K = weight.shape
+    """The product of a single row; or of it with each of k experts, or of k rows with one each.
+
+    Args:
+        x: [1, K], or [k, K].
+        weight: [N, K], of experts [E, N, K]; if `gated`, N is of gate and up.
+        bias: [N], of experts [E, N]; None for 0.
+        gated, gelu, limit: see `kernels.activation.activate_and_mul`.
+        experts: [1, k] int32.
+        scales: [1, k] float32, multiply the results.
+
+    Returns:
+        [1, N], of experts [k, N]; or [k, 1, N] float32 with `scales`.
+    """
+    assert x.stride(-1) == 1 and weight.is_contiguous(), "rows must be contiguous"
+    N, K = weight.shape[-2:]
     if gated:
         N //= 2
     # 4096 weights for each program at a time; measured on an H200.
     BLOCK_K = max(16, min(2048, triton.next_power_of_2(K)))
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
-    out = torch.empty(1, N, dtype=x.dtype, device=x.device)
-    _row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
+    k = 1 if experts is None else experts.numel()
+    dtype = x.dtype if scales is None else torch.float32
+    out = torch.empty(k, N, dtype=dtype, device=x.device)
+    _row_kernel[(triton.cdiv(N, BLOCK_N), k)](
+        x, weight, bias, experts, scales, out, x.stride(0) if len(x) > 1 else 0,
+        N=N, K=K, GATED=gated, GELU=gelu, LIMIT=limit,
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, **pdl_options(x),
     )  # fmt: skip
-    return out
+    return out if scales is None else out.unsqueeze(1)
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
@@ -188,7 +223,7 @@ def linear(
     (T, K), N = x.shape, weight.shape[0]
     if x.dtype in HALF:
         if T == 1:
-            return _one_row(x, weight, bias, gated=False)
+            return one_row(x, weight, bias)
         tiles = choose_tiles(T, N, K, partial)
         if tiles is not None and can_describe(x) and can_describe(weight):
             return _by_tiles(x, weight, bias, tiles)
@@ -202,7 +237,7 @@ def gated_linear(
     by tanh. x: [T, K]; weight: [2 N, K]; bias: [2 N] -> [T, N].
     """
     if len(x) == 1 and x.dtype in HALF:
-        return _one_row(x, weight, bias, gated=True, gelu=gelu)
+        return one_row(x, weight, bias, gated=True, gelu=gelu)
     return act_and_mul(linear(x, weight, bias), gelu)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
+from nanovllm.layers.mxfp4 import Packing
 
 Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
 
@@ -69,10 +70,12 @@ class Shard(NamedTuple):
     Attributes:
         target: the parameter, or rows of a packed one, that it fills.
         parts: what of each dimension fills it.
+        packing: how the checkpoint stores the numbers; None: as they are.
     """
 
     target: torch.Tensor
     parts: tuple[Part, ...]
+    packing: Packing | None = None
 
     @classmethod
     def whole(cls, target: torch.Tensor) -> "Shard":
@@ -82,7 +85,16 @@ class Shard(NamedTuple):
     @property
     def full_shape(self) -> list[int]:
         """The shape of the tensor in the checkpoint."""
-        return [part.total for part in self.parts]
+        shape = [part.total for part in self.parts]
+        return shape if self.packing is None else self.packing.shape(shape)
+
+    def unpack(self, source: Any) -> None:
+        """Fill the target with our part of the packed tensor, or multiply it by that."""
+        assert self.packing is not None, "not packed"
+        for i, target in enumerate(self.target):  # a matrix at a time: unpacked ones are large
+            whole = self.packing.decode(source[i].to(target.device))
+            own = Shard(target, self.parts[1:]).read(whole)
+            target.copy_(target * own if self.packing.multiplies else own)
 
     def read(self, source: Any) -> torch.Tensor:
         """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""

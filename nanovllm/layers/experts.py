@@ -1,58 +1,74 @@
 """Mixture of experts: gated MLPs, of which each token takes the few that a router chooses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
-from nanovllm.layers.activation import act_and_mul
+from nanovllm.layers import mxfp4
+from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.linear import ReplicatedLinear, sum_over_ranks
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ExpertConfig, ModelConfig
 
-ROWS = 4096  # of which partial results are kept at once
+if TYPE_CHECKING:
+    from nanovllm.kernels.experts import ExpertWeights
+
+
+def _facts(config: ModelConfig) -> ExpertConfig:
+    assert config.experts is not None, "a dense model"
+    return config.experts
 
 
 class Router(ReplicatedLinear):
     """Which experts each token takes, and how much of each."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
-        assert config.experts is not None, "a dense model"
-        super().__init__(config.hidden_size, config.experts.num_experts, False, build)
-        self.facts = config.experts
+        facts = _facts(config)
+        super().__init__(config.hidden_size, facts.num_experts, facts.bias, build)
+        self.k, self.norm = facts.num_experts_per_tok, facts.norm_topk_prob
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, M] -> the k experts of each token [T, k] int64, the likeliest first, and their
-        weights [T, k] float32.
+        """[T, M] -> the k experts of each token [T, k], the likeliest first, and their weights
+        [T, k] float32.
         """
-        scores = self(x).float().softmax(-1)
-        weights, experts = scores.topk(self.facts.num_experts_per_tok)
-        if self.facts.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return experts, weights
+        logits = self(x)
+        if self.build.fused:
+            from nanovllm.kernels.experts import route
+
+            return route(logits, self.k, self.norm)
+        logits, experts = logits.float().sort(dim=-1, descending=True, stable=True)
+        weights = (logits[:, : self.k] if self.norm else logits).softmax(-1)
+        return experts[:, : self.k], weights[:, : self.k]
 
 
 class Experts(Layer):
-    """E experts, each `down(silu(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
+    """E experts, each `down(act(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
 
     Args:
         config: of the model.
-        names: what the checkpoint calls gate, up and down.
+        names: what the checkpoint calls gate, up and down, each expert's under its number.
         build: of the model.
+
+    Attributes:
+        gate_up: [E, 2 I, M], gate first.
+        down: [E, M, I]
     """
 
     def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
         super().__init__()
-        assert config.experts is not None, "a dense model"
-        self.num_experts, self.names, self.build = config.experts.num_experts, names, build
-        M, self.part = config.hidden_size, Part.equal(config.experts.intermediate_size, build.group)
-        I = len(self.part.held)
-        shapes = (self.num_experts, 2 * I, M), (self.num_experts, M, I)
-        self.gate_up, self.down = (
-            nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes
-        )
+        facts, M = _facts(config), config.hidden_size
+        self.facts, self.names, self.build = facts, names, build
+        self.gelu = ACTIVATIONS[config.hidden_act]
+        self.part = Part.equal(facts.intermediate_size, build.group)
+        E, I = facts.num_experts, len(self.part.held)
+        shapes = [(E, 2 * I, M), (E, M, I)] + [(E, 2 * I), (E, M)] * facts.bias
+        weights = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
+        self.gate_up, self.down = weights[:2]
+        self.gate_up_bias, self.down_bias = weights[2:] or (None, None)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         I, whole = len(self.part.held), Part.whole(self.down.shape[1])
@@ -63,6 +79,11 @@ class Experts(Layer):
             yield f"{path}.{i}.{gate}", Shard(gate_up[:I], (self.part, whole))
             yield f"{path}.{i}.{up}", Shard(gate_up[I:], (self.part, whole))
             yield f"{path}.{i}.{down}", Shard(down_proj, (whole, self.part))
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """What this rank adds to the results: their sum has the bias of rank 0."""
+        return self.down_bias if self.build.group.rank == 0 else None
 
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -79,45 +100,90 @@ class Experts(Layer):
         group = self.build.group
         if not self.build.fused:
             return sum_over_ranks(self._by_expert(x, experts, weights), group)
-        if len(x) <= ROWS and (group.size == 1 or group.can_exchange(x)):
-            return self._by_kernels(x, experts, weights)
-        parts = zip(*(part.split(ROWS) for part in (x, experts, weights)), strict=True)
-        out = torch.cat([self._by_kernels(*part).sum(0).to(x.dtype) for part in parts])
-        return sum_over_ranks(out, group)
-
-    def _by_kernels(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Partial results [k, T, M] float32."""
         from nanovllm.kernels.experts import gated_experts
 
-        return gated_experts(x, self.gate_up, self.down, experts.to(torch.int32), weights)
+        out = gated_experts(x, self._weights(), experts, weights)
+        if group.size == 1 or group.can_exchange(x):  # the norm behind it sums
+            return out
+        return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
+
+    def _weights(self) -> "ExpertWeights":
+        from nanovllm.kernels.experts import ExpertWeights
+
+        biases = self.gate_up_bias, self.own_bias
+        return ExpertWeights(self.gate_up, self.down, *biases, self.gelu, self.facts.swiglu_limit)
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        if not self.build.fused:
+            return {}
+        from nanovllm.kernels.experts import variants
+
+        return variants(self._weights(), self.facts.num_experts_per_tok, self.facts.norm_topk_prob)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """One expert after the other, with all of its tokens."""
+        """One expert after the other, with all of its tokens: [T, M]."""
         k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
-        ends = experts.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()
+        ends = experts.flatten().bincount(minlength=len(self.down)).cumsum(0).tolist()
         out = x.new_empty(len(order), x.shape[1])
         for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
                 rows = order[begin:end]
-                inner = act_and_mul(F.linear(x[rows // k], self.gate_up[i]))
-                out[rows] = F.linear(inner, self.down[i])
+                bias, down_bias = (
+                    None if of_all is None else of_all[i]
+                    for of_all in (self.gate_up_bias, self.own_bias)
+                )
+                gate_up = F.linear(x[rows // k], self.gate_up[i], bias)
+                inner = act_and_mul(gate_up, self.gelu, self.facts.swiglu_limit)
+                out[rows] = F.linear(inner, self.down[i], down_bias)
         return (out.view(-1, k, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-class SparseMLP(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+class PackedExperts(Experts):
+    """Experts that the checkpoint has in a tensor for all, gate and up in turns (gpt-oss)."""
 
-    def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__(config, ("", "", ""), build)
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        E, M, _ = self.down.shape
+        experts, outputs, inner = Part.whole(E), Part.whole(M), self.part
+        in_turns = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
+        gate_up = Part(in_turns, 2 * inner.total)
+        for name, weight, rows, columns in (
+            ("gate_up_proj", self.gate_up.data, gate_up, outputs),
+            ("down_proj", self.down.data, outputs, inner),
+        ):
+            if self.facts.is_mxfp4:
+                parts = experts, rows, columns
+                yield f"{path}.{name}_blocks", Shard(weight, parts, mxfp4.BLOCKS)
+                yield f"{path}.{name}_scales", Shard(weight, parts, mxfp4.SCALES)
+            else:
+                yield f"{path}.{name}", Shard(weight.mT, (experts, columns, rows))
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        yield f"{path}.gate_up_proj_bias", Shard(self.gate_up_bias.data, (experts, gate_up))
+        yield f"{path}.down_proj_bias", Shard(self.down_bias.data, (experts, outputs))
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts, in the place of an MLP.
+
+    Args:
+        router: its name in the checkpoint.
+    """
+
+    def __init__(
+        self, config: ModelConfig, experts: Experts, build: Build, router: str = "gate"
+    ) -> None:
         super().__init__()
-        self.gate = Router(config, build)
-        self.experts = Experts(config, names, build)
+        module = Router(config, build)
+        self.add_module(router, module)
+        self.choose = module.choose
+        self.experts = experts
 
     def forward(self, hidden: Hidden) -> Hidden:
         x = hidden.whole() if isinstance(hidden, Gathered) else hidden
         assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
-        return self.experts(x, *self.gate.choose(x))
+        return self.experts(x, *self.choose(x))

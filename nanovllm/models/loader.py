@@ -94,7 +94,8 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
         for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
             assert name not in found, f"{name} fills two parameters"
             found[name] = shard
-            filled[shard.target.untyped_storage().data_ptr()] += shard.target.numel()
+            if not _comes_last(shard):
+                filled[shard.target.untyped_storage().data_ptr()] += shard.target.numel()
     for name, param in model.named_parameters():
         size = filled.get(param.untyped_storage().data_ptr())
         assert size in (param.numel(), 0), f"not all of {name} is filled"  # 0: rank without tokens
@@ -145,7 +146,7 @@ def load_model(
         problems.append(f"not used by this model: {_names(unused)}")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
-    by_file = sorted(targets, key=files.__getitem__)
+    by_file = sorted(targets, key=lambda name: (_comes_last(targets[name]), files[name]))
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
             present = set(tensors.keys())
@@ -167,8 +168,15 @@ def _check_shape(name: str, source: Any, shard: Shard) -> None:
         raise ValueError(f"tensor {name} has shape {shape}, config.json implies {shard.full_shape}")
 
 
+def _comes_last(shard: Shard) -> bool:
+    return shard.packing is not None and shard.packing.multiplies
+
+
 def _copy(name: str, source: Any, shard: Shard) -> None:
     """Fill `shard` from `source`, a slice of safetensors."""
+    if shard.packing is not None:
+        shard.unpack(source)
+        return
     tensor = shard.read(source)
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
@@ -183,12 +191,14 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
+            if _comes_last(shard):
+                continue
             if name.endswith("bias"):
                 shard.target.zero_()
             elif shard.target.dim() == 1:
                 shard.target.fill_(1.0)
             else:
-                whole = shard.target.new_empty(shard.full_shape)
+                whole = shard.target.new_empty([part.total for part in shard.parts])
                 whole.normal_(0.0, 0.02, generator=generator)
                 shard.target.copy_(shard.read(whole))
 

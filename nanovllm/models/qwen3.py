@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import ACTIVATIONS
-from nanovllm.layers.attention import Attention, scoring_of
+from nanovllm.layers.attention import Attention, Sinks, scoring_of
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import Residual, all_rows, norm
@@ -34,7 +34,9 @@ class Qwen3Attention(nn.Module):
         if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
             self.q_norm, self.k_norm = norms = norm(config, plain, D), norm(config, plain, D)
-        scoring = scoring_of(config, i, build.max_model_len)
+        self.sinks = Sinks(config, build) if config.attention_sinks else None
+        scores = None if self.sinks is None else self.sinks.scores
+        scoring = scoring_of(config, i, build.max_model_len, scores)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:

@@ -1,7 +1,9 @@
-"""Qwen3-MoE (Qwen team, 2025) and Mixtral (Jiang et al., 2024): experts in the place of MLPs."""
+"""Qwen3-MoE (Qwen team, 2025), Mixtral (Jiang et al., 2024) and gpt-oss (OpenAI, 2025): experts in
+the place of MLPs.
+"""
 
 from nanovllm.layers.base import Build
-from nanovllm.layers.experts import SparseMLP
+from nanovllm.layers.experts import Experts, PackedExperts, SparseMLP
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
@@ -9,11 +11,10 @@ from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
     """Experts in most layers, or in all."""
 
-    names = "gate_proj", "up_proj", "down_proj"
-
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         if config.layers[i].is_sparse:
-            self.mlp = SparseMLP(config, self.names, build)
+            experts = Experts(config, ("gate_proj", "up_proj", "down_proj"), build)
+            self.mlp = SparseMLP(config, experts, build)
         else:
             self.mlp = Qwen3MLP(config, build)
 
@@ -22,8 +23,15 @@ class MixtralDecoderLayer(Qwen3DecoderLayer):
     """Experts in all layers."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.block_sparse_moe = SparseMLP(config, ("w1", "w3", "w2"), build)
-        self.mlp = self.block_sparse_moe
+        experts = Experts(config, ("w1", "w3", "w2"), build)
+        self.block_sparse_moe = self.mlp = SparseMLP(config, experts, build)
+
+
+class GptOssDecoderLayer(Qwen3DecoderLayer):
+    """Experts in all layers, with biases, and clamped."""
+
+    def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
+        self.mlp = SparseMLP(config, PackedExperts(config, build), build, "router")
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
@@ -36,3 +44,9 @@ class MixtralForCausalLM(Qwen3ForCausalLM):
     """Mixtral."""
 
     layer_class = MixtralDecoderLayer
+
+
+class GptOssForCausalLM(Qwen3ForCausalLM):
+    """gpt-oss."""
+
+    layer_class = GptOssDecoderLayer

@@ -174,6 +174,17 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "gpt oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**YARN, "factor": 32.0, "truncate": False},
+            **SLIDES,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
 }
 TEXT = [(7 * i) % 127 for i in range(100)]
@@ -218,7 +229,7 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
 
 # Packed tensors, biases, multipliers, norms over all heads, KV heads that several ranks have.
 DIVIDED = {"granite", "gemma 3", "glm 4", "llama, biases", "olmo 2", "olmo 2, one KV head"}
-DIVIDED |= {"phi 3", "qwen 3 moe", "qwen2, tied"}
+DIVIDED |= {"gpt oss", "phi 3", "qwen 3 moe", "qwen2, tied"}
 
 
 @pytest.mark.usefixtures("threads")
@@ -232,7 +243,7 @@ def test_tokens_of_two_ranks_are_those_of_transformers(path: Path) -> None:
 
 
 # With Triton's interpreter each takes seconds; these have every switch of the kernels.
-SWITCHES = {"llama, products in tiles", "qwen3", "gemma 2", "olmo 2", "qwen 3 moe"}
+SWITCHES = {"llama, products in tiles", "qwen3", "gemma 2", "olmo 2", "qwen 3 moe", "gpt oss"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""The kernels of a mixture of experts against float64."""
+
+import pytest
+import torch
+from attention_cases import DEVICE
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.experts import (
+    FEW,
+    MANY,
+    SOME,
+    ExpertWeights,
+    Tiles,
+    gated_experts,
+    route,
+)
+
+SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2)  # several in each direction
+ON_GPU = DEVICE == "cuda"
+
+
+def expected(
+    x: torch.Tensor, w: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """[T, M] float64, one token and expert at a time."""
+    out = torch.zeros(*x.shape, dtype=torch.float64)
+    for t in range(len(x)):
+        for expert, scale in zip(experts[t].tolist(), scales[t].tolist(), strict=True):
+            gate_up = w.gate_up[expert].double().cpu() @ x[t].double().cpu()
+            if w.gate_up_bias is not None:
+                gate_up += w.gate_up_bias[expert].double().cpu()
+            gate, up = gate_up.chunk(2)
+            if w.limit:
+                gate, up = gate.clamp(max=w.limit), up.clamp(-w.limit, w.limit)
+                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            else:
+                inner = torch.nn.functional.silu(gate) * up
+            result = w.down[expert].double().cpu() @ inner
+            if w.down_bias is not None:
+                result += w.down_bias[expert].double().cpu()
+            out[t] += scale * result
+    return out
+
+
+@pytest.mark.parametrize(
+    ("T", "k", "E", "I", "M", "tiles"),
+    [
+        (1, 3, 7, 48, 40, None),
+        (5, 2, 7, 48, 40, SMALL_TILES),
+        (33, 3, 5, 40, 72, SMALL_TILES),  # some experts have two tiles
+        (40, 1, 8, 64, 64, FEW),
+        (70, 4, 4, 160, 136, SOME),
+        pytest.param(200, 4, 6, 200, 264, MANY, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
+def test_experts_are_those_of_float64(
+    T: int, k: int, E: int, I: int, M: int, tiles: Tiles | None, limit: float, dtype: torch.dtype
+) -> None:
+    """With limits also biases; one expert is taken by all tokens, and one by none."""
+    generator = torch.Generator().manual_seed(T)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    biases = (randn(E, 2 * I), randn(E, M)) if limit else (None, None)
+    w = ExpertWeights(randn(E, 2 * I, M) / M**0.5, randn(E, M, I) / I**0.5, *biases, limit=limit)
+    x, logits = randn(T, M), randn(T, E)
+    logits[:, 0] += 8
+    logits[:, -1] -= 8
+    experts, scales = route(logits, k, norm=limit > 0)
+    probabilities, chosen = logits.double().softmax(-1).topk(k)
+    if limit:
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    assert experts.tolist() == chosen.tolist()
+    torch.testing.assert_close(scales.double(), probabilities, rtol=1e-5, atol=1e-7)
+    out = gated_experts(x, w, experts, scales, tiles)
+    assert out.shape == (k, T, M) and out.dtype == torch.float32
+    wanted = expected(x, w, experts, scales)
+    # Inner numbers are rounded to dtype once: half a unit in the last place of each, as noise.
+    error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
+    assert error < torch.finfo(dtype).eps, error
+
+
+def test_equal_scores_take_the_first_expert() -> None:
+    experts, scales = route(torch.zeros(2, 6, device=DEVICE), 2, norm=True)
+    assert experts.tolist() == [[0, 1], [0, 1]]
+    assert scales.tolist() == [[0.5, 0.5], [0.5, 0.5]]
