@@ -39,11 +39,15 @@ class Tiles(NamedTuple):
     block_k: int
     warps: int
     stages: int
+    down_stages: int
 
 
-FEW = Tiles(16, 64, 64, 128, 4, 4)
-SOME = Tiles(32, 64, 64, 128, 4, 4)
-MANY = Tiles(128, 128, 128, 64, 8, 3)
+# Measured on an H200, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+FEW = Tiles(16, 64, 128, 128, 4, 3, 3)
+SOME = Tiles(32, 128, 128, 64, 4, 3, 3)
+MORE = Tiles(64, 64, 128, 64, 4, 4, 4)
+MANY = Tiles(128, 128, 128, 64, 8, 4, 3)
+LONG = MANY._replace(down_stages=4)  # for an inner size from 2048
 LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
 
 
@@ -236,9 +240,12 @@ class ExpertWeights(NamedTuple):
     limit: float = 0.0
 
 
-def choose_tiles(N: int, E: int) -> Tiles:
-    """Tiles for N pairs (measured on an H200)."""
-    return FEW if N <= 8 * E else SOME if N <= 32 * E else MANY
+def choose_tiles(N: int, E: int, I: int) -> Tiles:
+    """Tiles for N pairs of E experts with the inner size I."""
+    for most, tiles in ((8, FEW), (16, SOME), (128, MORE)):
+        if N <= most * E:
+            return tiles
+    return MANY if I < 2048 else LONG
 
 
 def gated_experts(
@@ -270,12 +277,14 @@ def gated_experts(
     N, device = T * k, x.device
     order = torch.empty(N, dtype=torch.int32, device=device)
     starts = torch.empty(E + 1, dtype=torch.int32, device=device)
-    BLOCK = min(2048, max(16, triton.next_power_of_2(N)))
-    _sort_kernel[(E,)](experts, order, starts, N, BLOCK=BLOCK, **pdl_options(x))
-    tiles = tiles or choose_tiles(N, E)
+    BLOCK = min(8192, max(16, triton.next_power_of_2(N)))
+    _sort_kernel[(E,)](
+        experts, order, starts, N, BLOCK=BLOCK, num_warps=max(1, BLOCK // 512), **pdl_options(x)
+    )
+    tiles = tiles or choose_tiles(N, E, I)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, **pdl_options(x)}
+    options = {"num_warps": tiles.warps, **pdl_options(x)}
     inner = spare_rows(N, I, like=x)
     gate_up, down = weights.gate_up.view(-1, M), weights.down.view(-1, I)
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
@@ -283,7 +292,7 @@ def gated_experts(
     _gate_up_kernel[(triton.cdiv(I, tiles.block_i), num_tiles)](
         x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
         weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
-        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma, **shape, **options,
+        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma, num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=device)
@@ -291,7 +300,7 @@ def gated_experts(
         describe(inner, tiles.block_t, width) if tma else inner,
         describe(down, tiles.block_m, width) if tma else down,
         weights.down_bias, order, starts, scales, out, T,
-        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma, **shape, **options,
+        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma, num_stages=tiles.down_stages, **shape, **options,
     )  # fmt: skip
     return out
 
@@ -311,5 +320,5 @@ def variants(weights: ExpertWeights, k: int, norm: bool) -> dict[Hashable, Calla
             weights.down_bias is None,
             T,
         ): partial(run, T)
-        for T in (1, *(max(2, pairs * E // k) for pairs in (8, 32, 64)))
+        for T in (1, *(max(2, pairs * E // k) for pairs in (8, 16, 128, 129)))
     }
