@@ -243,7 +243,7 @@ class ExpertWeights(NamedTuple):
 def choose_tiles(N: int, E: int, I: int) -> Tiles:
     """Tiles for N pairs of E experts with the inner size I."""
     for most, tiles in ((8, FEW), (16, SOME), (128, MORE)):
-        if N <= most * E:
+        if most * E >= N:
             return tiles
     return MANY if I < 2048 else LONG
 
@@ -292,7 +292,8 @@ def gated_experts(
     _gate_up_kernel[(triton.cdiv(I, tiles.block_i), num_tiles)](
         x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
         weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
-        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma, num_stages=tiles.stages, **shape, **options,
+        BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
+        num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=device)
@@ -300,7 +301,8 @@ def gated_experts(
         describe(inner, tiles.block_t, width) if tma else inner,
         describe(down, tiles.block_m, width) if tma else down,
         weights.down_bias, order, starts, scales, out, T,
-        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma, num_stages=tiles.down_stages, **shape, **options,
+        BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
+        num_stages=tiles.down_stages, **shape, **options,
     )  # fmt: skip
     return out
 
