@@ -40,6 +40,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     down_stages: int
+    left: bool = True
 
 
 # Measured on an H200, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
@@ -132,14 +133,32 @@ def _load_tile(
 
 
 @triton.jit
+def _no_sum(OUTPUTS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr):
+    if LEFT:
+        return tl.zeros([OUTPUTS, ROWS], tl.float32)
+    else:
+        return tl.zeros([ROWS, OUTPUTS], tl.float32)
+
+
+@triton.jit
+def _add_product(acc, weight, x, LEFT: tl.constexpr):
+    """acc + x @ weight.T: [ROWS, OUTPUTS]; transposed if the weights are the LEFT operand. That one
+    has the 64 rows that tensor cores want, however few x has.
+    """
+    if LEFT:
+        return tl.dot(weight, x.T, acc, input_precision="ieee")
+    else:
+        return tl.dot(x, weight.T, acc, input_precision="ieee")
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr, weight, bias_ptr, order_ptr, starts_ptr, out_ptr,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     GELU: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_K: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_I inner numbers of BLOCK_T pairs of one expert. The weights are the left
-    # operand: its tile has the 64 rows that tensor cores want, however few the pairs are.
+    # One program: BLOCK_I inner numbers of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -152,30 +171,32 @@ def _gate_up_kernel(
     x_ptrs = x_ptr + (pairs // K).to(tl.int64)[:, None] * M + m[None, :]
     row = expert * 2 * I + first
     end_row = expert * 2 * I + I
-    gate = tl.zeros([BLOCK_I, BLOCK_T], tl.float32)
-    up = tl.zeros([BLOCK_I, BLOCK_T], tl.float32)
+    gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
+    up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     for k in range(0, M, BLOCK_K):
         gate_weight = _load_tile(weight, row, end_row, k, M, BLOCK_I, BLOCK_K, TMA)
         up_weight = _load_tile(weight, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, TMA)
         x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
-        gate = tl.dot(gate_weight, x.T, gate, input_precision="ieee")
-        up = tl.dot(up_weight, x.T, up, input_precision="ieee")
+        gate = _add_product(gate, gate_weight, x, LEFT)
+        up = _add_product(up, up_weight, x, LEFT)
+    if LEFT:
+        gate, up = gate.T, up.T
     i = first + tl.arange(0, BLOCK_I)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * 2 * I + i
-        gate += tl.load(bias_ptrs, mask=i < I, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(bias_ptrs + I, mask=i < I, other=0.0).to(tl.float32)[:, None]
+        gate += tl.load(bias_ptrs, mask=i < I, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptrs + I, mask=i < I, other=0.0).to(tl.float32)[None, :]
     out = activate_and_mul(gate, up, GELU, LIMIT).to(out_ptr.dtype.element_ty)
-    ptrs = out_ptr + t.to(tl.int64)[None, :] * I + i[:, None]  # in the sorted order
-    tl.store(ptrs, out, mask=(t < end)[None, :] & (i < I)[:, None])
+    ptrs = out_ptr + t.to(tl.int64)[:, None] * I + i[None, :]  # in the sorted order
+    tl.store(ptrs, out, mask=(t < end)[:, None] & (i < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
 def _down_kernel(
     x, weight, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M numbers of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -185,22 +206,24 @@ def _down_kernel(
         return
     first = tl.program_id(0) * BLOCK_M
     row = expert * M + first
-    acc = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    acc = _no_sum(BLOCK_M, BLOCK_T, LEFT)
     for k in range(0, I, BLOCK_K):
         weights = _load_tile(weight, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, TMA)
         inner = _load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
-        acc = tl.dot(weights, inner.T, acc, input_precision="ieee")
+        acc = _add_product(acc, weights, inner, LEFT)
+    if LEFT:
+        acc = acc.T
     m = first + tl.arange(0, BLOCK_M)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * M + m, mask=m < M, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[None, :]
     t = begin + tl.arange(0, BLOCK_T)
     pairs = tl.load(order_ptr + t, mask=t < end, other=0)
     scale = tl.load(scale_ptr + pairs, mask=t < end, other=0.0)
     rows = (pairs % K).to(tl.int64) * T + pairs // K
-    out = (acc * scale[None, :]).to(out_ptr.dtype.element_ty)
-    ptrs = out_ptr + rows[None, :] * M + m[:, None]
-    tl.store(ptrs, out, mask=(t < end)[None, :] & (m < M)[:, None])
+    out = (acc * scale[:, None]).to(out_ptr.dtype.element_ty)
+    ptrs = out_ptr + rows[:, None] * M + m[None, :]
+    tl.store(ptrs, out, mask=(t < end)[:, None] & (m < M)[None, :])
 
 
 def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +307,7 @@ def gated_experts(
     tiles = tiles or choose_tiles(N, E, I)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
-    options = {"num_warps": tiles.warps, **pdl_options(x)}
+    options = {"num_warps": tiles.warps, "LEFT": tiles.left, **pdl_options(x)}
     inner = spare_rows(N, I, like=x)
     gate_up, down = weights.gate_up.view(-1, M), weights.down.view(-1, I)
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
