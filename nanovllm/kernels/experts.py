@@ -30,7 +30,8 @@ from nanovllm.kernels.linear import HALF, one_row
 
 class Tiles(NamedTuple):
     """How the products are divided: `block_t` rows by `block_i` inner numbers, or by `block_m`
-    outputs, summed over `block_k` at a time.
+    outputs, summed over `block_k` at a time. If `left`, the weights are the left operand: it has
+    the 64 rows that tensor cores want, however few the other has.
     """
 
     block_t: int
@@ -39,16 +40,15 @@ class Tiles(NamedTuple):
     block_k: int
     warps: int
     stages: int
-    down_stages: int
-    left: bool = True
+    left: bool
 
 
 # Measured on an H200, with the shapes of Qwen3-30B-A3B and gpt-oss-20b.
-FEW = Tiles(16, 64, 128, 128, 4, 3, 3)
-SOME = Tiles(32, 128, 128, 64, 4, 3, 3)
-MORE = Tiles(64, 64, 128, 64, 4, 4, 4)
-MANY = Tiles(128, 128, 128, 64, 8, 4, 3)
-LONG = MANY._replace(down_stages=4)  # for an inner size from 2048
+FEW = Tiles(16, 64, 128, 128, warps=4, stages=3, left=True)
+SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
+MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
+MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
+MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
 LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
 
 
@@ -142,9 +142,7 @@ def _no_sum(OUTPUTS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr):
 
 @triton.jit
 def _add_product(acc, weight, x, LEFT: tl.constexpr):
-    """acc + x @ weight.T: [ROWS, OUTPUTS]; transposed if the weights are the LEFT operand. That one
-    has the 64 rows that tensor cores want, however few x has.
-    """
+    """acc + x @ weight.T: [ROWS, OUTPUTS], or transposed."""
     if LEFT:
         return tl.dot(weight, x.T, acc, input_precision="ieee")
     else:
@@ -263,12 +261,9 @@ class ExpertWeights(NamedTuple):
     limit: float = 0.0
 
 
-def choose_tiles(N: int, E: int, I: int) -> Tiles:
-    """Tiles for N pairs of E experts with the inner size I."""
-    for most, tiles in ((8, FEW), (16, SOME), (128, MORE)):
-        if most * E >= N:
-            return tiles
-    return MANY if I < 2048 else LONG
+def choose_tiles(N: int, E: int) -> Tiles:
+    """Tiles for N pairs of E experts."""
+    return next((tiles for most, tiles in MOST.items() if most * E >= N), MANY)
 
 
 def gated_experts(
@@ -300,14 +295,14 @@ def gated_experts(
     N, device = T * k, x.device
     order = torch.empty(N, dtype=torch.int32, device=device)
     starts = torch.empty(E + 1, dtype=torch.int32, device=device)
-    BLOCK = min(8192, max(16, triton.next_power_of_2(N)))
+    BLOCK = min(4096, max(16, triton.next_power_of_2(N)))
     _sort_kernel[(E,)](
         experts, order, starts, N, BLOCK=BLOCK, num_warps=max(1, BLOCK // 512), **pdl_options(x)
     )
-    tiles = tiles or choose_tiles(N, E, I)
+    tiles = tiles or choose_tiles(N, E)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
-    options = {"num_warps": tiles.warps, "LEFT": tiles.left, **pdl_options(x)}
+    how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     inner = spare_rows(N, I, like=x)
     gate_up, down = weights.gate_up.view(-1, M), weights.down.view(-1, I)
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
@@ -316,7 +311,7 @@ def gated_experts(
         x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
         weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
         BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
-        num_stages=tiles.stages, **shape, **options,
+        **shape, **how, **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=device)
@@ -325,7 +320,7 @@ def gated_experts(
         describe(down, tiles.block_m, width) if tma else down,
         weights.down_bias, order, starts, scales, out, T,
         BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
-        num_stages=tiles.down_stages, **shape, **options,
+        **shape, **how, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -345,5 +340,5 @@ def variants(weights: ExpertWeights, k: int, norm: bool) -> dict[Hashable, Calla
             weights.down_bias is None,
             T,
         ): partial(run, T)
-        for T in (1, *(max(2, pairs * E // k) for pairs in (8, 16, 128, 129)))
+        for T in (1, *(max(2, pairs * E // k) for pairs in (*MOST, 1 + max(MOST))))
     }

@@ -16,7 +16,7 @@ from nanovllm.kernels.experts import (
     route,
 )
 
-SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, 2)  # several in each direction
+SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction
 ON_GPU = DEVICE == "cuda"
 
 
