@@ -2,13 +2,15 @@
 
 Prefill is bound by arithmetic (matrix products, and causal attention of every prompt), decode by
 reading: in every step the weights once, and the keys and values of all tokens of the sequences
-that still run, those of a common prefix once for all. A decode step takes at least the longer of
-its reading and its arithmetic. All sequences start at once and none waits.
+that still run, those of a common prefix once for all, and none outside of a layer's window. Of
+experts a step reads those that a token takes. A decode step takes at least the longer of its
+reading and its arithmetic. All sequences start at once and none waits.
 
 The functions take a workload as the lengths of its prompts and outputs, so they know nothing of
 engines. `HARDWARE` holds what was measured: a device-to-device copy, and a 16-bit matrix product.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,12 +63,46 @@ class Work(NamedTuple):
         return self.prefill_flops / hardware.flops, float(steps.sum())
 
 
-def matrix_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights that every token is multiplied by: of all layers, and of the LM head."""
-    M, D = config.hidden_size, config.head_dim
+class Weights(NamedTuple):
+    """Numbers in a model's matrices.
+
+    Attributes:
+        dense: by which every token is multiplied, LM head apart.
+        head: of the LM head.
+        sparse: of all experts.
+        share: of the experts, which a token takes.
+    """
+
+    dense: int
+    head: int
+    sparse: int
+    share: float
+
+    @property
+    def of_token(self) -> float:
+        """By which one token is multiplied, LM head apart."""
+        return self.dense + self.share * self.sparse
+
+    def read(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of a step with so many tokens: those of the experts that at least one token takes, if
+        each takes any of them with the same probability.
+        """
+        return self.dense + self.head + self.sparse * (1 - (1 - self.share) ** num_tokens)
+
+
+def weights(config: ModelConfig) -> Weights:
+    """The matrices of a model."""
+    M, D, experts = config.hidden_size, config.head_dim, config.experts
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    layer = M * (heads * D + 3 * config.intermediate_size)
-    return config.num_hidden_layers * layer, config.vocab_size * M
+    num_sparse = sum(layer.is_sparse for layer in config.layers)
+    num_dense = len(config.layers) - num_sparse
+    dense = len(config.layers) * M * heads * D + num_dense * 3 * M * config.intermediate_size
+    head = config.vocab_size * M
+    if experts is None:
+        return Weights(dense, head, 0, 0.0)
+    dense += num_sparse * M * experts.num_experts  # the routers
+    sparse = num_sparse * experts.num_experts * 3 * M * experts.intermediate_size
+    return Weights(dense, head, sparse, experts.num_experts_per_tok / experts.num_experts)
 
 
 def work(
@@ -82,25 +118,33 @@ def work(
         itemsize: bytes of a weight, and of an element of the KV cache.
         num_shared: tokens at the beginning of every prompt that are in the cache already.
     """
-    layers, head = matrix_parameters(config)
-    prompts, outputs = np.array(prompt_lens), np.array(output_lens)
-    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    kv_width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    pairs = ((prompts**2 - num_shared**2) / 2).sum()  # of a query and a key that it sees
-    prefill = 2 * (layers * (prompts - num_shared).sum() + head * len(prompts)) + 4 * width * pairs
+    matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
+    width = config.num_attention_heads * config.head_dim
+    kv_width = 2 * config.num_key_value_heads * config.head_dim
     # Step t sees prompt + t tokens of each sequence whose output is longer than t.
-    steps = np.arange(1, outputs.max())
-    order = np.argsort(outputs)
-    done = np.searchsorted(outputs[order], steps, side="right")  # [steps]
-    running = len(outputs) - done
-    lens_done = np.concatenate([[0], np.cumsum(prompts[order])])[done]
-    contexts = (prompts.sum() - lens_done + running * steps).astype(np.float64)
-    read = contexts - (running - 1) * num_shared
-    return Work(
-        prefill_flops=float(prefill),
-        step_flops=2.0 * (layers + head) * running + 4.0 * width * contexts,
-        step_bytes=itemsize * (float(layers + head) + kv_width * read),
-    )
+    steps = np.arange(1, outputs.max())[:, None]
+    running = outputs > steps  # [steps, sequences]
+    contexts = (prompts + steps) * running
+    num_running = running.sum(1)
+    prefill = 2 * matrices.of_token * (prompts - num_shared).sum()
+    prefill += 2 * matrices.head * len(prompts)
+    step_flops = 2.0 * (matrices.of_token + matrices.head) * num_running
+    step_bytes = itemsize * matrices.read(num_running)
+    for window, count in Counter(layer.window for layer in config.layers).items():
+        pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
+        seen = np.minimum(contexts, window) if window else contexts
+        shared = np.maximum(num_shared - (contexts - seen), 0) * running  # of what is seen
+        read = seen.sum(1) - shared.sum(1) + shared.max(1, initial=0)
+        prefill += count * 4 * width * pairs
+        step_flops += count * 4.0 * width * seen.sum(1)
+        step_bytes += count * itemsize * kv_width * read
+    return Work(float(prefill), step_flops, step_bytes)
+
+
+def _pairs(lens: NDArray[np.int64], window: int) -> NDArray[np.float64]:
+    """Pairs of a query and a key that it sees, in prompts of such lengths."""
+    begins = np.minimum(lens, window) if window else lens
+    return begins**2 / 2 + (lens - begins) * window
 
 
 def report(work: Work, seconds: float, hardware: Hardware | None) -> dict[str, Any]:

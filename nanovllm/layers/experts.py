@@ -67,8 +67,10 @@ class Experts(Layer):
         E, I = facts.num_experts, len(self.part.held)
         shapes = [(E, 2 * I, M), (E, M, I)] + [(E, 2 * I), (E, M)] * facts.bias
         weights = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
-        self.gate_up, self.down = weights[:2]
-        self.gate_up_bias, self.down_bias = weights[2:] or (None, None)
+        self.gate_up, self.down, *biases = weights
+        self.gate_up_bias: nn.Parameter | None
+        self.down_bias: nn.Parameter | None
+        self.gate_up_bias, self.down_bias = biases or (None, None)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         I, whole = len(self.part.held), Part.whole(self.down.shape[1])

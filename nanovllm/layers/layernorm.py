@@ -40,14 +40,24 @@ class RMSNorm(Layer):
 
     Args:
         plus_one: multiply by `1 + weight`, as Gemma does.
+        behind: it stands behind attention or an MLP: `sum_forward` is what is called.
+        num_experts: of a token, whose partial results it sums.
     """
 
     def __init__(
-        self, hidden_size: int, eps: float, build: Build, *, plus_one: bool = False
+        self,
+        hidden_size: int,
+        eps: float,
+        build: Build,
+        *,
+        plus_one: bool = False,
+        behind: bool = False,
+        num_experts: int = 0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
         self.eps, self.plus_one = eps, plus_one
+        self.behind, self.num_experts = behind, num_experts
         self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,12 +90,14 @@ class RMSNorm(Layer):
         from nanovllm.kernels.norm import add_rms_norm
 
         def add(parts: int) -> None:
-            residual = self.weight.new_zeros(1, len(self.weight))
-            x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
-            add_rms_norm(x, residual, self.weight, self.eps, plus_one=self.plus_one)
+            x = residual = self.weight.new_zeros(1, len(self.weight))
+            if parts > 1:
+                x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
+            own = None if self.behind else residual
+            add_rms_norm(x, own, self.weight, self.eps, plus_one=self.plus_one)
 
-        numbers = split_numbers(self.weight)
-        key = RMSNorm, self.weight.shape, self.plus_one
+        numbers = {1, *split_numbers(self.weight), self.num_experts or 1}
+        key = RMSNorm, self.weight.shape, self.plus_one, self.behind
         return {(*key, parts): partial(add, parts) for parts in numbers}
 
     def add_forward(
@@ -129,10 +141,18 @@ class RMSNorm(Layer):
         return normed
 
 
-def norm(config: ModelConfig, build: Build, size: int | None = None) -> RMSNorm:
+def norm(
+    config: ModelConfig, build: Build, size: int | None = None, *, behind: bool = False
+) -> RMSNorm:
     """A norm of hidden states, or of rows of another size."""
-    size, plus_one = size or config.hidden_size, config.norm_plus_one
-    return RMSNorm(size, config.rms_norm_eps, build, plus_one=plus_one)
+    return RMSNorm(
+        size or config.hidden_size,
+        config.rms_norm_eps,
+        build,
+        plus_one=config.norm_plus_one,
+        behind=behind,
+        num_experts=0 if config.experts is None else config.experts.num_experts_per_tok,
+    )
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:

@@ -78,8 +78,8 @@ class Olmo2DecoderLayer(nn.Module):
         self.group = build.group
         self.self_attn = Olmo2Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        self.post_attention_layernorm = norm(config, build)
-        self.post_feedforward_layernorm = norm(config, build)
+        self.post_attention_layernorm = norm(config, build, behind=True)
+        self.post_feedforward_layernorm = norm(config, build, behind=True)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

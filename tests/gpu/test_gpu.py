@@ -394,10 +394,24 @@ print(json.dumps([compiled[:before], compiled[before:]]))
 """
 
 
-def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
+EXPERTS = {"_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "own"),
+    [
+        ("qwen3", {}, set()),
+        ("gemma2", {"head_dim": 256}, set()),
+        ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 8}, EXPERTS),
+        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64}, EXPERTS),
+    ],
+)
+def test_kernels_are_compiled_before_the_first_request(
+    family: str, options: dict[str, Any], own: set[str], tmp_path: Path
+) -> None:
     """Those of decode attention, products and partial results in threads."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
-    model = make_checkpoint(tmp_path / "model", **shape)
+    model = make_checkpoint(tmp_path / "model", family, **shape, **options)
     command = [sys.executable, "-c", COMPILING, str(model)]
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -405,7 +419,7 @@ def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     by_threads = {name for name, in_main in before if not in_main}
     in_main = {name for name, in_main in before if in_main}
     assert not after
-    assert {"_row_kernel", "_tiles_kernel"} <= by_threads
+    assert {"_row_kernel", "_tiles_kernel", *own} <= by_threads
     assert "_decode_kernel" in by_threads - in_main
     assert "_rms_norm_kernel" in in_main
     partial = {name for name in by_threads if name.endswith("partial results")}

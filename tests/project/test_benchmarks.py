@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import bench
 from benchmarks import cpu_vs_transformers, limits, roofline, startup, workloads
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ExpertConfig, ModelConfig
 
 SMALL: dict[str, Any] = {
     "rated": lambda rng: workloads.uniform(workloads.many(rng, 3, 20), 4, True),
@@ -65,6 +66,38 @@ def test_work_is_the_sum_over_tokens(config: ModelConfig, num_shared: int) -> No
         (prefill / 10, sum(flops) / 10)
     )
     assert work.seconds(limits.Hardware(10.0, 1e30))[1] == pytest.approx(sum(sizes) / 10)
+
+
+def test_work_of_windows_and_experts(config: ModelConfig) -> None:
+    """One layer slides, the other has experts: again counted token by token."""
+    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False)
+    first, second = config.layers
+    layers = replace(first, window=8), replace(second, is_sparse=True)
+    mixed = replace(config, layers=layers, experts=sparse)
+    attention, router, expert = LAYER - 3 * 64 * 96, 64 * 4, 3 * 64 * 24
+    prompts, outputs, num_shared = [10, 12], [3, 4], 6
+    token = 2 * (LAYER + attention + router + 2 * expert)
+    prefill = sum(token * (n - num_shared) + 2 * HEAD for n in prompts)
+    for n in prompts:
+        pairs = n * n / 2 - num_shared**2 / 2  # of the layer that sees all
+        pairs += 8 * 8 / 2 + (n - 8) * 8 - num_shared**2 / 2  # a query beyond the window sees 8
+        prefill += 4 * 4 * 32 * pairs
+    flops, sizes = [], []
+    for step in range(1, 4):
+        contexts = [n + step for n, out in zip(prompts, outputs, strict=True) if out > step]
+        flops.append(sum(token + 2 * HEAD + 4 * 4 * 32 * (n + min(n, 8)) for n in contexts))
+        seen = [set(range(6)) | {(i, j) for j in range(6, n)} for i, n in enumerate(contexts)]
+        slid = [
+            set(range(n - 8, 6)) | {(i, j) for j in range(n) if j >= max(6, n - 8)}
+            for i, n in enumerate(contexts)
+        ]
+        read = len(set().union(*seen)) + len(set().union(*slid))
+        taken = 4 * (1 - 0.5 ** len(contexts))  # of 4 experts, each by half of the tokens
+        sizes.append(2 * (LAYER + attention + router + HEAD + taken * expert + 2 * 2 * 32 * read))
+    work = limits.work(mixed, 2, prompts, outputs, num_shared)
+    assert work.prefill_flops == prefill
+    assert work.step_flops.tolist() == flops
+    assert work.step_bytes.tolist() == sizes
 
 
 def test_limits_of_the_published_shapes(
