@@ -266,6 +266,29 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm 4": ("glm4", {"head_dim": 128}),
     "olmo 2": ("olmo2", {}),
     "gemma 2": ("gemma2", {"head_dim": 256, "sliding_window": 100, "attn_logit_softcapping": 2.0}),
+    "qwen 3 moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 128,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("mixtral", {"intermediate_size": 1024}),
+    "gpt oss": (
+        "gpt_oss",
+        {
+            "head_dim": 64,
+            "num_attention_heads": 16,
+            "intermediate_size": 768,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 100,
+            "swiglu_limit": 1.0,
+        },
+    ),
     "gemma 3": ("gemma3_text", {"head_dim": 256, "sliding_window": 100, "num_hidden_layers": 6}),
 }
 
@@ -306,7 +329,9 @@ def mean_errors(
     """
     rng = random.Random(SEED)
     exact, rounded = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").cuda()
+        AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        ).cuda()
         for dtype in (torch.float64, torch.bfloat16)
     )
     batch = max(map(len, lengths))
