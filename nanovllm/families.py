@@ -282,7 +282,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe.Qwen3MoeForCausalLM",
         qk_norm="head",
-        defaults={"head_dim": 128},
+        defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
         complete=_qwen3_moe,
     ),
     "SmolLM3ForCausalLM": Family(

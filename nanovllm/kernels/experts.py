@@ -49,6 +49,7 @@ SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
 MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
 MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
+SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together
 LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
 
 
@@ -295,7 +296,7 @@ def gated_experts(
     N, device = T * k, x.device
     order = torch.empty(N, dtype=torch.int32, device=device)
     starts = torch.empty(E + 1, dtype=torch.int32, device=device)
-    BLOCK = min(4096, max(16, triton.next_power_of_2(N)))
+    BLOCK = next((size for size in SORTED if size >= N), SORTED[-1])
     _sort_kernel[(E,)](
         experts, order, starts, N, BLOCK=BLOCK, num_warps=max(1, BLOCK // 512), **pdl_options(x)
     )
@@ -328,17 +329,12 @@ def gated_experts(
 def variants(weights: ExpertWeights, k: int, norm: bool) -> dict[Hashable, Callable[[], object]]:
     """A call for each kernel of `route` and `gated_experts`, by what tells kernels apart."""
     E, M, _ = weights.down.shape
+    has_biases = weights.gate_up_bias is not None, weights.down_bias is not None
 
     def run(T: int) -> None:
         x = weights.down.new_zeros(T, M)
         gated_experts(x, weights, *route(x.new_zeros(T, E), k, norm))
 
-    return {
-        (
-            weights.gate_up.shape,
-            weights.gate_up_bias is None,
-            weights.down_bias is None,
-            T,
-        ): partial(run, T)
-        for T in (1, *(max(2, pairs * E // k) for pairs in (*MOST, 1 + max(MOST))))
-    }
+    most = [pairs * E // k for pairs in (*MOST, 1 + max(MOST))]
+    numbers = {1, *(max(2, T) for T in (*most, *(size // k for size in SORTED)))}
+    return {(weights.gate_up.shape, has_biases, T): partial(run, T) for T in numbers}
