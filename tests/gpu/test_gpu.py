@@ -256,7 +256,7 @@ def test_log_probabilities_of_greedy_output(
     assert largest_difference(qwen3_06b, lengths, monkeypatch, attention_backend=backend) < 0.05
 
 
-# Most experts are taken: where rounding makes a router choose another, it is one that counts little.
+# Most experts are taken: one that rounding puts in the place of another counts little.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 16, "rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
