@@ -34,8 +34,8 @@ def _decode_blocks(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_scales(stored: torch.Tensor) -> torch.Tensor:
-    one = torch.ones((), device=stored.device)
-    return torch.ldexp(one, stored.int() - BIAS).repeat_interleave(BLOCK, -1)
+    ones = torch.ones_like(stored, dtype=torch.float32)
+    return torch.ldexp(ones, stored.int() - BIAS).repeat_interleave(BLOCK, -1)
 
 
 BLOCKS = Packing(
