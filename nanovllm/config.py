@@ -57,7 +57,7 @@ FOREIGN_OPTIONS: Foreign = {
         only(None, True),
         "max_num_batched_tokens bounds a chunk, mixed_steps=False computes them apart from decodes",
     ),
-    "enable_expert_parallel": (only(False), "mixtures of experts are not supported"),
+    "enable_expert_parallel": (only(False), "each expert is divided over the ranks, as an MLP is"),
     "enable_lora": (only(None, False), NO_LORA),
     "enable_sleep_mode": (only(False), "exit() gives the memory back"),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the one there is"),

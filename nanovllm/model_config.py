@@ -95,6 +95,12 @@ class ModelConfig:
     logits_scaling: float  # divides logits
     eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
 
+    @property
+    def window(self) -> int:
+        """Tokens that any layer sees, itself and those before it; 0: some layer sees all."""
+        windows = [layer.window for layer in self.layers]
+        return max(windows) if all(windows) else 0
+
     @classmethod
     def from_pretrained(cls, model: str) -> "ModelConfig":
         """Read the model directory `model`.

@@ -56,11 +56,12 @@ def make_scheduler(
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
     mixed_steps: bool = True,
+    window: int = 0,
 ) -> Scheduler:
     """A scheduler over a fresh pool."""
     pool_tokens = num_blocks * block_size
     return Scheduler(
-        BlockManager(num_blocks, block_size, enable_prefix_caching),
+        BlockManager(num_blocks, block_size, enable_prefix_caching, window),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=min(max_model_len or pool_tokens, pool_tokens),
@@ -97,11 +98,19 @@ def _sample(state: int) -> int:
     return (state >> 20) % VOCAB_SIZE
 
 
+def first_seen(position: int, window: int) -> int:
+    """The first position that a token sees."""
+    return max(0, position - window + 1) if window else 0
+
+
 class FakeModel:
-    """Deterministic: the state of a token is the sum of all KV up to it, read from the slots."""
+    """Deterministic: the state of a token is the sum of all KV up to it that it sees, read from the
+    slots.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.block_size = scheduler.block_manager.block_size
+        self.window = scheduler.block_manager.window
         self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
         self.last_tokens = [0] * scheduler.max_num_seqs
         self.table = SlotTable(scheduler.max_num_seqs, len(scheduler.block_manager.blocks))
@@ -126,14 +135,13 @@ class FakeModel:
         ).tolist()
         for i, count in enumerate(counts):
             table, start = batch.block_tables[i].tolist(), int(batch.context_lens[i]) - count
-            state = 0
-            for position in range(start):
-                block, offset = divmod(position, self.block_size)
-                state += self.kv[table[block] * self.block_size + offset]
-            for _ in range(count):
+            for position in range(start, start + count):
+                state = 0
+                for seen in range(first_seen(position, self.window), position):
+                    block, offset = divmod(seen, self.block_size)
+                    state += self.kv[table[block] * self.block_size + offset]
                 self.kv[slots[row]] = _extend(state & MASK, ids[row])
-                state += self.kv[slots[row]]
-                states[row] = state & MASK
+                states[row] = (state + self.kv[slots[row]]) & MASK
                 row += 1
         tokens = [_sample(states[row]) for row in batch.sample_rows.tolist()]
         for slot, token in zip(batch.slots[batch.samples].tolist(), tokens, strict=True):
@@ -155,16 +163,17 @@ class ScriptedModel:
         ]
 
 
-def reference(seq: Sequence, max_model_len: int) -> tuple[list[int], str]:
+def reference(seq: Sequence, max_model_len: int, window: int = 0) -> tuple[list[int], str]:
     """Completion and finish reason of the fake model for a prompt, without any cache."""
-    state, tokens, params = 0, list(seq.prompt_token_ids), seq.sampling_params
-    for token in tokens:
-        state = (state + _extend(state, token)) & MASK
+    tokens, params = list(seq.prompt_token_ids), seq.sampling_params
+    kv: list[int] = []
     completion: list[int] = []
     while True:
-        token = _sample(state)
+        for token in [*tokens, *completion][len(kv) :]:
+            seen = sum(kv[first_seen(len(kv), window) :]) & MASK
+            kv.append(_extend(seen, token))
+        token = _sample(sum(kv[first_seen(len(kv) - 1, window) :]) & MASK)
         completion.append(token)
-        state = (state + _extend(state, token)) & MASK
         if token == EOS and not params.ignore_eos:
             return completion, "stop"
         if len(completion) == params.max_tokens or len(tokens) + len(completion) == max_model_len:

@@ -59,10 +59,10 @@ class AdmissionControl:
 
     def _final_blocks(self, seq: Sequence) -> int:
         # The last token's KV is never needed: it is generated, and nothing follows.
-        return -(-(seq.num_tokens + self._remaining(seq) - 1) // seq.block_size)
+        return self._blocks.num_held_blocks(seq.num_tokens + self._remaining(seq) - 1)
 
     def _final_growth(self, seq: Sequence) -> int:
-        return self._final_blocks(seq) - len(seq.block_table)
+        return max(0, self._final_blocks(seq) - len(seq.held_blocks))
 
     def fits(self, seq: Sequence, hits: list[Block]) -> bool:
         """Whether `seq`, with the `hits` of `find_prefix`, fits now and with everything that runs
@@ -72,7 +72,7 @@ class AdmissionControl:
             return False
         # Blocks of the prefix that others hold anyway cost nothing.
         shared = {block.block_id for block in hits if block.ref_count}
-        need = self._final_blocks(seq) - len(shared)
+        need = max(seq.num_blocks, self._final_blocks(seq)) - len(shared)
         if self._growth + need <= self._blocks.num_free_blocks:
             return True  # even if nobody finished before the others (so always, if none runs)
         return self._peak_blocks(seq, shared) <= len(self._blocks.blocks)
@@ -92,14 +92,14 @@ class AdmissionControl:
         # [K] int64 each
         tokens = np.array([seq.num_tokens for seq in seqs])
         ends = np.array([self._remaining(seq) for seq in seqs]) - 1
-        held = np.array([*(len(seq.block_table) for seq in self._running), len(shared)])
+        held = np.array([*(len(seq.held_blocks) for seq in self._running), len(shared)])
         private = np.array(
             [
-                sum(blocks[b].ref_count == 1 and b not in shared for b in seq.block_table)
+                sum(blocks[b].ref_count == 1 and b not in shared for b in seq.held_blocks)
                 for seq in seqs
             ]
         )
         alive = ends[None, :] >= ends[:, None]  # [K, K] bool
-        at_end = -(-(tokens[None, :] + ends[:, None]) // self._blocks.block_size)  # [K, K]
+        at_end = self._blocks.num_held_blocks(tokens[None, :] + ends[:, None])  # [K, K]
         change = np.where(alive, at_end - held, -private)
         return self._blocks.num_used_blocks + int(change.sum(axis=1).max())

@@ -6,6 +6,9 @@ A block is in one of three states:
     cached    ref_count 0, published content     in `cached_block_ids`, oldest first
     in use    ref_count >= 1                     in the block tables of its holders
 
+Where every layer slides over a `window`, a sequence gives the blocks behind it back while it runs.
+Their ids stay in its table: nobody reads them there any more.
+
 Invariants (`check_invariants` verifies them):
 
 1. A block is published (findable by hash) only when it is full *and* its KV is computed.
@@ -20,14 +23,18 @@ Invariants (`check_invariants` verifies them):
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nanovllm.engine.sequence import Sequence
 
 NO_HASH = -1
 ROOT_CHAIN = 0  # the chain id before the first block
+
+Integers = TypeVar("Integers", int, NDArray[np.int64])
 
 
 class Block:
@@ -49,13 +56,21 @@ class Block:
 
 
 class BlockManager:
-    """Hands out the blocks of a pool of `num_blocks`, sharing equal prefixes by reference count."""
+    """Hands out the blocks of a pool of `num_blocks`, sharing equal prefixes by reference count.
+
+    Args:
+        window: tokens that any layer sees, itself and those before it; 0: all.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        window: int = 0,
     ) -> None:
         assert num_blocks > 0, "the pool needs a block"
-        self.block_size = block_size
+        self.block_size, self.window = block_size, window
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         # A stack: blocks that have been used are taken before those that never were, so a process
@@ -214,16 +229,38 @@ class BlockManager:
             if self._computing.get(chain_hash) == seq.seq_id:
                 del self._computing[chain_hash]
         # Tail first: the end of a chain is useless without its beginning, so it ages first.
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.hash == NO_HASH:
-                    self.free_block_ids.append(block_id)
-                else:
-                    self.cached_block_ids[block_id] = None
+        for block_id in reversed(seq.held_blocks):
+            self._give_back(self.blocks[block_id])
         seq.block_table.clear()
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_dropped_blocks = 0
+
+    def _give_back(self, block: Block) -> None:
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.hash == NO_HASH:
+                self.free_block_ids.append(block.block_id)
+            else:
+                self.cached_block_ids[block.block_id] = None
+
+    def drop_behind_window(self, seq: Sequence, num_computed: int) -> None:
+        """Give back the blocks that no token of `seq` from `num_computed` on sees."""
+        first = int(self._first_seen_block(num_computed))
+        for block_id in seq.block_table[seq.num_dropped_blocks : first]:
+            self._give_back(self.blocks[block_id])
+        seq.num_dropped_blocks = max(seq.num_dropped_blocks, first)
+
+    def _first_seen_block(self, num_computed: Integers) -> Integers:
+        # The last full block stays: the next one's chain id needs it.
+        last_full = num_computed // self.block_size - 1
+        seen = (num_computed - self.window + 1) // self.block_size
+        return np.maximum(0, np.minimum(seen, last_full))
+
+    def num_held_blocks(self, num_tokens: Integers) -> Integers:
+        """Blocks that a sequence of so many tokens, which decodes, holds at most."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if not self.window:
+            return num_blocks
+        return num_blocks - self._first_seen_block(num_tokens - 2)  # a step may be in flight
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the KV of the newest token of `seq` has, or can get, a slot.
@@ -246,9 +283,10 @@ class BlockManager:
         holders = list(holders)
         counts = [0] * len(self.blocks)
         for seq in holders:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"{seq!r} holds a block twice"
+            held = seq.held_blocks
+            assert len(set(held)) == len(held), f"{seq!r} holds a block twice"
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq!r} has nothing to compute"
-            for i, block_id in enumerate(seq.block_table):
+            for i, block_id in enumerate(held, seq.num_dropped_blocks):
                 counts[block_id] += 1
                 if i >= seq.num_computed_tokens // self.block_size:  # will be written
                     block = self.blocks[block_id]

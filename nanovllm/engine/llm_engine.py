@@ -104,6 +104,7 @@ class LLMEngine:
                 self.model_runner.num_blocks,
                 self.config.kvcache_block_size,
                 self.config.enable_prefix_caching,
+                self.model_runner.model_config.window,
             ),
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,

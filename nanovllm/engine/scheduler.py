@@ -77,7 +77,8 @@ class Scheduler:
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""
         old = self.block_manager
-        self._begin(BlockManager(len(old.blocks), old.block_size, old.enable_prefix_caching))
+        size, caching = old.block_size, old.enable_prefix_caching
+        self._begin(BlockManager(len(old.blocks), size, caching, old.window))
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -257,6 +258,8 @@ class Scheduler:
             if seq.is_finished:  # it ended, or was aborted, while this step was in flight
                 continue
             self.block_manager.publish(seq, start, start + num_tokens)
+            if self.block_manager.window:
+                self.block_manager.drop_behind_window(seq, start + num_tokens)
             if token_id is not None:
                 self._resolve(seq, token_id)
                 if seq.is_finished:

@@ -49,6 +49,7 @@ class Sequence:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_dropped_blocks",
         "num_followed",
         "num_pending",
         "num_preemptions",
@@ -118,6 +119,7 @@ class Sequence:
         key = xxhash.xxh64_intdigest(name.encode())
         self.random_key = (key >> 32, key & 0xFFFFFFFF)
         self.block_table: list[int] = []
+        self.num_dropped_blocks = 0  # of its beginning, given back: behind the window
         self.block_hashes: list[int] = []  # of the full blocks, each computed once
 
     def __len__(self) -> int:
@@ -174,6 +176,11 @@ class Sequence:
     def num_blocks(self) -> int:
         """Blocks that all its tokens need."""
         return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of its table that it has not given back."""
+        return self.block_table[self.num_dropped_blocks :]
 
     @property
     def last_block_num_tokens(self) -> int:

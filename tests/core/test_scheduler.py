@@ -2,6 +2,7 @@
 
 import pytest
 from host import (
+    BLOCK_SIZE,
     EOS,
     Chunk,
     FakeModel,
@@ -236,6 +237,38 @@ def test_outputs_do_not_depend_on_pool_budget_or_cache(num_blocks, block_size, b
         assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 18)
     assert (scheduler.num_preemptions > 0) == (num_blocks < 64)
     assert any(seq.num_cached_tokens for seq in seqs) == caching
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("window", [1, 4, 6, 13])
+def test_blocks_behind_the_window_are_given_back(window, lookahead, caching):
+    """Sequences of 40 tokens, 10 blocks each, run side by side in a pool of 15; such as see all of
+    their tokens run nearly alone.
+    """
+    num_steps, most_held = run_through_window(window, lookahead, caching)
+    num_steps_without, most_held_without = run_through_window(0, lookahead, caching)
+    assert num_steps <= 40 + lookahead < num_steps_without
+    # The window, the token after it and one in flight reach into so many blocks; one more is kept.
+    assert most_held <= -(-(window + 2) // BLOCK_SIZE) + 2 < most_held_without
+
+
+def run_through_window(window: int, lookahead: int, caching: bool) -> tuple[int, int]:
+    """Steps of three sequences, and the most blocks that one of them held after a step."""
+    scheduler = make_scheduler(
+        15, max_num_seqs=3, enable_prefix_caching=caching, max_model_len=40, window=window
+    )
+    seqs = [make_seq(prompt, max_tokens=99) for prompt in (5, 9, 3)]
+    held: list[int] = []
+
+    def observe(_: list[Chunk]) -> None:
+        held.extend(len(seq.held_blocks) for seq in scheduler.running)
+
+    steps = run_to_end(scheduler, seqs, on_step=observe, lookahead=lookahead)
+    for seq in seqs:
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 40, window)
+    assert scheduler.num_preemptions == 0
+    return len(steps), max(held)
 
 
 def test_pool_of_one_block():

@@ -97,7 +97,8 @@ class Workload:
             self.step()
         assert self.scheduler.block_manager.num_used_blocks == 0
         for seq in self.seqs:
-            expected, reason = reference(seq, self.scheduler.max_model_len)
+            window = self.scheduler.block_manager.window
+            expected, reason = reference(seq, self.scheduler.max_model_len, window)
             if seq.seq_id in self.aborted:
                 assert seq.completion_token_ids == expected[: seq.num_completion_tokens]
             else:
@@ -112,7 +113,9 @@ class Workload:
 @pytest.mark.parametrize("guess_low", [False, rare(True)], ids=["admission", "no-admission"])
 @pytest.mark.parametrize("caching", [True, rare(False)], ids=["cache", "no-cache"])
 def test_random_workload(caching, guess_low, lookahead, mixed):
-    """5,600 steps in all, in eight engines; bounds and invariants are checked in every step."""
+    """5,600 steps in all, in eight engines, every other with a window; bounds and invariants are
+    checked in every step.
+    """
     total: Counter[str] = Counter()
     for seed, (num_blocks, block_size, budget, max_num_seqs) in enumerate(ENGINES):
         print(f"seed {seed}: {num_blocks} x {block_size}, budget {budget}, {max_num_seqs} seqs")
@@ -125,6 +128,7 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
             max_model_len=40,
             enable_prefix_caching=caching,
             mixed_steps=mixed,
+            window=6 if seed % 2 else 0,
         )
         workload = Workload(rng, scheduler, guess_low, lookahead)
         for _ in range(NUM_STEPS):
@@ -151,9 +155,10 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
     caching=st.booleans(),
     lookahead=st.integers(0, 1),
     mixed=st.booleans(),
+    window=st.integers(0, 9),
 )
 def test_any_engine_gives_the_reference_outputs(
-    seed, pool, max_num_seqs, spare_budget, caching, lookahead, mixed
+    seed, pool, max_num_seqs, spare_budget, caching, lookahead, mixed, window
 ):
     scheduler = make_scheduler(
         *pool,
@@ -161,6 +166,7 @@ def test_any_engine_gives_the_reference_outputs(
         max_num_batched_tokens=max_num_seqs + spare_budget,
         enable_prefix_caching=caching,
         mixed_steps=mixed,
+        window=window,
     )
     workload = Workload(random.Random(seed), scheduler, seed % 2 == 0, lookahead)
     for _ in range(12):

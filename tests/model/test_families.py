@@ -215,6 +215,19 @@ def test_tokens_are_those_of_transformers(path: Path, monkeypatch: pytest.Monkey
     assert min(seen.values()) > 0, seen
 
 
+def test_blocks_behind_the_window_of_all_layers_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four sequences of up to 77 tokens, 5 blocks each, end side by side in a pool of 14."""
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    path = make_checkpoint(tmp_path / "model", "mistral", **SLIDES)
+    prompts = [[7 * i + j for j in range(9 + i)] for i in range(4)]
+    wanted = [reference(path, prompt, 65) for prompt in prompts]
+    with LLM(path, **{**SMALL, "num_kvcache_blocks": 14}) as llm:
+        assert tokens(llm.generate(prompts, greedy(65), use_tqdm=False)) == wanted
+        assert llm.metrics()["num_preemptions"] == 0
+
+
 def test_logprobs_are_those_of_transformers(path: Path) -> None:
     """Of prompts of one to several blocks, within 1e-4."""
     wanted = reference_logprobs(path, TEXT)
