@@ -26,6 +26,9 @@ class Family(NamedTuple):
             it as `attention_bias`.
         mlp_bias: whether config.json may ask for biases in the MLP.
         packed_qkv, packed_gate_up: the checkpoint has `qkv_proj`, `gate_up_proj` as one tensor.
+        num_experts: keys of config.json for their number, of which the first that is there counts;
+            none: the model is dense.
+        expert_size: the key for the intermediate size of each.
         expert_bias: whether router and experts have biases.
         attention_sinks: see `Scoring`.
         has_mxfp4: whether checkpoints may have experts in 4 bits.
@@ -46,6 +49,8 @@ class Family(NamedTuple):
     mlp_bias: bool = False
     packed_qkv: bool = False
     packed_gate_up: bool = False
+    num_experts: tuple[str, ...] = ()
+    expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
     attention_sinks: bool = False
     has_mxfp4: bool = False
@@ -80,29 +85,21 @@ def _some_do_not_turn(raw: Raw) -> Raw:
 
 
 def _mixtral(raw: Raw) -> Raw:
-    """Experts by other names, in all layers."""
-    experts = {"num_experts": raw.get("num_local_experts", 8)}
-    experts |= {"moe_intermediate_size": raw.get("intermediate_size")}
-    return {**_all_slide(raw), **experts, "norm_topk_prob": True}
+    return {**_all_slide(raw), "norm_topk_prob": True}
 
 
 def _gpt_oss(raw: Raw) -> Raw:
-    """Every other layer slides. Experts by other names, in all layers."""
-    experts = {
-        "num_experts": raw.get("num_local_experts", 128),
-        "moe_intermediate_size": raw.get("intermediate_size"),
-        "norm_topk_prob": True,
-    }
+    """Every other layer slides."""
+    facts = {**_layer_types(raw, lambda i: i % 2 == 0), "norm_topk_prob": True}
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
-        experts["rope_scaling"] = GPT_OSS_ROPE
-    return {**_layer_types(raw, lambda i: i % 2 == 0), **experts}
+        facts["rope_scaling"] = GPT_OSS_ROPE
+    return facts
 
 
 def _qwen3_moe(raw: Raw) -> Raw:
-    """All layers slide, if `use_sliding_window` asks for it. Transformers 5 renames a key."""
+    """All layers slide, if `use_sliding_window` asks for it."""
     asked = read_value(raw, "use_sliding_window", bool, False)
-    windows = _all_slide(raw) if asked else {"sliding_window": None}
-    return {**windows, "num_experts": raw.get("num_experts", raw.get("num_local_experts", 128))}
+    return _all_slide(raw) if asked else {"sliding_window": None}
 
 
 def _gemma2(raw: Raw) -> Raw:
@@ -132,6 +129,18 @@ def _gemma(raw: Raw) -> Raw:
         "attention_multiplier": read_value(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
         "embedding_multiplier": read_value(raw, "hidden_size", int) ** 0.5,
     }
+
+
+def _exaone4(raw: Raw) -> Raw:
+    """Where there is a window, every fourth layer sees all, and does not turn."""
+    if not raw.get("sliding_window"):
+        return {}
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        interval = read_value(raw, "sliding_window_pattern", int, 4)
+        kinds = _layer_types(raw, lambda i: (i + 1) % interval != 0)["layer_types"]
+    turns = [int(kind == SLIDING) for kind in kinds] if isinstance(kinds, list) else None
+    return {"layer_types": kinds, "no_rope_layers": turns}
 
 
 def _olmo3(raw: Raw) -> Raw:
@@ -211,6 +220,13 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 FAMILIES = {
+    "Exaone4ForCausalLM": Family(
+        "exaone4.Exaone4ForCausalLM",
+        **NO_BIASES,
+        qk_norm="head",
+        defaults={**THETA, **EPS},
+        complete=_exaone4,
+    ),
     "Gemma2ForCausalLM": Family(
         "gemma.Gemma2ForCausalLM",
         norm_plus_one=True,
@@ -223,7 +239,9 @@ FAMILIES = {
     "Glm4ForCausalLM": Family("gemma.Glm4ForCausalLM", **GLM),
     "GlmForCausalLM": Family(QWEN3, **GLM),
     "GptOssForCausalLM": Family(
-        "qwen3_moe.GptOssForCausalLM",
+        "gpt_oss.GptOssForCausalLM",
+        num_experts=("num_local_experts",),
+        expert_size="intermediate_size",
         expert_bias=True,
         attention_sinks=True,
         has_mxfp4=True,
@@ -232,6 +250,7 @@ FAMILIES = {
             "attention_bias": True,
             "head_dim": 64,
             "num_experts_per_tok": 4,
+            "num_local_experts": 128,
             "rope_theta": 150_000.0,
             "sliding_window": 128,
             "swiglu_limit": 7.0,
@@ -253,7 +272,14 @@ FAMILIES = {
     "MixtralForCausalLM": Family(
         "qwen3_moe.MixtralForCausalLM",
         **NO_BIASES,
-        defaults={**EPS, "num_experts_per_tok": 2, "rope_theta": 1_000_000.0},
+        num_experts=("num_local_experts",),
+        expert_size="intermediate_size",
+        defaults={
+            **EPS,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1_000_000.0,
+        },
         complete=_mixtral,
     ),
     "Olmo2ForCausalLM": Family(
@@ -282,7 +308,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe.Qwen3MoeForCausalLM",
         qk_norm="head",
-        defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        num_experts=("num_local_experts", "num_experts"),  # in transformers 5, and 4
+        defaults={"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
         complete=_qwen3_moe,
     ),
     "SmolLM3ForCausalLM": Family(

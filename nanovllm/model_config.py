@@ -46,7 +46,7 @@ class ExpertConfig:
         intermediate_size: of each.
         norm_topk_prob: their weights add up to 1.
         bias: router and experts have biases.
-        swiglu_limit: of gate and up (see `act_and_mul`); 0: none.
+        swiglu_limit: of gate and up (see `layers/experts.py`); 0: none.
         is_mxfp4: the checkpoint has them in 4 bits.
     """
 
@@ -169,7 +169,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         read_value(raw, key, int) for key in ("num_attention_heads", "hidden_size")
     )
     head_dim = _read_head_dim(raw, hidden_size, num_heads)
-    layers = _read_layers(raw, head_dim, family.interleaved_rope)
+    layers = _read_layers(raw, head_dim, family)
     bias = read_value(raw, "attention_bias", bool, False)
     return {
         "dtype": _read_dtype(raw),
@@ -219,7 +219,7 @@ def _refuse_quantised(raw: dict[str, Any], family: Family) -> None:
     if method and not (method == "mxfp4" and family.has_mxfp4):
         raise ValueError(
             f"quantised checkpoints are not supported, and config.json has `quantization_config` "
-            f"{method}: use the original bfloat16, float16 or float32 weights"
+            f"{method!r}: use the original bfloat16, float16 or float32 weights"
         )
 
 
@@ -232,13 +232,16 @@ def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int
     return read_value(raw, "head_dim", int, hidden_size // num_heads)
 
 
-def _read_layers(raw: dict[str, Any], head_dim: int, interleaved: bool) -> tuple[LayerConfig, ...]:
+def _read_layers(raw: dict[str, Any], head_dim: int, family: Family) -> tuple[LayerConfig, ...]:
     """One for each layer."""
     kinds = _read_list(raw, "layer_types", FULL, (FULL, SLIDING))
     turns = _read_list(raw, "no_rope_layers", 1, (0, 1))
     window = read_value(raw, "sliding_window", int, 0, minimum=0)
-    sparse = _sparse_layers(raw)
-    ropes = {kind: read_rope(raw, kind, head_dim, interleaved) for kind in dict.fromkeys(kinds)}
+    sparse = _sparse_layers(raw) if family.num_experts else set()
+    ropes = {
+        kind: read_rope(raw, kind, head_dim, family.interleaved_rope)
+        for kind in dict.fromkeys(kinds)
+    }
     return tuple(
         LayerConfig(
             ropes[kind] if turns[i] else replace(ropes[kind], rope_type="none"),
@@ -251,8 +254,6 @@ def _read_layers(raw: dict[str, Any], head_dim: int, interleaved: bool) -> tuple
 
 def _sparse_layers(raw: dict[str, Any]) -> set[int]:
     """All that `decoder_sparse_step` reaches, but those of `mlp_only_layers`."""
-    if raw.get("num_experts") is None:
-        return set()
     step, dense = read_value(raw, "decoder_sparse_step", int, 1), raw.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ValueError(f"config.json: `mlp_only_layers` must be a list of numbers, got {dense!r}")
@@ -260,13 +261,19 @@ def _sparse_layers(raw: dict[str, Any]) -> set[int]:
 
 
 def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
-    if raw.get("num_experts") is None:
+    if not family.num_experts:
         return None
-    num_experts = read_value(raw, "num_experts", int)
+    key = next((key for key in family.num_experts if key in raw), family.num_experts[0])
+    num_experts, taken = read_value(raw, key, int), read_value(raw, "num_experts_per_tok", int)
+    if taken > num_experts:
+        raise ValueError(
+            f"config.json: `num_experts_per_tok` must be at most `{key}`, got {taken} and "
+            f"{num_experts}"
+        )
     return ExpertConfig(
         num_experts,
-        read_value(raw, "num_experts_per_tok", int, maximum=num_experts),
-        read_value(raw, "moe_intermediate_size", int),
+        taken,
+        read_value(raw, family.expert_size, int),
         read_value(raw, "norm_topk_prob", bool, False),
         family.expert_bias,
         read_value(raw, "swiglu_limit", float, 0.0, 0, 1e6),

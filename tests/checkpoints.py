@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from invariants import check_scheduler
 from safetensors.torch import load_file, save_file
 
 import nanovllm
@@ -213,7 +214,7 @@ def run_steps(llm: LLM, max_steps: int = 1000) -> dict[int, list[int]]:
         for output in llm.step():
             assert output.request_id not in outputs
             outputs[output.request_id] = output["token_ids"]
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
     return outputs
 
 
@@ -270,7 +271,7 @@ def in_threads(num: int, work: Callable[[int], None]) -> None:
 
 def assert_idle(llm: LLM) -> None:
     """No request and no block is left, and the books are right."""
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     assert llm.is_finished()
     metrics = llm.metrics()
     left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
@@ -376,5 +377,5 @@ def generate_checked(
         found = {}
         while not llm.is_finished():
             found.update((output.request_id, output) for output in llm.step())
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
         return [found[i] for i in ids], llm.metrics()

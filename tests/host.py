@@ -10,6 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, NamedTuple, Protocol
 
+from invariants import check_scheduler
+
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
@@ -220,13 +222,13 @@ class Loop:
         if scheduled and not scheduler.mixed_steps:
             self.check_unmixed(scheduled, running, prefilling)
         if scheduled:
-            scheduler.check_invariants()
+            check_scheduler(scheduler)
             self.under_way.append((scheduled, self.model.run(scheduled)))
             scheduler.advance(scheduled)
-            scheduler.check_invariants()
+            check_scheduler(scheduler)
         while len(self.under_way) > (self.lookahead if scheduled else 0):
             scheduler.postprocess(*self.under_way.pop(0))
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         return chunks
 
     def check_unmixed(

@@ -9,7 +9,7 @@ A block is in one of three states:
 Where every layer slides over a `window`, a sequence gives the blocks behind it back while it runs.
 Their ids stay in its table: nobody reads them there any more.
 
-Invariants (`check_invariants` verifies them):
+Invariants (the tests verify them after every step):
 
 1. A block is published (findable by hash) only when it is full *and* its KV is computed.
 2. A block that others can read (shared or published) is never written: a sequence writes KV at
@@ -22,7 +22,6 @@ Invariants (`check_invariants` verifies them):
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -275,34 +274,3 @@ class BlockManager:
         """Take a block for the newest token of `seq` if it needs one (see `can_append`)."""
         while len(seq.block_table) < seq.num_blocks:
             seq.block_table.append(self._take_free_block())
-
-    # -- verification ---------------------------------------------------------------------------
-
-    def check_invariants(self, holders: Iterable[Sequence]) -> None:
-        """Verify the books against `holders`, all sequences that hold blocks. For tests."""
-        holders = list(holders)
-        counts = [0] * len(self.blocks)
-        for seq in holders:
-            held = seq.held_blocks
-            assert len(set(held)) == len(held), f"{seq!r} holds a block twice"
-            assert seq.num_computed_tokens < seq.num_tokens, f"{seq!r} has nothing to compute"
-            for i, block_id in enumerate(held, seq.num_dropped_blocks):
-                counts[block_id] += 1
-                if i >= seq.num_computed_tokens // self.block_size:  # will be written
-                    block = self.blocks[block_id]
-                    assert block.ref_count == 1, f"{seq!r} would write shared block {block_id}"
-                    assert block.hash == NO_HASH, f"{seq!r} would write published block {block_id}"
-        assert counts == [block.ref_count for block in self.blocks], "wrong reference counts"
-        free, cached = set(self.free_block_ids), set(self.cached_block_ids)
-        assert len(free) == len(self.free_block_ids), "a block is free twice"
-        for block in self.blocks:
-            is_cached = block.ref_count == 0 and block.hash != NO_HASH
-            assert (block.block_id in cached) == is_cached, f"block {block.block_id}: cached?"
-            is_free = block.ref_count == 0 and block.hash == NO_HASH
-            assert (block.block_id in free) == is_free, f"block {block.block_id}: free?"
-            if block.hash != NO_HASH:
-                assert self.hash_to_block_id[block.hash] == block.block_id, "lost from the index"
-                assert len(block.token_ids) == self.block_size, "published before it is full"
-        assert len(self.hash_to_block_id) == sum(b.hash != NO_HASH for b in self.blocks)
-        computing = {h for seq in holders for h in seq.block_hashes}
-        assert set(self._computing) <= computing, "nobody computes this block any more"

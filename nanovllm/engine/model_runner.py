@@ -157,11 +157,10 @@ class ModelRunner:
         num_heads = self.model_config.num_attention_heads // self.group.size
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
         sinks = cache.k.new_zeros(num_heads) if self.model_config.attention_sinks else None
-        scorings = {
-            scoring_of(self.model_config, i, self.max_model_len, sinks)
-            for i in range(self.model_config.num_hidden_layers)
-        }
-        return self.backend.variants(num_heads, cache, max_context, scorings)
+        layers = range(self.model_config.num_hidden_layers)
+        scorings = {scoring_of(self.model_config, i, self.max_model_len) for i in layers}
+        with_sinks = [scoring._replace(sinks=sinks) for scoring in scorings]
+        return self.backend.variants(num_heads, cache, max_context, with_sinks)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
         """What begins and ends a decode step, of a full batch of zeros."""

@@ -325,19 +325,3 @@ class Scheduler:
             "num_running": len(self.running),
             "num_preemptions": self.num_preemptions,
         }
-
-    def check_invariants(self) -> None:
-        """Verify the queues and the block manager's books. For tests."""
-        assert len(self.running) <= self.max_num_seqs, "too many running sequences"
-        assert self.running == sorted(self.running, key=_arrival), "running is out of order"
-        for seq in self.running:
-            assert seq.status is SequenceStatus.RUNNING, repr(seq)
-            assert len(seq.block_table) * seq.block_size >= seq.num_tokens - 1, repr(seq)
-            assert seq.num_pending <= self._num_in_flight, repr(seq)
-        slots = [seq.slot for seq in self.running] + self._free_slots
-        assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or shared"
-        for seq in self.waiting:
-            assert seq.status is SequenceStatus.WAITING, repr(seq)
-            assert not seq.num_pending, repr(seq)
-            assert not seq.block_table, f"{seq!r} waits and holds blocks"
-        self.block_manager.check_invariants(self.running)

@@ -1,13 +1,12 @@
 """The attention layer, from the projection of a step's tokens to the outputs of their heads."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import torch
-from torch import nn
 
 from nanovllm.attention.base import KVCache, Scoring
-from nanovllm.layers.base import Build, Layer, Part, Shard
+from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -15,26 +14,12 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
 
 
-class Sinks(Layer):
-    """A score of each head of this rank, see `Scoring`."""
-
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__()
-        self.part = Part.equal(config.num_attention_heads, build.group)
-        self.scores = nn.Parameter(torch.empty(len(self.part.held), dtype=build.dtype), False)
-
-    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        yield path, Shard(self.scores.data, (self.part,))
-
-
-def scoring_of(
-    config: ModelConfig, i: int, max_model_len: int, sinks: torch.Tensor | None = None
-) -> Scoring:
+def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
     """How queries score keys in layer i, of at most so many tokens."""
     window, softcap = config.layers[i].window, config.attn_logit_softcapping
     if window >= max_model_len:  # nothing to hide
         window = 0
-    return Scoring(config.attention_multiplier, window, softcap, sinks)
+    return Scoring(config.attention_multiplier, window, softcap)
 
 
 class Attention(Layer):

@@ -88,14 +88,6 @@ class Shard(NamedTuple):
         shape = [part.total for part in self.parts]
         return shape if self.packing is None else self.packing.shape(shape)
 
-    def unpack(self, source: Any) -> None:
-        """Fill the target with our part of the packed tensor, or multiply it by that."""
-        assert self.packing is not None, "not packed"
-        for i, target in enumerate(self.target):  # a matrix at a time: unpacked ones are large
-            whole = self.packing.decode(source[i].to(target.device))
-            own = Shard(target, self.parts[1:]).read(whole)
-            target.copy_(target * own if self.packing.multiplies else own)
-
     def read(self, source: Any) -> torch.Tensor:
         """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
         spans = [

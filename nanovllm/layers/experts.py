@@ -138,9 +138,18 @@ class Experts(Layer):
                     for of_all in (self.gate_up_bias, self.own_bias)
                 )
                 gate_up = F.linear(x[rows // k], self.gate_up[i], bias)
-                inner = act_and_mul(gate_up, self.gelu, self.facts.swiglu_limit)
+                inner = _activate(gate_up, self.gelu, self.facts.swiglu_limit)
                 out[rows] = F.linear(inner, self.down[i], down_bias)
         return (out.view(-1, k, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
+    """`act_and_mul`; with a limit gpt-oss's SwiGLU (OpenAI, 2025), clamped and of 1 + up."""
+    if not limit:
+        return act_and_mul(x, gelu)
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class PackedExperts(Experts):

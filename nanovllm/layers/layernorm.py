@@ -5,6 +5,7 @@ Beside the linear layers and the embedding, what knows how sums and rows are spr
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -40,7 +41,6 @@ class RMSNorm(Layer):
 
     Args:
         plus_one: multiply by `1 + weight`, as Gemma does.
-        behind: it stands behind attention or an MLP: `sum_forward` is what is called.
         num_experts: of a token, whose partial results it sums.
     """
 
@@ -51,13 +51,12 @@ class RMSNorm(Layer):
         build: Build,
         *,
         plus_one: bool = False,
-        behind: bool = False,
         num_experts: int = 0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
         self.eps, self.plus_one = eps, plus_one
-        self.behind, self.num_experts = behind, num_experts
+        self.num_experts = num_experts
         self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,16 +88,16 @@ class RMSNorm(Layer):
         from nanovllm.kernels.linear import split_numbers
         from nanovllm.kernels.norm import add_rms_norm
 
-        def add(parts: int) -> None:
+        def add(has_residual: bool, parts: int) -> None:
             x = residual = self.weight.new_zeros(1, len(self.weight))
             if parts > 1:
                 x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
-            own = None if self.behind else residual
+            own = residual if has_residual else None
             add_rms_norm(x, own, self.weight, self.eps, plus_one=self.plus_one)
 
         numbers = {1, *split_numbers(self.weight), self.num_experts or 1}
-        key = RMSNorm, self.weight.shape, self.plus_one, self.behind
-        return {(*key, parts): partial(add, parts) for parts in numbers}
+        key = RMSNorm, self.weight.shape, self.plus_one
+        return {(*key, *how): partial(add, *how) for how in product((True, False), numbers)}
 
     def add_forward(
         self, x: Hidden, residual: Residual
@@ -141,18 +140,11 @@ class RMSNorm(Layer):
         return normed
 
 
-def norm(
-    config: ModelConfig, build: Build, size: int | None = None, *, behind: bool = False
-) -> RMSNorm:
+def norm(config: ModelConfig, build: Build, size: int | None = None) -> RMSNorm:
     """A norm of hidden states, or of rows of another size."""
-    return RMSNorm(
-        size or config.hidden_size,
-        config.rms_norm_eps,
-        build,
-        plus_one=config.norm_plus_one,
-        behind=behind,
-        num_experts=0 if config.experts is None else config.experts.num_experts_per_tok,
-    )
+    size, plus_one = size or config.hidden_size, config.norm_plus_one
+    k = 0 if config.experts is None else config.experts.num_experts_per_tok
+    return RMSNorm(size, config.rms_norm_eps, build, plus_one=plus_one, num_experts=k)
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:

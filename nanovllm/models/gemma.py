@@ -28,7 +28,7 @@ class Gemma2DecoderLayer(nn.Module):
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
         for name in self.norms:
-            self.add_module(name, norm(config, build, behind=name in self.norms[1::2]))
+            self.add_module(name, norm(config, build))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

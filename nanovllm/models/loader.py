@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.base import Layer, Shard
+from nanovllm.layers.mxfp4 import Packing
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -172,10 +173,17 @@ def _comes_last(shard: Shard) -> bool:
     return shard.packing is not None and shard.packing.multiplies
 
 
+def _unpack(source: Any, shard: Shard, packing: Packing) -> None:
+    for i, target in enumerate(shard.target):  # a matrix at a time: unpacked ones are large
+        whole = packing.decode(source[i].to(target.device))
+        own = Shard(target, shard.parts[1:]).read(whole)
+        target.copy_(target * own if packing.multiplies else own)
+
+
 def _copy(name: str, source: Any, shard: Shard) -> None:
     """Fill `shard` from `source`, a slice of safetensors."""
     if shard.packing is not None:
-        shard.unpack(source)
+        _unpack(source, shard, shard.packing)
         return
     tensor = shard.read(source)
     if not tensor.is_floating_point() or tensor.element_size() == 1:

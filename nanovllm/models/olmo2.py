@@ -73,13 +73,15 @@ class Olmo2Attention(Qwen3Attention):
 class Olmo2DecoderLayer(nn.Module):
     """x = x + norm(attention(x)); x = x + norm(mlp(x))"""
 
+    attention_class: type[Qwen3Attention] = Olmo2Attention
+
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
         self.group = build.group
-        self.self_attn = Olmo2Attention(config, i, rope, build)
+        self.self_attn = self.attention_class(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        self.post_attention_layernorm = norm(config, build, behind=True)
-        self.post_feedforward_layernorm = norm(config, build, behind=True)
+        self.post_attention_layernorm = norm(config, build)
+        self.post_feedforward_layernorm = norm(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

@@ -8,15 +8,11 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import ACTIVATIONS
-from nanovllm.layers.attention import Attention, Sinks, scoring_of
+from nanovllm.layers.attention import Attention, scoring_of
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import Residual, all_rows, norm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanovllm.model_config import ModelConfig
 
@@ -34,9 +30,7 @@ class Qwen3Attention(nn.Module):
         if config.qk_norm == "head":
             plain = build._replace(fused=False)  # on a GPU `Attention` normalises in its kernel
             self.q_norm, self.k_norm = norms = norm(config, plain, D), norm(config, plain, D)
-        self.sinks = Sinks(config, build) if config.attention_sinks else None
-        scores = None if self.sinks is None else self.sinks.scores
-        scoring = scoring_of(config, i, build.max_model_len, scores)
+        scoring = scoring_of(config, i, build.max_model_len)
         self.attn = Attention(self.qkv_proj, D, rope, norms, scoring, is_last, build)
 
     def forward(self, positions: torch.Tensor, hidden: Hidden) -> Hidden:
@@ -63,17 +57,17 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """x = x + attention(norm(x)); x = x + mlp(norm(x))"""
 
-    mlp: nn.Module
+    attention_class: type[nn.Module] = Qwen3Attention
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
-        self.self_attn = Qwen3Attention(config, i, rope, build)
+        self.self_attn = self.attention_class(config, i, rope, build)
         self.make_mlp(config, i, build)
         self.input_layernorm = norm(config, build)
         self.post_attention_layernorm = norm(config, build)
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp = Qwen3MLP(config, build)
+        self.mlp: nn.Module = Qwen3MLP(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

@@ -1,9 +1,7 @@
-"""Qwen3-MoE (Qwen team, 2025), Mixtral (Jiang et al., 2024) and gpt-oss (OpenAI, 2025): experts in
-the place of MLPs.
-"""
+"""Qwen3-MoE (Qwen team, 2025) and Mixtral (Jiang et al., 2024): experts in the place of MLPs."""
 
 from nanovllm.layers.base import Build
-from nanovllm.layers.experts import Experts, PackedExperts, SparseMLP
+from nanovllm.layers.experts import Experts, SparseMLP
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
@@ -27,13 +25,6 @@ class MixtralDecoderLayer(Qwen3DecoderLayer):
         self.block_sparse_moe = self.mlp = SparseMLP(config, experts, build)
 
 
-class GptOssDecoderLayer(Qwen3DecoderLayer):
-    """Experts in all layers, with biases, and clamped."""
-
-    def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp = SparseMLP(config, PackedExperts(config, build), build, "router")
-
-
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Qwen3-MoE."""
 
@@ -44,9 +35,3 @@ class MixtralForCausalLM(Qwen3ForCausalLM):
     """Mixtral."""
 
     layer_class = MixtralDecoderLayer
-
-
-class GptOssForCausalLM(Qwen3ForCausalLM):
-    """gpt-oss."""
-
-    layer_class = GptOssDecoderLayer

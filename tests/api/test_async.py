@@ -12,6 +12,7 @@ import threading
 import weakref
 
 import pytest
+from invariants import check_scheduler
 
 from checkpoints import (
     PARAMS,
@@ -61,7 +62,7 @@ class Hall:
         metrics = await self.metrics()
         left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
         assert not any(left.values()), left
-        self.llm.scheduler.check_invariants()
+        check_scheduler(self.llm.scheduler)
 
 
 @pytest.fixture(params=[rare(False), True], ids=["synchronous", "overlap"])

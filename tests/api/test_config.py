@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from types import UnionType
 from typing import get_origin, get_type_hints
 
 import numpy as np
@@ -380,8 +381,8 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Gemma.*, Qwen3For"),
-        ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Gemma"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: Exaone4.*, Qwen3For"),
+        ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Exaone4"),
         (
             {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
             "Qwen3_5.* keep a recurrent state; of what runs, Qwen3 is nearest",
@@ -472,10 +473,15 @@ KEYS = [  # beside those of every checkpoint
     *("query_pre_attn_scalar", "rope_local_base_freq", "rope_parameters", "rope_scaling"),
     *("rope_theta", "sliding_window", "sliding_window_pattern", "torch_dtype"),
     *("use_bidirectional_attention", "use_sliding_window"),
+    *("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"),
+    *("num_experts", "num_experts_per_tok", "num_local_experts", "swiglu_limit"),
 ]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "SmolLM3", "Gemma3", "Olmo3", "Phi3"])
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen3", "SmolLM3", "Gemma3", "Olmo3", "Phi3", "Exaone4", "Qwen3Moe", "Mixtral", "GptOss"],
+)
 def test_any_value_of_any_key_is_refused_by_name_or_right(family, checkpoint, tmp_path):
     """NaN and infinity were taken, and others ended in an OverflowError or a TypeError."""
     file = tmp_path / "config.json"
@@ -486,8 +492,10 @@ def test_any_value_of_any_key_is_refused_by_name_or_right(family, checkpoint, tm
             file.write_text(plain)
             config = outcome(ModelConfig.from_pretrained, file, key, value)
             for field in dataclasses.fields(ModelConfig) if config else ():
-                found, kind = getattr(config, field.name), get_origin(field.type) or field.type
-                assert type(found) is kind, (key, value)
+                found, kind = getattr(config, field.name), get_origin(field.type)
+                kind = field.type if kind in (None, UnionType) else kind
+                assert isinstance(found, kind), (key, value)
+                assert type(found) is not bool or kind is bool, (key, value)
                 assert kind is not int or 1 <= found < 2**31, (key, value)
                 assert kind is not float or 0 <= found <= 1e30, (key, value)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from invariants import check_scheduler
 from ranks_in_threads import threads_fixture  # noqa: F401
 
 from checkpoints import (
@@ -131,7 +132,7 @@ def test_preempted_prompts(
         found = {}
         while not llm.is_finished():
             found.update((output.request_id, output) for output in llm.step())
-            llm.scheduler.check_invariants()
+            check_scheduler(llm.scheduler)
         assert any(computed), "none in the middle of its prompt"
         assert llm.metrics()["num_preemptions"] >= len(computed)
     outputs = [found[i] for i in ids]

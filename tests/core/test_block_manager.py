@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from host import BLOCK_SIZE, HASHES, NUM_BLOCKS, make_scheduler, make_seq, manager_state, run_to_end
+from invariants import check_blocks
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -34,7 +35,7 @@ def run_and_free(manager: BlockManager, tokens: list[int] | int) -> list[int]:
     seq = compute(manager, start(manager, tokens))
     table = list(seq.block_table)
     manager.deallocate(seq)
-    manager.check_invariants([])
+    check_blocks(manager, [])
     return table
 
 
@@ -54,7 +55,7 @@ def test_blocks_are_published_only_when_full_and_computed(manager):
         if num_tokens:
             compute(manager, seq, num_tokens)
         assert num_hits(manager, A + B + C) == hits, f"{seq.num_computed_tokens} computed"
-        manager.check_invariants([seq])
+        check_blocks(manager, [seq])
 
 
 def test_generated_blocks_are_published_too(manager):
@@ -71,7 +72,7 @@ def test_hit_on_a_freed_block_revives_it(manager):
     assert seq.block_table[:2] == table[:2]
     assert seq.num_computed_tokens == 2 * BLOCK_SIZE
     assert [manager.blocks[i].ref_count for i in seq.block_table] == [1, 1, 1]
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_blocks_without_content_are_taken_before_cached_ones(manager):
@@ -88,7 +89,7 @@ def test_as_few_blocks_are_ever_used_as_are_needed_at_once():
         seqs = [compute(manager, start(manager, [*A, *B, 7, 7, 7][:length])) for _ in range(2)]
         used |= {block_id for seq in seqs for block_id in seq.block_table}
         needed = max(needed, manager.num_used_blocks + len(manager.cached_block_ids))
-        manager.check_invariants(seqs)
+        check_blocks(manager, seqs)
         for seq in seqs:
             manager.deallocate(seq)
     assert len(used) == needed < 8
@@ -121,7 +122,7 @@ def test_failed_allocation_changes_nothing(manager, cached):
         manager.allocate(seq)
     assert manager_state(manager) == before
     assert (seq.block_table, seq.num_computed_tokens) == ([], 0)
-    manager.check_invariants([holder])
+    check_blocks(manager, [holder])
 
 
 def test_cached_hits_are_not_counted_as_free_as_well(manager):
@@ -135,7 +136,7 @@ def test_cached_hits_are_not_counted_as_free_as_well(manager):
     assert not manager.can_allocate(make_seq(A + B + D))
     manager.deallocate(holder)
     assert manager.can_allocate(make_seq(A + B + C + D + TAIL))
-    manager.check_invariants([shared])
+    check_blocks(manager, [shared])
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -146,7 +147,7 @@ def test_prompt_of_k_blocks_leaves_the_last_one_to_compute(manager, k):
     seq = start(manager, tokens)
     assert seq.num_computed_tokens == (k - 1) * BLOCK_SIZE
     assert len(seq.block_table) == k
-    manager.check_invariants([seq])
+    check_blocks(manager, [seq])
 
 
 def test_whole_chain_is_verified(manager):
@@ -165,7 +166,7 @@ def test_hash_collision_never_serves_another_prefix(manager, name):
     for tokens in (C + B + TAIL, C + D + TAIL, B + A + TAIL):
         assert num_hits(manager, tokens) == 0, tokens
     second = compute(manager, start(manager, C + B + TAIL))
-    manager.check_invariants([second])
+    check_blocks(manager, [second])
     for tokens, table in ((A + B + TAIL, first), (C + B + TAIL, second.block_table)):
         hits = [block.block_id for block in manager.find_prefix(make_seq(tokens))]
         assert hits == table[: len(hits)]
@@ -177,7 +178,7 @@ def test_shared_blocks_are_reference_counted(manager):
     others = [start(manager, A + B + [50 + i]) for i in range(2)]
     assert [manager.blocks[i].ref_count for i in first.block_table] == [3, 3, 1]
     assert manager.num_used_blocks == 5
-    manager.check_invariants([first, *others])
+    check_blocks(manager, [first, *others])
     manager.deallocate(first)
     assert [manager.blocks[i].ref_count for i in others[0].block_table] == [2, 2, 1]
     for seq in others:
@@ -185,7 +186,7 @@ def test_shared_blocks_are_reference_counted(manager):
         assert seq.block_table[-1] not in (others[0].block_table + others[1].block_table)[:2]
         manager.deallocate(seq)
     assert manager.num_used_blocks == 0
-    manager.check_invariants([])
+    check_blocks(manager, [])
 
 
 def test_twins_keep_their_blocks_and_the_older_is_found(manager):
@@ -193,13 +194,13 @@ def test_twins_keep_their_blocks_and_the_older_is_found(manager):
     first, second = start(manager, A + TAIL), start(manager, A + B + TAIL)
     assert first.block_table[0] != second.block_table[0]
     compute(manager, first), compute(manager, second)
-    manager.check_invariants([first, second])
+    check_blocks(manager, [first, second])
     found = [block.block_id for block in manager.find_prefix(make_seq(A + B + C))]
     assert found == [first.block_table[0], second.block_table[1]]
     twin = second.block_table[0]
     manager.deallocate(second)
     assert twin in manager.free_block_ids  # it cannot be found: no content
-    manager.check_invariants([first])
+    check_blocks(manager, [first])
 
 
 def test_chain_whose_parent_is_gone_is_replaced():
@@ -213,7 +214,7 @@ def test_chain_whose_parent_is_gone_is_replaced():
     manager.deallocate(second), manager.deallocate(evicting)
     third = compute(manager, start(manager, A + B + TAIL))
     assert num_hits(manager, A + B + TAIL) == 2
-    manager.check_invariants([third])
+    check_blocks(manager, [third])
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_found():
@@ -247,7 +248,7 @@ def test_no_stale_entry_after_a_block_is_reused(manager):
     """#163: the index still named a block whose content had been replaced."""
     run_and_free(manager, A + B + TAIL)
     everything = compute(manager, start(manager, NUM_BLOCKS * BLOCK_SIZE))
-    manager.check_invariants([everything])
+    check_blocks(manager, [everything])
     assert num_hits(manager, A + B + TAIL) == 0
     manager.deallocate(everything)
     assert num_hits(manager, A + B + TAIL) == 0
@@ -265,4 +266,4 @@ def test_can_append_needs_a_block_only_after_one_was_filled(num_tokens, num_free
         manager.may_append(seq)
         assert len(seq.block_table) == seq.num_blocks
         assert manager.num_free_blocks == num_free - starts_a_block
-        manager.check_invariants([seq])
+        check_blocks(manager, [seq])

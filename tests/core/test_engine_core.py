@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from host import FakeModel, make_scheduler, make_seq, reference
+from invariants import check_scheduler
 
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.request import Request
@@ -68,7 +69,7 @@ class Engine:
         """Run to the end: the right tokens, all of them to be taken, and nothing left."""
         while self.core.requests:
             self.core.step()
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
         assert sorted(r.request_id for r in self.core.finished) == [r.request_id for r in requests]
         for request in requests:
             for seq in request.seqs:

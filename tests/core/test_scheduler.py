@@ -15,6 +15,7 @@ from host import (
     run_to_end,
     step,
 )
+from invariants import check_scheduler
 
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -107,7 +108,7 @@ def test_step_that_failed_can_be_repeated():
     model = FakeModel(scheduler)
     while not scheduler.is_finished():
         scheduler.schedule()
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         step(scheduler, model)
     for seq in seqs:
         assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 24)
@@ -310,7 +311,7 @@ def test_abort_of_many():
     assert len(scheduler.running) == 4
     scheduler.abort(seqs[2:3])
     scheduler.abort(seqs[1:11])
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert scheduler.running == seqs[:1] and list(scheduler.waiting) == seqs[11:]
     run_to_end(scheduler, model=model)
     for seq in (seqs[0], *seqs[11:]):
@@ -328,9 +329,9 @@ def test_abort_gives_the_blocks_back(when):
     if when == "preempted":
         scheduler.preempt(seq)
     scheduler.abort([seq])
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert seq.status is SequenceStatus.FINISHED and not seq.block_table
     scheduler.abort([seq])  # it is gone: nothing happens
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     run_to_end(scheduler, model=model)
     assert (other.completion_token_ids, other.finish_reason) == reference(other, 48)

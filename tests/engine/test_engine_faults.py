@@ -8,6 +8,7 @@ import threading
 import weakref
 
 import pytest
+from invariants import check_scheduler
 
 from checkpoints import (
     PARAMS,
@@ -69,7 +70,7 @@ def test_failed_step_can_be_repeated(k, error, llm, checkpoint, monkeypatch):
     with pytest.raises(type(error)):
         llm.step()
     assert len(calls) == k
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     assert not llm.is_finished()
     done.update(run_steps(llm))
     assert done == dict(zip(ids, references(checkpoint), strict=True))

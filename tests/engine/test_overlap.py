@@ -7,6 +7,7 @@ import time
 import weakref
 
 import pytest
+from invariants import check_scheduler
 
 from checkpoints import (
     PARAMS,
@@ -73,7 +74,7 @@ def test_abort_while_its_step_is_under_way(victim, num_steps, checkpoint):
         assert under_way, "nothing is under way"
         late = llm.add_request(PROMPT[::-1], greedy(5))  # may get its blocks and slot
         assert llm.abort(ids[victim]) is (ids[victim] not in done)
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         done.update(run_steps(llm))
         wanted = dict(zip(ids, references(checkpoint), strict=True))
         wanted[late] = reference(checkpoint, PROMPT[::-1], 5)
@@ -167,7 +168,7 @@ def test_defect_15_ctrl_c_inside_abort(num_steps, after, llm, checkpoint, monkey
         patch.setattr(llm.scheduler.block_manager, "deallocate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.abort(victim)
-    llm.scheduler.check_invariants()
+    check_scheduler(llm.scheduler)
     assert_usable(llm, checkpoint)
 
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from invariants import check_blocks, check_scheduler
 
 from checkpoints import rare
 from nanovllm.engine.block_manager import BlockManager
@@ -78,7 +79,7 @@ class Workload:
             assert seq.is_finished
             self.counts["abort"] += 1
             self.aborted.add(seq.seq_id)
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     def step(self) -> None:
         drains = bool(self.loop.under_way)
@@ -253,7 +254,7 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self):
         if hasattr(self, "manager"):
-            self.manager.check_invariants(self.seqs)
+            check_blocks(self.manager, self.seqs)
 
 
 def test_random_use_agrees_with_an_oracle():

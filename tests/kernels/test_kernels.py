@@ -568,9 +568,10 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
     assert not linear_kernels.split_numbers(weight.float())
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
     build = Build(HALF, True, Group(), TorchBackend(), 64)
-    for group, qk_norm, of_norm in ((Group(), "head", set(numbers)), (Group(0, 2), "", set())):
+    of_one = {1, 3, *numbers}
+    for group, qk_norm, of_norm in ((Group(), "head", of_one), (Group(0, 2), "", set())):
         with torch.device(DEVICE):
-            norm = RMSNorm(64, 1e-6, build._replace(group=group))
+            norm = RMSNorm(64, 1e-6, build._replace(group=group), num_experts=3)
             rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
             model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
         for param in (*norm.parameters(), *model.parameters()):

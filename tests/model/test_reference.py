@@ -14,6 +14,7 @@ import pytest
 import torch
 import train_tiny
 from draws import chi_square_p
+from invariants import check_scheduler
 from tiny_reference import GREEDY, SEED, make_prompts, reference_greedy, tokens
 from transformers import Qwen3ForCausalLM
 
@@ -36,7 +37,7 @@ def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
 def run(tiny: str, prompts: list[list[int]], **options: Any) -> tuple[list[RequestOutput], dict]:
     with LLM(tiny, **options) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        llm.scheduler.check_invariants()
+        check_scheduler(llm.scheduler)
         metrics = llm.metrics()
         assert metrics["num_used_kvcache_blocks"] == 0
         return outputs, metrics

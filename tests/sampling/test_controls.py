@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host import EOS, VOCAB_SIZE, FakeModel, make_scheduler, reference
+from invariants import check_scheduler
 from numpy.typing import NDArray
 
 from checkpoints import rare
@@ -560,7 +561,7 @@ class Engine:
             self.launching = False
         while len(self.under_way) > (self.lookahead if scheduled else 0):
             self.scheduler.postprocess(*self.under_way.pop(0))
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
 
     def tokens_of(self, seq: Sequence) -> list[int]:
         """The completion, also what a step under way has sampled."""
