@@ -249,8 +249,7 @@ class BlockManager:
         seq.num_dropped_blocks = max(seq.num_dropped_blocks, first)
 
     def _first_seen_block(self, num_computed: Integers) -> Integers:
-        # The last full block stays: the next one's chain id needs it.
-        last_full = num_computed // self.block_size - 1
+        last_full = num_computed // self.block_size - 1  # stays: the next one's chain id needs it
         seen = (num_computed - self.window + 1) // self.block_size
         return np.maximum(0, np.minimum(seen, last_full))
 

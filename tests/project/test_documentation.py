@@ -54,6 +54,21 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
 
 
+def test_the_example_of_a_family_is_the_one_that_runs() -> None:
+    """And is compared with transformers in test_families.py."""
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    [model] = blocks(ROOT / "CONTRIBUTING.md", "python")
+    assert model == (ROOT / "nanovllm/models/exaone4.py").read_text("utf-8")
+    for file, begin in (
+        ("nanovllm/families.py", '"Exaone4ForCausalLM"'),
+        ("tests/model/test_families.py", '"exaone 4"'),
+    ):
+        lines = re.search(rf"^ {{8}}{begin}.*?^ {{8}}\),$", page, re.M | re.S)
+        assert lines, file
+        shown = re.sub(r"^ {4}", "", lines.group(), flags=re.M)
+        assert shown in (ROOT / file).read_text("utf-8"), file
+
+
 def commands() -> list[str]:
     """Commands in blocks, indented or fenced, and in running text."""
     found: set[str] = set()

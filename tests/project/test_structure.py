@@ -8,13 +8,13 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions and files of one `generate`; lines.
 CEILINGS = {
     "frames": 13,
-    "functions": 240,
+    "functions": 243,
     "files": 38,
     "files_in_circles": 0,
     "core_lines": 4500,
-    "package_lines": 14_450,
+    "package_lines": 15_400,
     "longest_file": 370,
-    "model_lines": 120,
+    "model_lines": 121,
 }
 LONGEST_FUNCTION = 60
 
