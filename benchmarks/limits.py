@@ -87,7 +87,8 @@ class Weights(NamedTuple):
         """Of a step with so many tokens: those of the experts that at least one token takes, if
         each takes any of them with the same probability.
         """
-        return self.dense + self.head + self.sparse * (1 - (1 - self.share) ** num_tokens)
+        taken = 1 - np.power(1 - self.share, num_tokens, dtype=np.float64)
+        return self.dense + self.head + self.sparse * taken
 
 
 def weights(config: ModelConfig) -> Weights:
