@@ -40,6 +40,7 @@ NOT_HERE = {
     "ruff check . && ruff format --check . && mypy && lint-imports",
     "bash .ci/run",
     "pytest -m slow",
+    "pytest tests/model -k exaone",
     "pytest tests/core",
     "pytest -m slow tests/kernels/test_other_gpus.py",
     'pip install -e ".[bench]"',

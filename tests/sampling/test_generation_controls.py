@@ -205,6 +205,34 @@ def test_tokens_do_not_depend_on_preemption(
     check_all(outputs, wanted)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # one of each kind
+    "gemma2": {"head_dim": 32, "sliding_window": 20, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 20, "num_local_experts": 5},
+    "mistral": {"sliding_window": 20},
+    "olmo2": {},
+}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", *map(rare, ("gemma2", "mistral", "olmo2"))])
+@pytest.mark.usefixtures("low_guesses")
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Soft-capped logits, sparse layers, windows, norms behind layers: every control, preempted."""
+    path = tmp_path / family
+    options = {"vocab_size": VOCAB, "initializer_range": 0.18, **FAMILIES[family]}
+    make_checkpoint(path, family, seed=4, **options)
+    edit_json(path / "generation_config.json", eos_token_id=EOS)
+    oracle = Oracle(path, EOS, SMALL["max_model_len"])
+    with LLM(path, **{**SMALL, **SMALL_POOL}) as llm:
+        outputs = generate(llm, REQUESTS)
+        assert llm.metrics()["num_preemptions"] > 0 or llm.scheduler.block_manager.window
+    wanted = [
+        oracle.complete(prompt, params, unseeded=f"0 {i}")
+        for i, (prompt, params) in enumerate(REQUESTS)
+    ]
+    assert {want.finish_reason for want in wanted} == {"stop", "length"}
+    check_all(outputs, wanted)
+
+
 @pytest.mark.slow
 @BOTH
 @pytest.mark.usefixtures("threads", "low_guesses")
