@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache, Scoring
 from nanovllm.utils.context import Context
 
+MANY_QUERIES = 64  # whose scores are held at once, where PyTorch's own attention cannot run
 MIN_PADDING = 64  # tokens that are not worth a gather of their own
 
 
@@ -133,6 +134,13 @@ def _causal_attention(
     """q: [n, Hq, D], the last n of the L positions of k, v: [L, Hkv, D]. Returns [n, Hq, D]."""
     (n, Hq, D), (L, Hkv, _) = q.shape, k.shape
     G = Hq // Hkv
+    if n > MANY_QUERIES and (scoring.softcap or scoring.sinks is not None):
+        parts = []
+        for begin in range(0, n, MANY_QUERIES):
+            end = min(begin + MANY_QUERIES, n)
+            seen = L - n + end
+            parts.append(_causal_attention(q[begin:end], k[:seen], v[:seen], scoring))
+        return torch.cat(parts)
     # Heads as [Hkv, G]: the keys of a group are expanded, not copied.
     q = q.transpose(0, 1).reshape(Hkv, G, n, D)
     k = k.transpose(0, 1).unsqueeze(1).expand(Hkv, G, L, D)
