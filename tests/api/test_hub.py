@@ -199,6 +199,7 @@ def test_a_file_of_weights_is_no_model() -> None:
         checkpoint_directory("our/model.gguf", None)
 
 
+@pytest.mark.slow  # the hub's library tries again, and waits
 def test_a_download_that_breaks_says_so(hub: Hub, tmp_path: Path) -> None:
     """The hub ends each file in its middle."""
     hub.breaks = True

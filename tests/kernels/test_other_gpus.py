@@ -96,7 +96,7 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "dtype"), [rare("8.6", "bfloat16"), ("8.6", "float32"), rare("gfx942", "float32")]
+    ("card", "dtype"), [rare("8.6", "bfloat16"), rare("8.6", "float32"), rare("gfx942", "float32")]
 )
 def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path: Path) -> None:
     """Heads of 256: float32 wanted 139,520 bytes (73,728 on gfx942); 16 bits spilled 784."""

@@ -96,7 +96,7 @@ MODES: dict[str, dict[str, Any]] = {
         "overlap": True,
     },
 }
-USUAL_MODES = ("default", "block-16", "chunked-overlap")
+USUAL_MODES = ("block-16", "chunked-overlap")
 
 
 @pytest.mark.parametrize("mode", with_rare(MODES, *MODES.keys() - USUAL_MODES))
