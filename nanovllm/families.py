@@ -30,6 +30,7 @@ class Family(NamedTuple):
             none: the model is dense.
         expert_size: the key for the intermediate size of each.
         expert_bias: whether router and experts have biases.
+        swiglu_limit: of `swiglu_limit` in config.json; 0: no such key counts.
         attention_sinks: see `Scoring`.
         has_mxfp4: whether checkpoints may have experts in 4 bits.
         interleaved_rope: see `RopeParameters`.
@@ -52,6 +53,7 @@ class Family(NamedTuple):
     num_experts: tuple[str, ...] = ()
     expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
+    swiglu_limit: float = 0.0
     attention_sinks: bool = False
     has_mxfp4: bool = False
     interleaved_rope: bool = False
@@ -90,6 +92,8 @@ def _mixtral(raw: Raw) -> Raw:
 
 def _gpt_oss(raw: Raw) -> Raw:
     """Every other layer slides."""
+    if (alpha := read_value(raw, "swiglu_alpha", float, 1.702, 0, 1e6)) != 1.702:
+        raise ValueError(f"config.json: `swiglu_alpha` {alpha} is not supported, only 1.702")
     facts = {**_layer_types(raw, lambda i: i % 2 == 0), "norm_topk_prob": True}
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         facts["rope_scaling"] = GPT_OSS_ROPE
@@ -243,6 +247,7 @@ FAMILIES = {
         num_experts=("num_local_experts",),
         expert_size="intermediate_size",
         expert_bias=True,
+        swiglu_limit=7.0,
         attention_sinks=True,
         has_mxfp4=True,
         defaults={
@@ -253,7 +258,6 @@ FAMILIES = {
             "num_local_experts": 128,
             "rope_theta": 150_000.0,
             "sliding_window": 128,
-            "swiglu_limit": 7.0,
         },
         complete=_gpt_oss,
     ),

@@ -16,6 +16,7 @@ from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
 
 MOST_LAYERS = 10_000
+MXFP4_BLOCK = 32  # numbers of a scale, see layers/mxfp4.py
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 T = TypeVar("T")
@@ -265,6 +266,14 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
         return None
     key = next((key for key in family.num_experts if key in raw), family.num_experts[0])
     num_experts, taken = read_value(raw, key, int), read_value(raw, "num_experts_per_tok", int)
+    limit, size = family.swiglu_limit, read_value(raw, family.expert_size, int)
+    is_mxfp4 = _quantization(raw) == "mxfp4"
+    for name in ("hidden_size", family.expert_size) if is_mxfp4 else ():
+        if raw[name] % MXFP4_BLOCK:
+            raise ValueError(
+                f"config.json: `{name}` must be a multiple of {MXFP4_BLOCK} with MXFP4, got "
+                f"{raw[name]}"
+            )
     if taken > num_experts:
         raise ValueError(
             f"config.json: `num_experts_per_tok` must be at most `{key}`, got {taken} and "
@@ -273,11 +282,11 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
     return ExpertConfig(
         num_experts,
         taken,
-        read_value(raw, family.expert_size, int),
+        size,
         read_value(raw, "norm_topk_prob", bool, False),
         family.expert_bias,
-        read_value(raw, "swiglu_limit", float, 0.0, 0, 1e6),
-        _quantization(raw) == "mxfp4",
+        limit and read_value(raw, "swiglu_limit", float, limit, 1e-6, 1e6),
+        is_mxfp4,
     )
 
 

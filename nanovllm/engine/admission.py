@@ -8,13 +8,17 @@ that have ended lately is taken; where that guesses too low, preemption is the b
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 
 WINDOW = 64
+
+Integers = TypeVar("Integers", int, NDArray[np.int64])
 
 
 class LengthEstimator:
@@ -59,7 +63,17 @@ class AdmissionControl:
 
     def _final_blocks(self, seq: Sequence) -> int:
         # The last token's KV is never needed: it is generated, and nothing follows.
-        return self._blocks.num_held_blocks(seq.num_tokens + self._remaining(seq) - 1)
+        return self._held(seq.num_tokens + self._remaining(seq) - 1)
+
+    def _held(self, num_tokens: Integers) -> Integers:
+        """Blocks that a sequence of so many tokens, which decodes, holds at most."""
+        size, window = self._blocks.block_size, self._blocks.window
+        num_blocks = -(-num_tokens // size)
+        if not window:
+            return num_blocks
+        computed = num_tokens - 2  # a step may be in flight
+        dropped = np.minimum((computed - window + 1) // size, computed // size - 1)
+        return num_blocks - np.maximum(0, dropped)
 
     def _final_growth(self, seq: Sequence) -> int:
         return max(0, self._final_blocks(seq) - len(seq.held_blocks))
@@ -100,6 +114,6 @@ class AdmissionControl:
             ]
         )
         alive = ends[None, :] >= ends[:, None]  # [K, K] bool
-        at_end = self._blocks.num_held_blocks(tokens[None, :] + ends[:, None])  # [K, K]
+        at_end = self._held(tokens[None, :] + ends[:, None])  # [K, K]
         change = np.where(alive, at_end - held, -private)
         return self._blocks.num_used_blocks + int(change.sum(axis=1).max())

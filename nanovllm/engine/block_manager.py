@@ -7,7 +7,7 @@ A block is in one of three states:
     in use    ref_count >= 1                     in the block tables of its holders
 
 Where every layer slides over a `window`, a sequence gives the blocks behind it back while it runs.
-Their ids stay in its table: nobody reads them there any more.
+Their ids stay in its table: kernels may read them there, and mask what they read.
 
 Invariants (the tests verify them after every step):
 
@@ -22,18 +22,14 @@ Invariants (the tests verify them after every step):
 """
 
 from collections import OrderedDict
-from typing import TypeVar
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from nanovllm.engine.sequence import Sequence
 
 NO_HASH = -1
 ROOT_CHAIN = 0  # the chain id before the first block
-
-Integers = TypeVar("Integers", int, NDArray[np.int64])
 
 
 class Block:
@@ -230,6 +226,11 @@ class BlockManager:
         # Tail first: the end of a chain is useless without its beginning, so it ages first.
         for block_id in reversed(seq.held_blocks):
             self._give_back(self.blocks[block_id])
+        # Likewise those that came back before, if they still hold the chain.
+        dropped = zip(seq.block_table[: seq.num_dropped_blocks], seq.block_hashes, strict=False)
+        for block_id, chain_hash in reversed(list(dropped)):
+            if block_id in self.cached_block_ids and self.blocks[block_id].hash == chain_hash:
+                self.cached_block_ids.move_to_end(block_id)
         seq.block_table.clear()
         seq.num_computed_tokens = seq.num_dropped_blocks = 0
 
@@ -243,22 +244,11 @@ class BlockManager:
 
     def drop_behind_window(self, seq: Sequence, num_computed: int) -> None:
         """Give back the blocks that no token of `seq` from `num_computed` on sees."""
-        first = int(self._first_seen_block(num_computed))
-        for block_id in seq.block_table[seq.num_dropped_blocks : first]:
+        last_full = num_computed // self.block_size - 1  # stays: the next one's chain id needs it
+        first = min((num_computed - self.window + 1) // self.block_size, last_full)
+        for block_id in seq.block_table[seq.num_dropped_blocks : max(0, first)]:
             self._give_back(self.blocks[block_id])
         seq.num_dropped_blocks = max(seq.num_dropped_blocks, first)
-
-    def _first_seen_block(self, num_computed: Integers) -> Integers:
-        last_full = num_computed // self.block_size - 1  # stays: the next one's chain id needs it
-        seen = (num_computed - self.window + 1) // self.block_size
-        return np.maximum(0, np.minimum(seen, last_full))
-
-    def num_held_blocks(self, num_tokens: Integers) -> Integers:
-        """Blocks that a sequence of so many tokens, which decodes, holds at most."""
-        num_blocks = -(-num_tokens // self.block_size)
-        if not self.window:
-            return num_blocks
-        return num_blocks - self._first_seen_block(num_tokens - 2)  # a step may be in flight
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the KV of the newest token of `seq` has, or can get, a slot.

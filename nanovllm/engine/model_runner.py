@@ -147,7 +147,8 @@ class ModelRunner:
         self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
         self._table = SlotTable(config.max_num_seqs, self._max_blocks)
         self.allocate_kv_cache()
-        if not on_cpu and not config.enforce_eager and self.backend.supports_cuda_graph:
+        can_capture = self.backend.supports_cuda_graph and (self.fused or not model_config.experts)
+        if not on_cpu and not config.enforce_eager and can_capture:  # plain experts sync
             self.capture_cudagraph()
         group.minimum(0)  # all ranks are there
 
@@ -176,20 +177,20 @@ class ModelRunner:
         start uninitialised.
         """
         model = model_class(self.model_config.architecture)
-        fused = (
+        self.fused = (
             self.config.fused_kernels
             and self.device.type == "cuda"
             and triton_refusal(self.device) is None
             and self.model_config.head_dim in HEAD_DIMS
         )
-        if fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
+        if self.fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
             self.group.open_peer_memory(
                 self.dtype,
                 self.model_config.hidden_size,
                 self.config.max_num_seqs,
                 0 if model.adds_behind_norms else self.config.max_num_batched_tokens,
             )
-        build = Build(self.dtype, fused, self.group, self.backend, self.max_model_len)
+        build = Build(self.dtype, self.fused, self.group, self.backend, self.max_model_len)
         with torch.device(self.device):
             self.model = model(self.model_config, build)
         self.model.eval()

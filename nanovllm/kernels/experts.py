@@ -20,6 +20,7 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import (
     can_describe,
     describe,
+    has_room,
     launch_dependents,
     pdl_options,
     spare_rows,
@@ -49,7 +50,13 @@ SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
 MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
 MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
+# For 64 KiB of shared memory: of few pairs, and of many.
+LITTLE_ROOM = (
+    Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
+    Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
+)
 SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together
+LEAST = tl.constexpr(-3e38)
 LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
 
 
@@ -63,7 +70,9 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     wait(PDL)
-    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=0.0).to(tl.float32)
+    # No score is below the least number, NaN neither: each choice is another expert, and one.
+    logits = tl.where(e < E, tl.where(logits > LEAST, logits, LEAST), float("-inf"))
     most = tl.max(logits, 0)
     left = logits
     total = 0.0
@@ -262,8 +271,11 @@ class ExpertWeights(NamedTuple):
     limit: float = 0.0
 
 
-def choose_tiles(N: int, E: int) -> Tiles:
-    """Tiles for N pairs of E experts."""
+def choose_tiles(N: int, E: int, x: torch.Tensor) -> Tiles:
+    """Tiles for N pairs of E experts, of x's dtype and on its device."""
+    if x.dtype not in HALF or not has_room(x):
+        tiles = LITTLE_ROOM[N > 8 * E]
+        return tiles if x.dtype in HALF else tiles._replace(block_k=32)
     return next((tiles for most, tiles in MOST.items() if most * E >= N), MANY)
 
 
@@ -300,7 +312,7 @@ def gated_experts(
     _sort_kernel[(E,)](
         experts, order, starts, N, BLOCK=BLOCK, num_warps=max(1, BLOCK // 512), **pdl_options(x)
     )
-    tiles = tiles or choose_tiles(N, E)
+    tiles = tiles or choose_tiles(N, E, x)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}

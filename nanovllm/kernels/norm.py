@@ -29,8 +29,8 @@ def weighted(x, weight, PLUS_ONE: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_part"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
-    M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
+    M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr,
+    ADD: tl.constexpr, PLUS_ONE: tl.constexpr,
     BY_OWNER: tl.constexpr, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
             x.to(dtype), peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER,
             ROW_BYTES, ROWS, RANK, SIZE,
         )  # fmt: skip
-    if ADD or SIZE > 1 or PARTS > 1:
+    if SUM:
         # Round as the stored results are rounded, so that fused and plain agree.
         x = x.to(dtype).to(tl.float32)
         if ADD:
@@ -65,7 +65,7 @@ def _rms_norm_kernel(
 
 def _launch(
     x: torch.Tensor,
-    parts: int,
+    parts: int,  # 0: x is no partial result
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
@@ -73,13 +73,13 @@ def _launch(
     peers: "PeerMemory | None",
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    T, M = x.numel() // parts // x.shape[-1], x.shape[-1]
-    if parts == 1:
+    T, M = x.numel() // max(1, parts) // x.shape[-1], x.shape[-1]
+    if parts <= 1:
         x = x.contiguous()
     if out is None:
-        shape = x.shape if parts == 1 and peers is None else (T, M)
+        shape = (T, M) if parts or peers is not None else x.shape
         out = spare_rows(*shape, like=weight)
-    sums = residual is not None or peers is not None or parts > 1
+    sums = residual is not None or peers is not None or parts > 0
     total = torch.empty_like(out) if sums else x
     BLOCK = triton.next_power_of_2(M)
     num_warps = min(16, max(1, BLOCK // 512))
@@ -88,8 +88,8 @@ def _launch(
     _rms_norm_kernel[(T,)](
         x, x if residual is None else residual.contiguous(), weight, out, total, eps,
         x.stride(0) if parts > 1 else 0,
-        M=M, BLOCK=BLOCK, PARTS=parts, ADD=residual is not None, PLUS_ONE=plus_one,
-        BY_OWNER=sums_by_owner(peers, T), num_warps=num_warps,
+        M=M, BLOCK=BLOCK, PARTS=max(1, parts), SUM=sums, ADD=residual is not None,
+        PLUS_ONE=plus_one, BY_OWNER=sums_by_owner(peers, T), num_warps=num_warps,
         **peer_options(peers, out), **pdl_options(x),
     )  # fmt: skip
     return out, total
@@ -99,7 +99,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
 ) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. x: [..., M]; weight: [M]."""
-    return _launch(x, 1, None, weight, eps, plus_one, None, None)[0]
+    return _launch(x, 0, None, weight, eps, plus_one, None, None)[0]
 
 
 def add_rms_norm(
@@ -119,5 +119,5 @@ def add_rms_norm(
         peers: sum x over these ranks, too; T is at most their `max_rows`.
         out: where the first result goes.
     """
-    parts = len(x) if x.dim() == 3 else 1
+    parts = len(x) if x.dim() == 3 else 0
     return _launch(x, parts, residual, weight, eps, plus_one, peers, out)

@@ -90,12 +90,12 @@ class RMSNorm(Layer):
 
         def add(has_residual: bool, parts: int) -> None:
             x = residual = self.weight.new_zeros(1, len(self.weight))
-            if parts > 1:
+            if parts:
                 x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
             own = residual if has_residual else None
             add_rms_norm(x, own, self.weight, self.eps, plus_one=self.plus_one)
 
-        numbers = {1, *split_numbers(self.weight), self.num_experts or 1}
+        numbers = {0, *split_numbers(self.weight), self.num_experts}
         key = RMSNorm, self.weight.shape, self.plus_one
         return {(*key, *how): partial(add, *how) for how in product((True, False), numbers)}
 

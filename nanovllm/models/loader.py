@@ -173,9 +173,12 @@ def _comes_last(shard: Shard) -> bool:
     return shard.packing is not None and shard.packing.multiplies
 
 
-def _unpack(source: Any, shard: Shard, packing: Packing) -> None:
+def _unpack(name: str, source: Any, shard: Shard, packing: Packing) -> None:
     for i, target in enumerate(shard.target):  # a matrix at a time: unpacked ones are large
-        whole = packing.decode(source[i].to(target.device))
+        stored = source[i]
+        if stored.element_size() != 1:
+            raise ValueError(f"tensor {name} is {stored.dtype}: of MXFP4 it must be of bytes")
+        whole = packing.decode(stored.view(torch.uint8).to(target.device))
         own = Shard(target, shard.parts[1:]).read(whole)
         target.copy_(target * own if packing.multiplies else own)
 
@@ -183,7 +186,7 @@ def _unpack(source: Any, shard: Shard, packing: Packing) -> None:
 def _copy(name: str, source: Any, shard: Shard) -> None:
     """Fill `shard` from `source`, a slice of safetensors."""
     if shard.packing is not None:
-        _unpack(source, shard, shard.packing)
+        _unpack(name, source, shard, shard.packing)
         return
     tensor = shard.read(source)
     if not tensor.is_floating_point() or tensor.element_size() == 1:

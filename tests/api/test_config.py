@@ -437,6 +437,22 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
             {"rope_scaling": {**LLAMA3, "low_freq_factor": 4}},
             "`low_freq_factor` of RoPE must be below `high_freq_factor`, got 4.0 and 4.0",
         ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_alpha": 1.0},
+            "`swiglu_alpha` 1.0 is not supported, only 1.702",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 0},
+            "`swiglu_limit` must be",
+        ),
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "hidden_size": 80,
+                "quantization_config": {"quant_method": "mxfp4"},
+            },
+            "`hidden_size` must be a multiple of 32 with MXFP4, got 80",
+        ),
         ({"eos_token_id": "end"}, "`eos_token_id` must be token ids, got 'end'"),
         ({"eos_token_id": [1, -1]}, r"`eos_token_id` must be token ids, got \[1, -1\]"),
     ],

@@ -58,6 +58,23 @@ def test_blocks_are_published_only_when_full_and_computed(manager):
         check_blocks(manager, [seq])
 
 
+@pytest.mark.parametrize("window", [0, 8])
+def test_the_beginning_of_a_chain_ages_last(window):
+    """A window gives it back first; without it the rest of the chain could not be found."""
+    manager = BlockManager(12, BLOCK_SIZE, window=window)
+    prompt = list(range(8 * BLOCK_SIZE + 1))
+    seq = start(manager, prompt)
+    for _ in range(8):
+        compute(manager, seq, BLOCK_SIZE)
+        if window:
+            manager.drop_behind_window(seq, seq.num_computed_tokens)
+    assert seq.num_dropped_blocks == (6 if window else 0)
+    manager.deallocate(seq)
+    check_blocks(manager, [])
+    start(manager, 6 * BLOCK_SIZE)
+    assert num_hits(manager, prompt) == 6
+
+
 def test_generated_blocks_are_published_too(manager):
     seq = compute(manager, start(manager, [*A, 1, 1, 1]))
     manager.may_append(seq)

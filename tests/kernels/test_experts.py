@@ -6,6 +6,7 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import experts as experts_kernels
 from nanovllm.kernels.experts import (
     FEW,
     MANY,
@@ -16,6 +17,7 @@ from nanovllm.kernels.experts import (
     route,
 )
 
+SEED = 3
 SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction
 ON_GPU = DEVICE == "cuda"
 
@@ -82,6 +84,31 @@ def test_experts_are_those_of_float64(
     # Inner numbers are rounded to dtype once: half a unit in the last place of each, as noise.
     error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
     assert error < torch.finfo(dtype).eps, error
+
+
+def test_partial_results_of_large_steps_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_kernels, "LARGE_STEP", 40)
+    x, gate_up, down = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(SEED)).to(DEVICE, torch.float16)
+        for shape in ((40, 32), (4, 32, 32), (4, 32, 16))
+    )
+    experts, scales = route(x[:, :4], 3, norm=True)
+    weights = ExpertWeights(gate_up / 32**0.5, down / 16**0.5)
+    rounded = gated_experts(x, weights, experts, scales, SMALL_TILES)
+    assert rounded.dtype == torch.float16
+    wanted = expected(x, weights, experts, scales)
+    error = (rounded.double().sum(0).cpu() - wanted).norm() / wanted.norm()
+    assert error < 2 * torch.finfo(torch.float16).eps
+
+
+def test_choices_are_experts_whatever_the_scores_are() -> None:
+    """k of them, each once: also where scores are infinite or no numbers."""
+    nan, inf = float("nan"), float("inf")
+    rows = [[nan] * 5, [-inf] * 5, [1.0, nan, -inf, 2.0, inf], [-inf, 3.0, -inf, nan, -inf]]
+    experts, _ = route(torch.tensor(rows, device=DEVICE), 3, norm=True)
+    chosen = experts.tolist()
+    assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in chosen)
+    assert chosen[2][:2] == [4, 3] and chosen[3][0] == 1
 
 
 def test_equal_scores_take_the_first_expert() -> None:

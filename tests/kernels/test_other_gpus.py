@@ -110,7 +110,7 @@ def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path
 
 def engines(dtype: str) -> Iterable[dict[str, Any]]:
     """All head and block sizes, several ranks, contexts of all numbers of splits, and products with
-    biases without norms of queries and keys.
+    biases without norms of queries and keys, experts.
     """
     options: dict[str, Any] = {"kind": "engine", "dtype": dtype, "max_model_len": 128}
     for shape in ("0.6B", "8B"):
@@ -120,6 +120,8 @@ def engines(dtype: str) -> Iterable[dict[str, Any]]:
                 yield options | {"shape": shape} | sizes
     options |= {"head_dim": 128, "max_num_seqs": 64}
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
+    for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):
+        yield options | {"shape": "0.6B", "architecture": sparse}
     for shape, size in (("0.6B", 2), ("8B", 4)):
         yield options | {"shape": shape, "tensor_parallel_size": size}
     yield options | {"shape": "0.6B", "max_model_len": 40960}

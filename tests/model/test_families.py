@@ -181,6 +181,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "mixtral, one expert": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "gpt oss": (
         "gpt_oss",
         {
@@ -270,7 +271,14 @@ def test_tokens_of_two_ranks_are_those_of_transformers(path: Path) -> None:
 
 
 # With Triton's interpreter each takes seconds; these have every switch of the kernels.
-SWITCHES = {"llama, products in tiles", "qwen3", "gemma 2", "olmo 2", "gpt oss"}
+SWITCHES = {
+    "llama, products in tiles",
+    "qwen3",
+    "gemma 2",
+    "olmo 2",
+    "gpt oss",
+    "mixtral, one expert",
+}
 
 
 @pytest.mark.parametrize(

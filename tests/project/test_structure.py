@@ -13,7 +13,7 @@ CEILINGS = {
     "files_in_circles": 0,
     "core_lines": 4500,
     "package_lines": 15_400,
-    "longest_file": 370,
+    "longest_file": 371,
     "model_lines": 121,
 }
 LONGEST_FUNCTION = 60
