@@ -68,7 +68,9 @@ class TorchBackend(AttentionBackend):
             if length == end - begin:  # nothing cached: the step's own keys are all there is
                 keys, values = k[begin:end], v[begin:end]
             else:
-                positions = torch.arange(length, device=q.device)
+                cached = length - (end - begin)
+                first = max(0, cached + 1 - scoring.window) if scoring.window else 0  # that is seen
+                positions = torch.arange(first, length, device=q.device)
                 slots = _slots(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
                 keys = cache.k.flatten(0, 1).index_select(0, slots)
                 values = cache.v.flatten(0, 1).index_select(0, slots)

@@ -7,7 +7,7 @@ A block is in one of three states:
     in use    ref_count >= 1                     in the block tables of its holders
 
 Where every layer slides over a `window`, a sequence gives the blocks behind it back while it runs.
-Their ids stay in its table: kernels may read them there, and mask what they read.
+Their ids stay in its table: a kernel's tile that begins before the window may read them, masked.
 
 Invariants (the tests verify them after every step):
 
