@@ -70,7 +70,7 @@ def _wanted(weights: bool) -> list[str]:
 
 
 def _is_whole(directory: Path, weights: bool) -> bool:
-    """Whether a snapshot has what is needed; others put single files there, or were cut off."""
+    """Whether a snapshot has configuration, tokenizer and weights; downloads may break off."""
     if not has_file(directory / "config.json") or not any(
         has_file(directory / name) for name in TOKENIZER_FILES
     ):

@@ -16,7 +16,7 @@ from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
 
 MOST_LAYERS = 10_000
-MXFP4_BLOCK = 32  # numbers of a scale, see layers/mxfp4.py
+MXFP4_BLOCK = 32  # numbers that share a power of two
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 T = TypeVar("T")

@@ -137,11 +137,10 @@ def _causal_attention(
     (n, Hq, D), (L, Hkv, _) = q.shape, k.shape
     G = Hq // Hkv
     if n > MANY_QUERIES and (scoring.softcap or scoring.sinks is not None):
-        parts = []
-        for begin in range(0, n, MANY_QUERIES):
-            end = min(begin + MANY_QUERIES, n)
-            seen = L - n + end
-            parts.append(_causal_attention(q[begin:end], k[:seen], v[:seen], scoring))
+        parts, seen = [], L - n
+        for rows in q.split(MANY_QUERIES):
+            seen += len(rows)
+            parts.append(_causal_attention(rows, k[:seen], v[:seen], scoring))
         return torch.cat(parts)
     # Heads as [Hkv, G]: the keys of a group are expanded, not copied.
     q = q.transpose(0, 1).reshape(Hkv, G, n, D)

@@ -67,13 +67,10 @@ class AdmissionControl:
 
     def _held(self, num_tokens: Integers) -> Integers:
         """Blocks that a sequence of so many tokens, which decodes, holds at most."""
-        size, window = self._blocks.block_size, self._blocks.window
-        num_blocks = -(-num_tokens // size)
-        if not window:
+        num_blocks = -(-num_tokens // self._blocks.block_size)
+        if not self._blocks.window:
             return num_blocks
-        computed = num_tokens - 2  # a step may be in flight
-        dropped = np.minimum((computed - window + 1) // size, computed // size - 1)
-        return num_blocks - np.maximum(0, dropped)
+        return num_blocks - self._blocks.first_seen_block(num_tokens - 2)  # a step may be in flight
 
     def _final_growth(self, seq: Sequence) -> int:
         return max(0, self._final_blocks(seq) - len(seq.held_blocks))

@@ -22,9 +22,11 @@ Invariants (the tests verify them after every step):
 """
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nanovllm.engine.sequence import Sequence
 
@@ -58,11 +60,7 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        window: int = 0,
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, window: int = 0
     ) -> None:
         assert num_blocks > 0, "the pool needs a block"
         self.block_size, self.window = block_size, window
@@ -244,11 +242,16 @@ class BlockManager:
 
     def drop_behind_window(self, seq: Sequence, num_computed: int) -> None:
         """Give back the blocks that no token of `seq` from `num_computed` on sees."""
-        last_full = num_computed // self.block_size - 1  # stays: the next one's chain id needs it
-        first = min((num_computed - self.window + 1) // self.block_size, last_full)
-        for block_id in seq.block_table[seq.num_dropped_blocks : max(0, first)]:
+        first = max(seq.num_dropped_blocks, int(self.first_seen_block(num_computed)))
+        for block_id in seq.block_table[seq.num_dropped_blocks : first]:
             self._give_back(self.blocks[block_id])
-        seq.num_dropped_blocks = max(seq.num_dropped_blocks, first)
+        seq.num_dropped_blocks = first
+
+    def first_seen_block(self, num_computed: int | NDArray[np.int64]) -> Any:
+        """The first block that a sequence keeps once so many of its tokens are computed."""
+        last_full = num_computed // self.block_size - 1  # stays: the next one's chain id needs it
+        seen = (num_computed - self.window + 1) // self.block_size
+        return np.maximum(0, np.minimum(seen, last_full))
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether the KV of the newest token of `seq` has, or can get, a slot.

@@ -48,20 +48,15 @@ class Router(ReplicatedLinear):
 class Experts(Layer):
     """E experts, each `down(act(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
 
-    Args:
-        config: of the model.
-        names: what the checkpoint calls gate, up and down, each expert's under its number.
-        build: of the model.
-
     Attributes:
         gate_up: [E, 2 I, M], gate first.
         down: [E, M, I]
     """
 
-    def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
+    def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         facts, M = _facts(config), config.hidden_size
-        self.facts, self.names, self.build = facts, names, build
+        self.facts, self.build = facts, build
         self.gelu = ACTIVATIONS[config.hidden_act]
         self.part = Part.equal(facts.intermediate_size, build.group)
         E, I = facts.num_experts, len(self.part.held)
@@ -71,16 +66,6 @@ class Experts(Layer):
         self.gate_up_bias: nn.Parameter | None
         self.down_bias: nn.Parameter | None
         self.gate_up_bias, self.down_bias = biases or (None, None)
-
-    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        I, whole = len(self.part.held), Part.whole(self.down.shape[1])
-        gate, up, down = (f"{name}.weight" for name in self.names)
-        for i, (gate_up, down_proj) in enumerate(
-            zip(self.gate_up.data, self.down.data, strict=True)
-        ):
-            yield f"{path}.{i}.{gate}", Shard(gate_up[:I], (self.part, whole))
-            yield f"{path}.{i}.{up}", Shard(gate_up[I:], (self.part, whole))
-            yield f"{path}.{i}.{down}", Shard(down_proj, (whole, self.part))
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -152,11 +137,30 @@ def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
+class NumberedExperts(Experts):
+    """Experts that the checkpoint has one by one, each under its number.
+
+    Args:
+        names: what the checkpoint calls gate, up and down.
+    """
+
+    def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
+        super().__init__(config, build)
+        self.names = names
+
+    def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
+        I, whole = len(self.part.held), Part.whole(self.down.shape[1])
+        gate, up, down = (f"{name}.weight" for name in self.names)
+        for i, (gate_up, down_proj) in enumerate(
+            zip(self.gate_up.data, self.down.data, strict=True)
+        ):
+            yield f"{path}.{i}.{gate}", Shard(gate_up[:I], (self.part, whole))
+            yield f"{path}.{i}.{up}", Shard(gate_up[I:], (self.part, whole))
+            yield f"{path}.{i}.{down}", Shard(down_proj, (whole, self.part))
+
+
 class PackedExperts(Experts):
     """Experts that the checkpoint has in a tensor for all, gate and up in turns (gpt-oss)."""
-
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__(config, ("", "", ""), build)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         E, M, _ = self.down.shape

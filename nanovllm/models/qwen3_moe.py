@@ -1,7 +1,7 @@
 """Qwen3-MoE (Qwen team, 2025) and Mixtral (Jiang et al., 2024): experts in the place of MLPs."""
 
 from nanovllm.layers.base import Build
-from nanovllm.layers.experts import Experts, SparseMLP
+from nanovllm.layers.experts import NumberedExperts, SparseMLP
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
@@ -11,7 +11,7 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         if config.layers[i].is_sparse:
-            experts = Experts(config, ("gate_proj", "up_proj", "down_proj"), build)
+            experts = NumberedExperts(config, ("gate_proj", "up_proj", "down_proj"), build)
             self.mlp = SparseMLP(config, experts, build)
         else:
             self.mlp = Qwen3MLP(config, build)
@@ -21,7 +21,7 @@ class MixtralDecoderLayer(Qwen3DecoderLayer):
     """Experts in all layers."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        experts = Experts(config, ("w1", "w3", "w2"), build)
+        experts = NumberedExperts(config, ("w1", "w3", "w2"), build)
         self.block_sparse_moe = self.mlp = SparseMLP(config, experts, build)
 
 
