@@ -56,10 +56,17 @@ def freeze_what_is_there() -> None:
 @pytest.fixture(autouse=True)
 def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests without the marker mean the CPU by `device="auto"`, wherever they run; modules with a
-    DEVICE choose it themselves.
+    DEVICE and tests with a `kernel_device` choose it themselves.
     """
-    if not request.node.get_closest_marker("gpu") and not hasattr(request.module, "DEVICE"):
+    chooses = hasattr(request.module, "DEVICE") or "kernel_device" in request.fixturenames
+    if not request.node.get_closest_marker("gpu") and not chooses:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def kernel_device() -> str:
+    """Where kernels run: on a CPU through Triton's interpreter."""
+    return "cuda" if HAS_CUDA else "cpu"
 
 
 @pytest.fixture(autouse=True)

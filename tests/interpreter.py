@@ -1,10 +1,11 @@
-"""Triton's interpreter, twice as fast in the tests of kernels."""
+"""Triton's interpreter in the tests of kernels: twice as fast, and with ranks that poll."""
 
 import dataclasses
 import inspect
 import threading
 from typing import Any
 
+import numpy as np
 import triton
 from triton.runtime import interpreter
 
@@ -58,3 +59,23 @@ def make_faster() -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = numpy_dtype_once
+
+
+def poll_whole_numbers() -> None:
+    """Have volatile loads return what another process wrote, or what was there before.
+
+    glibc copies two bytes by copying one of them again, so a load may see one byte of the old
+    number and one of the new. Numbers that are polled change once: two equal loads saw the same.
+    """
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def load_until_equal(self: Any, *args: Any) -> Any:
+        *_, is_volatile = args
+        given = load(self, *args)
+        while is_volatile:
+            last, given = given, load(self, *args)
+            if np.array_equal(last.data, given.data):
+                break
+        return given
+
+    interpreter.InterpreterBuilder.create_masked_load = load_until_equal

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from interpreter import make_faster
+from interpreter import make_faster, poll_whole_numbers
 
 from nanovllm.kernels import norm
 from nanovllm.kernels.sampling import sample
@@ -67,6 +67,7 @@ def serve(connection: Connection) -> None:
     """Do jobs until nobody is there to send them."""
     torch.set_num_threads(1)
     make_faster()
+    poll_whole_numbers()
     while True:
         job = connection.recv()
         try:

@@ -290,6 +290,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma 3": ("gemma3_text", {"head_dim": 256, "sliding_window": 100, "num_hidden_layers": 6}),
+    "exaone 4": ("exaone4", {"sliding_window": 100, "sliding_window_pattern": 2}),
 }
 
 
@@ -299,7 +300,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         *((name, "triton") for name in OTHERS),
         *(
             pytest.param(name, "flash_attn", marks=needs_flash)
-            for name in ("llama", "qwen2", "mistral", "olmo 2")
+            for name in ("llama", "qwen2", "mistral", "olmo 2", "exaone 4", "mixtral", "qwen 3 moe")
         ),
     ],
 )

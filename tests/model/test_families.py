@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import DEVICE as KERNEL_DEVICE
 from attention_cases import HAS_CUDA
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from safetensors.torch import load_file, save_file
@@ -286,7 +285,7 @@ SWITCHES = {
     CHECKPOINTS if HAS_CUDA else with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - SWITCHES)),
     indirect=True,
 )
-def test_fused_layers_compute_what_plain_layers_do(path: Path) -> None:
+def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: str) -> None:
     """A prefill and a decode step, the fused one through Triton's interpreter where there is no
     GPU: biases, norms and windows must not get lost in a kernel.
     """
@@ -298,7 +297,7 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path) -> None:
     n = 40
     for fused, backend in ((False, TorchBackend()), (True, TritonBackend())):
         build = Build(torch.float16, fused, Group(), backend, 128)
-        with torch.device(KERNEL_DEVICE), torch.inference_mode():
+        with torch.device(kernel_device), torch.inference_mode():
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
             cache = torch.zeros(
