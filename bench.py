@@ -241,8 +241,8 @@ def conditions(llm: LLM) -> dict[str, Any]:
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     metrics = llm.metrics()
     keys = (
-        *("attention_backend", "device", "dtype", "tensor_parallel_size", "all_reduce"),
-        *("overlap", "cuda_graphs", "num_kvcache_blocks"),
+        *("attention_backend", "device", "dtype", "kv_cache_dtype", "tensor_parallel_size"),
+        *("all_reduce", "overlap", "cuda_graphs", "num_kvcache_blocks"),
     )
     return {
         "commit": commit or None,
@@ -270,7 +270,9 @@ def achieved(
     metrics = llm.metrics()
     itemsize = 4 if metrics["dtype"] == "float32" else 2
     lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
-    work = limits.work(llm.model_config, itemsize, *lens, num_shared)
+    is_fp8 = metrics["kv_cache_dtype"].startswith("float8")
+    kv_itemsize = 1 + 1 / llm.model_config.head_dim if is_fp8 else itemsize  # with exponents
+    work = limits.work(llm.model_config, itemsize, *lens, num_shared, kv_itemsize)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, args.bandwidth, args.flops)
     return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
@@ -283,6 +285,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         "enforce_eager": args.enforce_eager,
         "attention_backend": args.attention_backend,
         "device": args.device,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "kvcache_block_size": args.block_size,
         "mixed_steps": not args.no_mixed_steps,
         "fused_kernels": not args.no_fused_kernels,
@@ -342,6 +345,7 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
     parser.add_argument(
         "--attention-backend", default="auto", help="flash_attn, triton, torch or auto"
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or auto")
     parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="the synchronous loop")

@@ -5,7 +5,7 @@ pool; CUDA-graph replays, median. Counts the bytes of the keys and values read.
 
     python benchmarks/decode_attention.py [--heads 16 8] [--head-dim 128] [--block-size 256]
 
-The last line is JSON.
+--kv-cache-dtype fp8 has the keys and values in 8 bits. The last line is JSON.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph
@@ -37,9 +38,21 @@ def microseconds(call: Callable[[], object]) -> float:
     return 1e3 * triton.testing.do_bench(graph.replay, 25, 100, return_mode="median") / CALLS
 
 
-def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[str, float]:
-    """Microseconds by kernel (and number of splits) for one batch size. cache: [2, N, S, Hkv, D]"""
-    _, N, S, HKV, D = cache.shape
+def random_cache(shape: tuple[int, int, int, int], dtype: torch.dtype) -> KVCache:
+    """Keys and values [N, S, Hkv, D] of a normal distribution."""
+    cache = KVCache.empty(shape, dtype, torch.device("cuda"))
+    for stored in cache[:2]:
+        for block in stored:
+            block.copy_(torch.randn(shape[1:], device="cuda"))
+    for exponents in cache[2:]:
+        if exponents is not None:
+            exponents.zero_()
+    return cache
+
+
+def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, float]:
+    """Microseconds by kernel (and number of splits) for one batch size."""
+    N, S, HKV, D = cache.k.shape
     rng = random.Random(B)
     lens = [512] if B == 1 else [rng.randint(200, 1800) for _ in range(B)]
     if longest_first:
@@ -53,11 +66,10 @@ def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[s
     tables = tables.cuda()
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     q = torch.randn(B, HQ, D, device="cuda", dtype=torch.bfloat16)
-    k, v = cache
-    times = {"bytes": float(2 * 2 * HKV * D * sum(lens))}
+    times = {"bytes": float(2 * HKV * D * cache.k.itemsize * sum(lens))}
     for splits in (1, 2, 4, 8, 16, 32):
         times[f"splits {splits}"] = microseconds(
-            partial(paged_decode, q, k, v, tables, context_lens, D**-0.5, splits)
+            partial(paged_decode, q, cache, tables, context_lens, D**-0.5, num_splits=splits)
         )
     chosen = choose_num_splits(B, HKV, D, LONGEST)
     times["chosen"] = times[f"splits {chosen}"]
@@ -65,11 +77,11 @@ def measure(B: int, HQ: int, cache: torch.Tensor, longest_first: bool) -> dict[s
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
         return times
-    if S % 256:  # of flash-attn 2's paged kernels
+    if S % 256 or cache.k.dtype == FP8:  # not read by flash-attn 2's paged kernels
         return times
     times["flash_attn"] = microseconds(
         lambda: flash_attn_with_kvcache(
-            q.unsqueeze(1), k, v, cache_seqlens=context_lens, block_table=tables, causal=True
+            q.unsqueeze(1), *cache[:2], cache_seqlens=context_lens, block_table=tables, causal=True
         )
     )
     return times
@@ -88,13 +100,14 @@ def main() -> None:
     )
     parser.add_argument("--head-dim", type=int, default=128, help="head size (128)")
     parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="(auto)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
     torch.manual_seed(0)
     HQ, HKV = args.heads
-    shape = (2, POOL // args.block_size, args.block_size, HKV, args.head_dim)
-    cache = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    shape = (POOL // args.block_size, args.block_size, HKV, args.head_dim)
+    cache = random_cache(shape, FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16)
     results = {}
     for longest_first in (False, True):
         order = "longest first" if longest_first else "arrival"
@@ -105,6 +118,7 @@ def main() -> None:
             results[f"{order}, B={B}"] = {name: round(t, 1) for name, t in times.items()}
             print(order, f"B={B}", *(f"{name}: {rate}" for name, rate in rates.items()), sep=" | ")
     conditions = {"gpu": torch.cuda.get_device_name(), "heads": args.heads, "shape": shape}
+    conditions["kv_cache_dtype"] = args.kv_cache_dtype
     print(json.dumps({**conditions, "microseconds": results}))
 
 

@@ -112,12 +112,14 @@ def work(
     prompt_lens: Sequence[int],
     output_lens: Sequence[int],
     num_shared: int = 0,
+    kv_itemsize: float | None = None,
 ) -> Work:
     """The work of prompts that generate outputs; the first token of each comes from prefill.
 
     Args:
-        itemsize: bytes of a weight, and of an element of the KV cache.
+        itemsize: bytes of a weight.
         num_shared: tokens at the beginning of every prompt that are in the cache already.
+        kv_itemsize: bytes of an element of the KV cache; None: as of a weight.
     """
     matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
@@ -138,7 +140,7 @@ def work(
         read = seen.sum(1) - shared.sum(1) + shared.max(1, initial=0)
         prefill += count * 4 * width * pairs
         step_flops += count * 4.0 * width * seen.sum(1)
-        step_bytes += count * itemsize * kv_width * read
+        step_bytes += count * (kv_itemsize or itemsize) * kv_width * read
     return Work(float(prefill), step_flops, step_bytes)
 
 

@@ -3,7 +3,7 @@
 P prompts of n tokens, some of which see cached tokens that all share, 16 or 32 query heads for 8 KV
 heads of 128, bf16, blocks of 256 scattered over the pool; median.
 
-    python benchmarks/prefill_attention.py
+    python benchmarks/prefill_attention.py [--kv-cache-dtype fp8]
 """
 
 import argparse
@@ -16,7 +16,9 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.decode_attention import random_cache
 from nanovllm.kernels.paged_prefill import paged_prefill
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 HKV, D, S, NUM_BLOCKS = 8, 128, 256, 700
 CASES = (  # prompts, tokens of each, tokens cached before them
@@ -33,9 +35,8 @@ def tflops(call: Callable[[], object], operations: float) -> float:
     return operations / triton.testing.do_bench(call, 25, 100, return_mode="median") / 1e9
 
 
-def measure(hq: int, prompts: int, tokens: int, cached: int, cache: torch.Tensor) -> list[float]:
+def measure(hq: int, prompts: int, tokens: int, cached: int, cache: KVCache) -> list[float]:
     """TFLOP/s of our kernel, and of flash-attn's."""
-    k, v = cache
     own, shared = -(-tokens // S), cached // S
     blocks = torch.randperm(NUM_BLOCKS, device="cuda").int()
     tables = blocks[shared : shared + prompts * own].view(prompts, own)
@@ -44,25 +45,30 @@ def measure(hq: int, prompts: int, tokens: int, cached: int, cache: torch.Tensor
     steps = torch.arange(prompts + 1, device="cuda")
     cu_q, cu_k = ((steps * n).int() for n in (tokens, tokens + cached))
     operations = 4 * prompts * (tokens * cached + tokens**2 / 2) * hq * D
-    args = (q, k, v, tables, cu_q, cu_k, tokens, D**-0.5)
+    k = torch.randn(prompts * tokens, HKV, D, device="cuda", dtype=torch.bfloat16)
+    args = (q, k, k, cache, tables, cu_q, cu_k, tokens, cached > 0, D**-0.5)
     results = [tflops(lambda: paged_prefill(*args), operations)]
+    if cache.k.dtype == FP8:
+        return results
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return results
     lens = (cu_q, cu_k, tokens, tokens + cached)
-    flash = partial(flash_attn_varlen_func, q, k, v, *lens, causal=True, block_table=tables)
+    flash = partial(flash_attn_varlen_func, q, *cache[:2], *lens, causal=True, block_table=tables)
     return [*results, tflops(flash, operations)]
 
 
 def main() -> None:
     """Measure and print every case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.parse_args()
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"], help="(auto)")
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
     torch.manual_seed(0)
-    cache = torch.randn(2, NUM_BLOCKS, S, HKV, D, device="cuda", dtype=torch.bfloat16)
+    dtype = FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16
+    cache = random_cache((NUM_BLOCKS, S, HKV, D), dtype)
     for hq in (16, 32):
         for prompts, tokens, cached in CASES:
             rates = measure(hq, prompts, tokens, cached, cache)

@@ -26,6 +26,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
 DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
@@ -63,7 +64,6 @@ FOREIGN_OPTIONS: Foreign = {
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the one there is"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "the environment's HF_TOKEN is taken"),
-    "kv_cache_dtype": (only("auto"), "the KV cache has the dtype of the model"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "logprobs_mode": (only("raw_logprobs"), "log-probabilities are those of the model alone"),
@@ -123,6 +123,7 @@ class Options(TypedDict, total=False):
     device: str
     dtype: str
     attention_backend: str
+    kv_cache_dtype: str
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
     mixed_steps: bool
@@ -155,6 +156,9 @@ class Config:
         dtype: "bfloat16", "float16" ("half"), "float32" ("float"), or "auto": the checkpoint's on
             CUDA, float32 on a CPU.
         attention_backend: "flash_attn", "triton", "torch", or "auto".
+        kv_cache_dtype: "fp8" holds keys and values in 8 bits, nearly twice the tokens in the same
+            memory (`utils.kv_cache`); "auto" in the dtype of the model. On CUDA it needs compute
+            capability 8.9.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
             process grows as blocks are first written to: by what sequences need at once, and by
@@ -188,6 +192,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     mixed_steps: bool = True
@@ -218,6 +223,7 @@ class Config:
             check_bool("overlap", self.overlap)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_int("seed", self.seed, 0, 2**64 - 1)

@@ -2,8 +2,9 @@
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, KVCache, Scoring
+from nanovllm.attention.base import AttentionBackend, Scoring
 from nanovllm.utils.context import Context
+from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -21,8 +22,43 @@ def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(actual.float(), wanted.float(), atol=tolerance, rtol=tolerance)
 
 
+def poisoned_cache(shape: tuple[int, int, int, int], dtype: torch.dtype) -> KVCache:
+    """NaN everywhere, and of FP8 large exponents."""
+    cache = KVCache.empty(shape, dtype, torch.device(DEVICE))
+    for codes in cache[:2]:
+        if dtype == FP8:
+            codes.view(torch.uint8).fill_(0x7F)
+        else:
+            codes.fill_(torch.nan)
+    for exponents in cache[2:]:
+        if exponents is not None:
+            exponents.fill_(100)
+    return cache
+
+
+def put(cache: KVCache, part: int, block: int, row: int, x: torch.Tensor) -> None:
+    """Keys (part 0) or values (part 1) x: [Hkv, D] of a token into its place."""
+    stored, exponents = cache[part], cache[2 + part]
+    assert stored is not None
+    if exponents is None:
+        stored[block, row] = x
+    else:
+        stored[block, row], exponents[block, :, row] = quantize(x)
+
+
+def _heads(n: int, hkv: int, d: int, dtype: torch.dtype, fp8: bool, seed: int) -> torch.Tensor:
+    """[n, hkv, d]; of `fp8` numbers that it can hold, with many different exponents for values."""
+    x = randn(n, hkv, d, seed=seed)
+    if fp8:
+        x *= 2.0 ** randn(n, hkv, 1, seed=seed + 100)
+        x = dequantize(*quantize(x.to(dtype)), torch.float32)
+    return x.to(dtype)
+
+
 class Case:
-    """A step over a scattered, poisoned pool: whatever no sequence owns is NaN."""
+    """A step over a scattered, poisoned pool: whatever no sequence owns is NaN. Keys and values in
+    a pool of `fp8` are numbers that it can hold.
+    """
 
     def __init__(
         self,
@@ -38,6 +74,7 @@ class Case:
         window: int = 0,
         softcap: float = 0.0,
         sinks: bool = False,
+        fp8: bool = False,
     ) -> None:
         assert all(n == 1 for n in q_lens[:num_decodes])
         self.q_lens, self.k_lens = q_lens, k_lens
@@ -45,19 +82,20 @@ class Case:
         self.scoring = Scoring(1.2 * d**-0.5, window, softcap, own_sinks)
         widths = [-(-n // block_size) for n in k_lens]
         order = torch.randperm(sum(widths) + 3, generator=torch.Generator().manual_seed(3)).tolist()
-        shape = (2, sum(widths) + 3, block_size, hkv, d)
-        self.caches = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        shape = (sum(widths) + 3, block_size, hkv, d)
+        self.cache = poisoned_cache(shape, FP8 if fp8 else dtype)
         tables = torch.full((len(k_lens), max(widths) + 2), order.pop(), dtype=torch.int32)
         self.keys, self.values, slots = [], [], []
         for i, (n, length) in enumerate(zip(q_lens, k_lens, strict=True)):
-            self.keys.append(randn(length, hkv, d, dtype=dtype, seed=10 + i))
-            self.values.append(randn(length, hkv, d, dtype=dtype, seed=50 + i))
+            self.keys.append(_heads(length, hkv, d, dtype, fp8, seed=10 + i))
+            self.values.append(_heads(length, hkv, d, dtype, fp8, seed=50 + i))
             blocks = [order.pop() for _ in range(widths[i])]
             tables[i, : widths[i]] = torch.tensor(blocks)
             where = [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
-            flat = self.caches.view(2, -1, hkv, d)
-            flat[0, where[: length - n]] = self.keys[i][: length - n]
-            flat[1, where[: length - n]] = self.values[i][: length - n]
+            for p in range(length - n):
+                block, row = where[p] // block_size, where[p] % block_size
+                put(self.cache, 0, block, row, self.keys[i][p])
+                put(self.cache, 1, block, row, self.values[i][p])
             slots += where[length - n :]
         self.q = randn(sum(q_lens), hq, d, dtype=dtype, seed=1)
         self.k = torch.cat([x[len(x) - n :] for x, n in zip(self.keys, q_lens, strict=True)])
@@ -105,9 +143,8 @@ class Case:
 
 
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
-    cache = KVCache(case.caches[0], case.caches[1])
-    backend.store_kvcache(case.k, case.v, cache, case.context.slot_mapping)
-    return backend.attend(case.q, case.k, case.v, cache, case.context, case.scoring)
+    backend.store_kvcache(case.k, case.v, case.cache, case.context.slot_mapping)
+    return backend.attend(case.q, case.k, case.v, case.cache, case.context, case.scoring)
 
 
 CASES = {

@@ -18,9 +18,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU
     with contextlib.suppress(ImportError):  # Linux has Triton
-        from interpreter import make_faster
+        from interpreter import make_faster, round_to_fp8
 
         make_faster()
+        round_to_fp8()
 
 
 def pytest_xdist_auto_num_workers() -> int:

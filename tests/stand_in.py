@@ -255,18 +255,23 @@ def compile_engine(
             return str(llm.metrics()["attention_backend"])
 
 
-def compile_attention(shape: str, head_dim: int, dtype: str, block_size: int) -> str:
+def compile_attention(
+    shape: str, head_dim: int, dtype: str, block_size: int, fp8: bool = False
+) -> str:
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
-    from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
+    from nanovllm.attention.base import AttentionNeeds, Scoring
+    from nanovllm.utils.kv_cache import FP8, KVCache
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
-    backend, _ = select_backend("auto", AttentionNeeds(GPU, kind, head_dim, block_size))
-    cache = torch.empty(2, 4096, block_size, Hkv, head_dim, dtype=kind, device=GPU)
+    needs = AttentionNeeds(GPU, kind, head_dim, block_size, fp8=fp8)
+    backend, _ = select_backend("auto", needs)
+    cache = KVCache.empty((4096, block_size, Hkv, head_dim), FP8 if fp8 else kind, GPU)
     sinks = torch.empty(Hq, dtype=kind, device=GPU)
     scorings = [Scoring(1.0), Scoring(1.0, 64, 50.0, sinks)]
-    for call in backend.variants(Hq, KVCache(*cache), 64, scorings):
+    q = torch.empty(1, Hq, head_dim, dtype=kind, device=GPU)
+    for call in backend.variants(q, cache, 64, scorings):
         call()
     return backend.name
 

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from nanovllm.utils.context import Context
+from nanovllm.utils.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,7 @@ class AttentionNeeds:
     block_size: int
     softcap: bool = False  # see `Scoring`
     sinks: bool = False
-
-
-class KVCache(NamedTuple):
-    """Keys and values of one layer, each [N, S, Hkv, D]."""
-
-    k: torch.Tensor
-    v: torch.Tensor
+    fp8: bool = False  # keys and values in 8 bits, see `KVCache`
 
 
 class Scoring(NamedTuple):
@@ -75,7 +70,9 @@ class AttentionBackend(ABC):
         context: Context,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """All rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already -> [T, Hq, D]."""
+        """All rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already, with the numbers
+        that the cache has (`rounded`, if it is FP8) -> [T, Hq, D].
+        """
         n = context.num_decodes
         if n == q.shape[0]:
             return self.decode(q, cache, context, scoring)
@@ -104,12 +101,12 @@ class AttentionBackend(ABC):
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def variants(
-        self, num_heads: int, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
+        self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
         """A call for each kernel that attention may need, to be compiled ahead.
 
         Args:
-            num_heads: Hq.
+            q: [1, Hq, D], zeros.
             cache: of at least one block, which is neither read nor written.
             max_context: tokens of the widest block table.
             scorings: of the layers.

@@ -5,10 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
+from nanovllm.attention.base import AttentionNeeds, Scoring
 from nanovllm.attention.triton_backend import TritonStore
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
+from nanovllm.utils.kv_cache import KVCache
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
 HEAD_DIMS = (32, 64, 128)  # with others, some results have been wrong (version 2.8.3)
@@ -32,6 +33,8 @@ class FlashAttentionBackend(TritonStore):
             return f"needs bfloat16 or float16, not {needs.dtype}"
         if needs.head_dim not in HEAD_DIMS:
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if needs.fp8:
+            return "it reads no FP8 KV cache with an exponent for each head and token"
         if needs.softcap or needs.sinks:
             return "this model has soft-capped scores or attention sinks"
         if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel
@@ -61,7 +64,7 @@ class FlashAttentionBackend(TritonStore):
     ) -> torch.Tensor:
         block_table = None
         if context.has_cached_context:
-            (k, v), block_table = cache, context.block_tables[context.num_decodes :]
+            k, v, block_table = cache.k, cache.v, context.block_tables[context.num_decodes :]
         return self._varlen(
             q,
             k,

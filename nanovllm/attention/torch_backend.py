@@ -7,8 +7,9 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache, Scoring
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context
+from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize
 
 MANY_QUERIES = 64  # whose scores are held at once, where PyTorch's own attention cannot run
 MIN_PADDING = 64  # tokens that are not worth a gather of their own
@@ -46,8 +47,8 @@ class TorchBackend(AttentionBackend):
             rows = (slot_mapping >= 0).nonzero().squeeze(1)
             k, v, slot_mapping = k[rows], v[rows], slot_mapping[rows]
         slots = slot_mapping.long()
-        cache.k.flatten(0, 1).index_copy_(0, slots, k)
-        cache.v.flatten(0, 1).index_copy_(0, slots, v)
+        _write(k, cache.k, cache.k_exponents, slots)
+        _write(v, cache.v, cache.v_exponents, slots)
 
     def prefill(
         self,
@@ -72,8 +73,8 @@ class TorchBackend(AttentionBackend):
                 first = max(0, cached + 1 - scoring.window) if scoring.window else 0  # that is seen
                 positions = torch.arange(first, length, device=q.device)
                 slots = _slots(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
-                keys = cache.k.flatten(0, 1).index_select(0, slots)
-                values = cache.v.flatten(0, 1).index_select(0, slots)
+                keys = _read(cache.k, cache.k_exponents, slots, q.dtype)
+                values = _read(cache.v, cache.v_exponents, slots, q.dtype)
             out[begin:end] = _causal_attention(q[begin:end], keys, values, scoring)
         return out
 
@@ -113,15 +114,35 @@ def _plan(context: Context, num_decodes: int, block_size: int, window: int) -> l
 def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scoring: Scoring) -> torch.Tensor:
     """q: [B, Hq, D]. Returns [B, Hq, D]."""
     (B, Hq, D), Hkv = q.shape, cache.k.shape[2]
-    # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product. Gathering from two
-    # dimensions is three times as fast as from three.
-    k, v = (
-        x.view(-1, Hkv * D).index_select(0, gather.slots).view(B, -1, Hkv, D).transpose(1, 2)
-        for x in cache
-    )
+    # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product.
+    k = _read(cache.k, cache.k_exponents, gather.slots, q.dtype).view(B, -1, Hkv, D).transpose(1, 2)
+    v = _read(cache.v, cache.v_exponents, gather.slots, q.dtype).view(B, -1, Hkv, D).transpose(1, 2)
     rows = q.reshape(B, Hkv, Hq // Hkv, D)
     sinks = None if scoring.sinks is None else scoring.sinks.view(Hkv, -1, 1)
     return _attend(rows, k, v, gather.mask, scoring, sinks).reshape(B, Hq, D)
+
+
+def _write(
+    x: torch.Tensor, stored: torch.Tensor, exponents: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Keys or values x: [n, Hkv, D] into slots [n] int64."""
+    if exponents is not None:
+        S = exponents.shape[2]
+        codes, exponents[slots // S, :, slots % S] = quantize(x)
+        x, stored = codes.view(torch.uint8), stored.view(torch.uint8)  # PyTorch moves bytes alone
+    stored.flatten(0, 1).index_copy_(0, slots, x)
+
+
+def _read(
+    stored: torch.Tensor, exponents: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Keys or values [n, Hkv, D] from slots [n] int64."""
+    S, Hkv, D = stored.shape[1:]
+    found = stored.view(-1, Hkv * D)  # gathering from two dimensions is 3 times as fast as from 3
+    if exponents is None:
+        return found.index_select(0, slots).view(-1, Hkv, D)
+    codes = found.view(torch.uint8).index_select(0, slots).view(FP8).view(-1, Hkv, D)
+    return dequantize(codes, exponents[slots // S, :, slots % S], dtype)
 
 
 def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, KVCache, Scoring
+from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head
@@ -27,7 +29,7 @@ class TritonStore(AttentionBackend):
     def store_kvcache(
         self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
-        self._store(k, v, cache.k, cache.v, slot_mapping)
+        self._store(k, v, cache, slot_mapping)
 
 
 class TritonBackend(TritonStore):
@@ -62,12 +64,14 @@ class TritonBackend(TritonStore):
         assert context.cu_seqlens_k is not None
         return self._prefill(
             q,
-            cache.k,
-            cache.v,
+            k,
+            v,
+            cache,
             context.block_tables[context.num_decodes :],
             context.cu_seqlens_q,
             context.cu_seqlens_k,
             context.max_seqlen_q,
+            context.has_cached_context,
             scale=scoring.scale,
             window=scoring.window,
             softcap=scoring.softcap,
@@ -80,8 +84,7 @@ class TritonBackend(TritonStore):
         n = q.shape[0]
         return self._decode(
             q,
-            cache.k,
-            cache.v,
+            cache,
             context.block_tables[:n],
             context.context_lens[:n],
             scale=scoring.scale,
@@ -91,22 +94,21 @@ class TritonBackend(TritonStore):
         )
 
     def variants(
-        self, num_heads: int, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
+        self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
         """Prefill of a single token and of many, and decode by each number of splits."""
         _, _, num_kv_heads, head_dim = cache.k.shape
-        q = cache.k.new_zeros(1, num_heads, head_dim)
+        k, fp8 = q[:, :num_kv_heads], cache.k.dtype == FP8
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
         for scoring in scorings:
             how = scoring._asdict()
-            for n in (1, MANY):
-                calls.append(
-                    partial(self._prefill, q, cache.k, cache.v, table, lens, lens, n, **how)
-                )
+            for n, has_cached in product((1, MANY), (True, False) if fp8 else (True,)):
+                args = q, k, k, cache, table, lens, lens, n, has_cached
+                calls.append(partial(self._prefill, *args, **how))
             seen = min(max_context, scoring.window or max_context)
             most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, seen)
             for i in range(most_splits.bit_length()):
-                decode = partial(self._decode, q, cache.k, cache.v, table, lens[:1], **how)
+                decode = partial(self._decode, q, cache, table, lens[:1], **how)
                 calls.append(partial(decode, num_splits=1 << i))
         return calls

@@ -1,18 +1,20 @@
 """`KVCachePool`: the memory of the KV blocks on one rank, and how many of them fit."""
 
 import logging
+import math
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.attention.base import KVCache
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import local_kv_heads
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,9 @@ class KVCachePool:
         self._config, self.group = config, group
         self._device, self._dtype = device, dtype
         self._block_shape = block_shape(config, model_config, group)
+        has_exponents = dtype == FP8
         self.block_bytes = memory.kv_block_bytes(
-            len(self._layers), *self._block_shape, dtype.itemsize
+            len(self._layers), *self._block_shape, dtype.itemsize, has_exponents
         )
         self.tensor = torch.empty(0)
 
@@ -96,9 +99,16 @@ class KVCachePool:
             pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         else:
             pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        shape = 2, len(self._layers), num_blocks, *self._block_shape
-        self.tensor = pages.view(self._dtype).view(shape)
-        self._bind([KVCache(*parts) for parts in self.tensor.unbind(1)])
+        S, Hkv, D = self._block_shape
+        shape = 2, len(self._layers), num_blocks, S, Hkv, D
+        numbers = pages[: math.prod(shape) * self._dtype.itemsize]
+        self.tensor = numbers.view(self._dtype).view(shape)
+        parts = [self.tensor]
+        if self._dtype == FP8:  # the exponents lie behind the codes
+            exponents = pages[numbers.nbytes :].view(torch.int8)
+            parts.append(exponents.view(2, len(self._layers), num_blocks, Hkv, S))
+        by_layer = zip(*(part.unbind(1) for part in parts), strict=True)
+        self._bind([KVCache(*chain.from_iterable(layer)) for layer in by_layer])
 
     def free(self) -> None:
         """Have no blocks."""
@@ -117,7 +127,7 @@ class KVCachePool:
             "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
             num_blocks,
             block_size,
-            self.tensor.nbytes / memory.GIB,
+            num_blocks * self.block_bytes / memory.GIB,
             tokens / max_model_len,
             max_model_len,
         )

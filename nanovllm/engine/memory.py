@@ -9,10 +9,17 @@ RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspa
 
 
 def kv_block_bytes(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    has_exponents: bool = False,
 ) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * itemsize
+    """Bytes of one block: keys and values of `block_size` tokens in all layers, and a byte for the
+    exponent of each head and token.
+    """
+    return 2 * num_layers * block_size * num_kv_heads * (head_dim * itemsize + has_exponents)
 
 
 def num_blocks_for_cuda(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache
+from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
@@ -42,7 +42,14 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
-from nanovllm.utils.device import capturing, resolve_device, triton_refusal, wait_for_device
+from nanovllm.utils.device import (
+    capturing,
+    fp8_refusal,
+    resolve_device,
+    triton_refusal,
+    wait_for_device,
+)
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +96,9 @@ class ModelRunner:
         if dtype == "auto":
             dtype = "float32" if on_cpu else model_config.dtype
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.cache_dtype = self.dtype if config.kv_cache_dtype == "auto" else FP8
+        if self.cache_dtype == FP8 and (refusal := fp8_refusal(self.device)):
+            raise ValueError(f"`kv_cache_dtype` {config.kv_cache_dtype!r} {refusal}")
         self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
         self.backend, self._backend_reason = select_backend(
             config.attention_backend,
@@ -99,6 +109,7 @@ class ModelRunner:
                 block_size=config.kvcache_block_size,
                 softcap=model_config.attn_logit_softcapping > 0,
                 sinks=model_config.attention_sinks,
+                fp8=self.cache_dtype == FP8,
             ),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
@@ -124,7 +135,9 @@ class ModelRunner:
         self.build_model()
         ahead.submit(kernel_variants(self.model))
         self.load()
-        self.pool = KVCachePool(self.model, config, model_config, group, self.device, self.dtype)
+        self.pool = KVCachePool(
+            self.model, config, model_config, group, self.device, self.cache_dtype
+        )
         # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
         self.logits: torch.Tensor | None = None
         if not on_cpu:
@@ -154,14 +167,15 @@ class ModelRunner:
 
     def _attention_variants(self) -> list[Callable[[], object]]:
         shape = block_shape(self.config, self.model_config, self.group)
-        cache = KVCache(*torch.empty(2, 1, *shape, dtype=self.dtype, device=self.device))
+        cache = KVCache.empty((1, *shape), self.cache_dtype, self.device)
         num_heads = self.model_config.num_attention_heads // self.group.size
+        q = torch.zeros(1, num_heads, shape[-1], dtype=self.dtype, device=self.device)
         max_context = -(-self.max_model_len // shape[0]) * shape[0]
-        sinks = cache.k.new_zeros(num_heads) if self.model_config.attention_sinks else None
+        sinks = q.new_zeros(num_heads) if self.model_config.attention_sinks else None
         layers = range(self.model_config.num_hidden_layers)
         scorings = {scoring_of(self.model_config, i, self.max_model_len) for i in layers}
         with_sinks = [scoring._replace(sinks=sinks) for scoring in scorings]
-        return self.backend.variants(num_heads, cache, max_context, with_sinks)
+        return self.backend.variants(q, cache, max_context, with_sinks)
 
     def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
         """What begins and ends a decode step, of a full batch of zeros."""
@@ -190,7 +204,9 @@ class ModelRunner:
                 self.config.max_num_seqs,
                 0 if model.adds_behind_norms else self.config.max_num_batched_tokens,
             )
-        build = Build(self.dtype, self.fused, self.group, self.backend, self.max_model_len)
+        build = Build(
+            self.dtype, self.fused, self.group, self.backend, self.max_model_len, self.cache_dtype
+        )
         with torch.device(self.device):
             self.model = model(self.model_config, build)
         self.model.eval()
@@ -219,7 +235,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[2, L, N, S, Hkv, D] of `dtype`."""
+        """[2, L, N, S, Hkv, D] of `cache_dtype`."""
         return self.pool.tensor
 
     def warmup(self, ahead: CompileAhead) -> int:
@@ -287,6 +303,7 @@ class ModelRunner:
             "attention_backend": self.backend.name,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(self.cache_dtype).removeprefix("torch."),
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),
             "cuda_graphs": 0 if self.graphs is None else len(self.graphs.sizes),

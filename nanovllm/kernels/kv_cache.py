@@ -1,44 +1,82 @@
-"""Stores the keys and values of a step's tokens into the paged cache."""
+"""Stores the keys and values of a step's tokens into the paged cache; how 8 bits hold them."""
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.utils.kv_cache import LARGEST, LEAST_EXPONENT, KVCache
+
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2 ** exponent, exactly, float32."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_of(most):
+    """The exponents of vectors with these largest magnitudes, float32. See `utils.kv_cache`."""
+    bits = (most / _LARGEST).to(tl.int32, bitcast=True)
+    exponent = ((bits + 0x7FFFFF) >> 23) - 127
+    return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # of NaN, too
+
+
+@triton.jit
+def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
+    """Where the exponents [N, Hkv, S] of a head in these slots are."""
+    return (slots // S * HKV + kv_head) * S + slots % S
+
+
+@triton.jit
+def _store_heads(
+    x, cache_ptr, exponents_ptr, slot, head, d, mask,
+    HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    ptrs = cache_ptr + (slot * HKV + head[:, None]) * D + d[None, :]
+    if exponents_ptr is not None:
+        x = x.to(tl.float32)
+        exponent = exponent_of(tl.max(tl.abs(x), 1))
+        x *= power_of_two(-exponent)[:, None]
+        tl.store(exponents_ptr + exponents_at(slot, head, HKV, S), exponent, mask=head < HKV)
+    tl.store(ptrs, x.to(cache_ptr.dtype.element_ty), mask=mask)
+
 
 @triton.jit
 def _store_kvcache_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, stride_kt, stride_vt,
-    ROW: tl.constexpr, BLOCK: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, slots_ptr,
+    stride_kt, stride_vt,
+    HKV: tl.constexpr, HKV_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot >= 0:  # -1: padding
-        cols = tl.arange(0, BLOCK)
-        mask = cols < ROW
-        k = tl.load(k_ptr + t * stride_kt + cols, mask=mask)
-        tl.store(k_cache_ptr + slot * ROW + cols, k, mask=mask)
-        v = tl.load(v_ptr + t * stride_vt + cols, mask=mask)
-        tl.store(v_cache_ptr + slot * ROW + cols, v, mask=mask)
+        head, d = tl.arange(0, HKV_PAD), tl.arange(0, D_PAD)
+        mask = (head < HKV)[:, None] & (d < D)[None, :]
+        column = head[:, None] * D + d[None, :]
+        k = tl.load(k_ptr + t * stride_kt + column, mask=mask, other=0.0)
+        _store_heads(k, k_cache_ptr, k_exponents_ptr, slot, head, d, mask, HKV, D, S)
+        v = tl.load(v_ptr + t * stride_vt + column, mask=mask, other=0.0)
+        _store_heads(v, v_cache_ptr, v_exponents_ptr, slot, head, d, mask, HKV, D, S)
 
 
 def store_kvcache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
 ) -> None:
     """Write row t of k and v into slot `slot_mapping[t]`; rows with slot -1 go nowhere.
 
     Args:
         k, v: [T, Hkv, D], the heads of a token adjacent in memory.
-        k_cache, v_cache: [N, S, Hkv, D].
         slot_mapping: [T] int32.
     """
     T, H, D = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
-    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches must be contiguous"
+    assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     _store_kvcache_kernel[(T,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0),
-        ROW=H * D, BLOCK=triton.next_power_of_2(H * D), num_warps=4,
+        k, v, *cache, slot_mapping, k.stride(0), v.stride(0),
+        HKV=H, HKV_PAD=triton.next_power_of_2(H), D=D, D_PAD=triton.next_power_of_2(D),
+        S=cache.k.shape[1], num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,8 @@ Letters: B sequences, Hq/Hkv heads, G = Hq / Hkv, D head size, S block size, W t
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.kv_cache import power_of_two
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # of a maximum of scores
 
@@ -39,31 +41,57 @@ def before_keys(sinks_ptr, head, used, ROWS: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(
-    q, m, l, acc, k, v, scale, visible,
+def weigh(
+    s, m, l, k_exponents_ptr, v_exponents_ptr, where, scale, visible,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over a tile of keys.
+    """One step of the online softmax, over products s [M, BLOCK_N] of queries and keys.
 
-    q: [M, D]; m, l: [M] running maximum and sum; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D];
-    visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in units of log 2.
+    m, l: [M] running maximum and sum. where: [BLOCK_N], the places of the exponents, if keys and
+    values are FP8. visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in units of log 2;
+    the exponents of values are added to these, so that their codes have weights of at most 1.
+
+    Returns the new m and l, the weights [M, BLOCK_N] and the factor [M] of what was summed before.
     """
-    s = tl.dot(q, k, input_precision="ieee")  # [M, BLOCK_N] float32
+    if k_exponents_ptr is not None:
+        s *= power_of_two(tl.load(k_exponents_ptr + where))[None, :]
     if SOFTCAP > 0:
         CAP: tl.constexpr = SOFTCAP * LOG2E
         s = CAP - 2 * CAP / (tl.exp2(s * (scale * 2 / SOFTCAP)) + 1)  # CAP * tanh
         scale = 1.0
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
+    if v_exponents_ptr is not None:
+        exponents = tl.load(v_exponents_ptr + where).to(tl.float32)
+        s = s * scale + exponents[None, :]
+        scale = 1.0
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     if WINDOW:  # a row may have seen no key yet
         m_new = tl.maximum(m_new, LOWEST)
     p = tl.exp2(s * scale - m_new[:, None])
     correction = tl.exp2(m - m_new)
-    l = l * correction + tl.sum(p, 1)
+    if v_exponents_ptr is not None:
+        l = l * correction + tl.sum(p * power_of_two(-exponents)[None, :], 1)
+    else:
+        l = l * correction + tl.sum(p, 1)
+    return m_new, l, p, correction
+
+
+@triton.jit
+def attend_tile(
+    q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, scale, visible,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`weigh` a tile of keys and add their values.
+
+    q: [M, D]; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D], of the dtype of q or FP8.
+    """
+    s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    m, l, p, correction = weigh(
+        s, m, l, k_exponents_ptr, v_exponents_ptr, where, scale, visible, MASKED, WINDOW, SOFTCAP
+    )
     acc = acc * correction[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return m_new, l, acc
+    return m, l, tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.kernels.kv_cache import exponents_at
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -12,20 +13,96 @@ from nanovllm.kernels.paged_attention import (
     load_tile,
     metadata,
     slots_of,
+    weigh,
 )
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 MIN_ROWS = 16  # of an operand of tl.dot
 
 
+@triton.jit
+def _from_fp8(pairs, CVT: tl.constexpr):
+    """The two codes (e4m3) in each int16, the lower first, as float16; `CVT` by the instruction of
+    NVIDIA GPUs from 8.9 on. What a load of 16 bits brings to tensor cores stays in its place.
+    """
+    if CVT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 codes;
+                .reg .b16 lower, upper;
+                prmt.b32 codes, $2, 0, 0x3120;
+                mov.b32 {lower, upper}, codes;
+                cvt.rn.f16x2.e4m3x2 $0, lower;
+                cvt.rn.f16x2.e4m3x2 $1, upper;
+            }
+            """,
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        pairs = pairs.to(tl.uint16, bitcast=True)
+        lower, upper = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        lower = lower.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return lower, upper.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _decode_tile(
+    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots, seen,
+    kv_head, stride_slot, scale, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, CVT: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile` of the keys in these slots. FP8 codes come in pairs, as int16: the even columns
+    of queries and sums are apart from the odd ones then.
+    """
+    k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
+    where = exponents_at(slots, kv_head, tl.num_programs(0), S)
+    if k_exponents_ptr is None:
+        m, l, acc = attend_tile(
+            q, m, l, acc, k, v, None, None, where, scale, seen[None, :], MASKED, WINDOW, SOFTCAP
+        )
+        return m, l, acc, acc_odd
+    else:
+        k, k_odd = _from_fp8(k, CVT)
+        s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        s = tl.dot(q_odd, k_odd.to(q.dtype), s, input_precision="ieee")
+        m, l, p, correction = weigh(
+            s, m, l, k_exponents_ptr, v_exponents_ptr, where, scale, seen[None, :],
+            MASKED, WINDOW, SOFTCAP,
+        )  # fmt: skip
+        v, v_odd = _from_fp8(v, CVT)
+        acc, acc_odd = acc * correction[:, None], acc_odd * correction[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision="ieee")
+        return m, l, acc, acc_odd
+
+
+@triton.jit
+def _load_queries(ptrs, used, PAIR: tl.constexpr):
+    """Queries, or their even columns and the odd ones, in the float16 that FP8 becomes."""
+    q = tl.load(ptrs, mask=used, other=0.0)
+    if PAIR == 1:
+        return q, q
+    else:
+        odd = tl.load(ptrs + 1, mask=used, other=0.0)
+        if q.dtype == tl.float32:
+            return q, odd
+        else:
+            q, odd = q.to(tl.float32), odd.to(tl.float32)
+            q, odd = tl.clamp(q, -65504.0, 65504.0), tl.clamp(odd, -65504.0, 65504.0)
+            return q.to(tl.float16), odd.to(tl.float16)
+
+
 @metadata
 def _decode_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, part_acc_ptr, part_lse_ptr, tables_ptr, lens_ptr,
-    sinks_ptr, scale, stride_qt, stride_slot, stride_table,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr, part_acc_ptr,
+    part_lse_ptr, tables_ptr, lens_ptr, sinks_ptr, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    PAIR: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys.
+    # An FP8 cache has columns in pairs (PAIR is 2), as int16, and becomes float16.
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens_ptr + seq)
@@ -36,7 +113,7 @@ def _decode_kernel(
     tiles_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, SPLITS)
     begin = (first_tile + split * tiles_per_split) * BLOCK_N
     end = tl.minimum(begin + tiles_per_split * BLOCK_N, length)
-    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
+    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD // PAIR) * PAIR
     used = g[:, None] < G
     if D < D_PAD:
         used &= d[None, :] < D
@@ -48,28 +125,35 @@ def _decode_kernel(
             tl.store(lse_ptrs, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
         return
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
-    q = tl.load(q_ptrs, mask=used, other=0.0)
-
+    q, q_odd = _load_queries(q_ptrs, used, PAIR)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
-    k_ptr, v_ptr = k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D
+    k_ptr, v_ptr = k_cache_ptr + kv_head * (D // PAIR), v_cache_ptr + kv_head * (D // PAIR)
     unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
-    acc = tl.zeros([G_PAD, D_PAD], tl.float32)
+    acc = tl.zeros([G_PAD, D_PAD // PAIR], tl.float32)
+    acc_odd = acc if PAIR == 2 else 0.0
     for start in range(begin, unmasked_end, BLOCK_N):
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
         seen = slots >= 0
         if WINDOW:
             seen = start + tl.arange(0, BLOCK_N) >= lowest
-        k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, WINDOW > 0)
-        m, l, acc = attend_tile(
-            q, m, l, acc, k, v, scale, seen[None, :], WINDOW > 0, WINDOW, SOFTCAP
-        )
+        m, l, acc, acc_odd = _decode_tile(
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
+            seen, kv_head, stride_slot, scale, D // PAIR, D_PAD // PAIR, S, WINDOW, SOFTCAP,
+            WINDOW > 0, CVT,
+        )  # fmt: skip
     if unmasked_end < end:
         slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
         keys = unmasked_end + tl.arange(0, BLOCK_N)
         seen = (keys < end) & (keys >= lowest)
-        k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, True)
-        m, l, acc = attend_tile(q, m, l, acc, k, v, scale, seen[None, :], True, WINDOW, SOFTCAP)
+        m, l, acc, acc_odd = _decode_tile(
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
+            seen, kv_head, stride_slot, scale, D // PAIR, D_PAD // PAIR, S, WINDOW, SOFTCAP,
+            True, CVT,
+        )  # fmt: skip
+    if PAIR == 2:
+        acc, d = tl.interleave(acc, acc_odd), tl.arange(0, D_PAD)
+        used = (g[:, None] < G) & (d[None, :] < D)
     acc = acc / l[:, None]
     if SPLITS == 1:
         out_ptrs = out_ptr + row[:, None] * D + d[None, :]
@@ -109,12 +193,13 @@ def _combine_kernel(
         tl.store(out_ptr + row * D + d, out)
 
 
-def decode_tiles(q: torch.Tensor) -> tuple[int, int]:
-    """BLOCK_N and warps for queries q: [B, Hq, D]."""
+def decode_tiles(q: torch.Tensor, fp8: bool = False) -> tuple[int, int, int]:
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8."""
     wide, large = q.element_size() == 4, q.shape[-1] > 128
     if large and not has_room(q):
-        return (16 if wide else 32), 4
-    return 32 if wide else 64, 4 if large else 2
+        return (16 if wide else 32), 4, 3
+    # FP8 takes registers before and after its conversion, and half the shared memory.
+    return 32 if wide else 64, 4 if large or fp8 else 2, 5 if fp8 and not large else 3
 
 
 def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
@@ -131,8 +216,7 @@ def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_con
 
 def paged_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
@@ -145,7 +229,6 @@ def paged_decode(
 
     Args:
         q: [B, Hq, D], the heads of a token adjacent.
-        k_cache, v_cache: [N, S, Hkv, D].
         block_tables: [B, W] int32.
         context_lens: [B] int32; rows with 0 are padding, their output is undefined.
         scale, window, softcap, sinks: see `Scoring`.
@@ -155,7 +238,7 @@ def paged_decode(
         [B, Hq, D]
     """
     B, Hq, D = q.shape
-    S, Hkv = k_cache.shape[1:3]
+    S, Hkv = cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     if num_splits is None:
@@ -167,13 +250,16 @@ def paged_decode(
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
     G_PAD = max(MIN_ROWS, triton.next_power_of_2(G))
-    BLOCK_N, num_warps = decode_tiles(q)
+    BLOCK_N, num_warps, num_stages = decode_tiles(q, cache.k.dtype == FP8)
+    k_cache, v_cache, pair = cache.k, cache.v, 1
+    if cache.k.dtype == FP8:
+        k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
     _decode_kernel[(Hkv, B, num_splits)](
-        q, k_cache, v_cache, out, part_acc, part_lse, block_tables, context_lens,
-        sinks, scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
+        q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, block_tables, context_lens, sinks,
+        scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
-        BLOCK_N=BLOCK_N, SPLITS=num_splits,
-        num_warps=num_warps, num_stages=3, **pdl_options(q),
+        BLOCK_N=BLOCK_N, SPLITS=num_splits, PAIR=pair, CVT=q.is_cuda,
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(B * Hq,)](

@@ -12,6 +12,7 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
+from nanovllm.kernels.kv_cache import exponents_at
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -20,46 +21,62 @@ from nanovllm.kernels.paged_attention import (
     metadata,
     slots_of,
 )
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 
 @triton.jit
 def _prefill_tile(
-    q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions, stride_slot,
-    scale,
+    q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
+    kv_head, start, k_len, positions, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` of the keys from `start`; the sources are descriptors or pointers."""
+    """`attend_tile` of the keys from `start`. The sources are descriptors or pointers, of the cache
+    by a table or, without one, of this step's tokens, whose position 0 would be in `first_row`.
+    """
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys < k_len
+    if table_ptr is None:
+        row = first_row + start
+        rows = (row + tl.arange(0, BLOCK_N)).to(tl.int64)
+    elif DESCRIBED:
+        row = tl.load(table_ptr + start // S) * S + start % S
+        rows = row.to(tl.int64) + tl.arange(0, BLOCK_N)
+    else:
+        rows = slots_of(table_ptr, start, BLOCK_N, S, k_len)
     if DESCRIBED:
-        slot = tl.load(table_ptr + start // S) * S + start % S
-        k = k_source.load([slot, kv_head * D]).T
-        v = v_source.load([slot, kv_head * D])
+        k = k_source.load([row, kv_head * D]).T
+        v = v_source.load([row, kv_head * D])
         if MASKED:
             v = tl.where(seen[:, None], v, 0.0)
     else:
-        slots = slots_of(table_ptr, start, BLOCK_N, S, k_len)
         offset = kv_head * D
         k, v = load_tile(
-            k_source + offset, v_source + offset, slots, seen, stride_slot, D, D_PAD, MASKED
+            k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
         )
+    where = exponents_at(rows, kv_head, tl.num_programs(0), S)
     visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
-    return attend_tile(q, m, l, acc, k, v, scale, visible, MASKED, WINDOW, SOFTCAP)
+    return attend_tile(
+        q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, scale, visible,
+        MASKED, WINDOW, SOFTCAP,
+    )  # fmt: skip
 
 
 @metadata
 def _prefill_kernel(
-    q_ptr, k_source, v_source, out_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, scale,
-    stride_qt, stride_ot, stride_slot, stride_table,
+    q_ptr, k_source, v_source, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr,
+    tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_slot,
+    stride_table,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
-    # sequence. Late queries see more keys, so they start first.
+    # sequence. Late queries see more keys, so they start first. The sources have all keys and
+    # values or, if `FRESH`, those of this step's tokens; an FP8 cache has the others, if any.
     launch_dependents(PDL)
     kv_head, seq = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -85,28 +102,45 @@ def _prefill_kernel(
     first = k_len - q_len + tile * QUERIES
     positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
-    unmasked_end = (first + 1) // BLOCK_N * BLOCK_N
     m, l = before_keys(sinks_ptr, kv_head * G + g, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    unmasked_begin = 0
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(first - WINDOW + 1, 0)
+    origin, source_table_ptr = 0, table_ptr
+    if FRESH:
+        origin, source_table_ptr = k_len - q_len, None
+    if k_fp8_ptr is not None:
+        for start in range(lowest // BLOCK_N * BLOCK_N, origin, BLOCK_N):
+            m, l, acc = _prefill_tile(
+                q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0,
+                kv_head, start, origin, positions, stride_slot, scale,
+                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
+            )  # fmt: skip
+    first_row = q_start - origin
+    unmasked_begin = origin
+    unmasked_end = origin + (first + 1 - origin) // BLOCK_N * BLOCK_N
     if WINDOW:  # tiles that no query sees are left out, those that some do not see are masked
-        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        unmasked_begin = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        begin = origin + tl.maximum(lowest - origin, 0) // BLOCK_N * BLOCK_N
+        unmasked_begin += tl.cdiv(tl.maximum(end - WINDOW - origin, 0), BLOCK_N) * BLOCK_N
         for start in tl.range(begin, unmasked_begin, BLOCK_N, num_stages=1):
             m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions,
-                stride_slot, scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
+                q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
+                kv_head, start, k_len, positions, stride_row, scale,
+                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
             )  # fmt: skip
         unmasked_end = tl.maximum(unmasked_begin, unmasked_end)
     for start in range(unmasked_begin, unmasked_end, BLOCK_N):
         m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions,
-            stride_slot, scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
+            q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
+            kv_head, start, k_len, positions, stride_row, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
         )  # fmt: skip
     for start in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
         m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, table_ptr, kv_head, start, k_len, positions,
-            stride_slot, scale, D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
+            q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
+            kv_head, start, k_len, positions, stride_row, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
@@ -132,12 +166,14 @@ def prefill_tiles(q: torch.Tensor, G: int, max_seqlen_q: int) -> tuple[int, int,
 
 def paged_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
+    has_cached_context: bool,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -147,34 +183,43 @@ def paged_prefill(
 
     Args:
         q: [T, Hq, D], the heads of a token adjacent.
-        k_cache, v_cache: [N, S, Hkv, D].
+        k, v: [T, Hkv, D], those of the same tokens, the heads of a token adjacent.
         block_tables: [P, W] int32.
         cu_seqlens_q: [P + 1] int32, where each sequence's queries begin.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         max_seqlen_q: most queries of a sequence.
+        has_cached_context: whether a sequence has more tokens than these queries.
         scale, window, softcap, sinks: see `Scoring`.
 
     Returns:
         [T, Hq, D]
     """
     _, Hq, D = q.shape
-    S, Hkv = k_cache.shape[1:3]
+    S, Hkv = cache.k.shape[1:3]
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q)
     grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
-    # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block.
-    k_source, v_source = k_cache.view(-1, Hkv * D), v_cache.view(-1, Hkv * D)
-    described = S >= BLOCK_N and D == D_PAD and can_describe(k_source) and can_describe(v_source)
+    # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block. Where
+    # it is FP8, the step's own keys and values have that part.
+    fp8 = cache.k.dtype == FP8
+    from_cache = cache if fp8 and has_cached_context else (None,) * 4
+    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
+    stride_row = k_source.stride(0)
+    described = D == D_PAD and (fp8 or S >= BLOCK_N)
+    described = described and can_describe(k_source) and can_describe(v_source)
     if described:
         k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
+        num_warps = 4 if from_cache[0] is None else num_warps
+    # Two tiles are loaded ahead; one stage more looks up their blocks.
+    num_stages = 2 if D > 128 or (fp8 and not has_cached_context) else 3
     _prefill_kernel[grid](
-        q, k_source, v_source, out, block_tables, cu_seqlens_q, cu_seqlens_k,
-        sinks, scale * LOG2E.value,
-        q.stride(0), out.stride(0), Hkv * D, block_tables.stride(0),
+        q, k_source, v_source, *from_cache, out, block_tables, cu_seqlens_q,
+        cu_seqlens_k, sinks, scale * LOG2E.value,
+        q.stride(0), out.stride(0), stride_row, Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described,
-        num_warps=4 if described else num_warps, num_stages=3 if D <= 128 else 2, **pdl_options(q),
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described, FRESH=fp8,
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     return out

@@ -7,14 +7,47 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.kv_cache import exponent_of, exponents_at, power_of_two
 from nanovllm.kernels.norm import weighted
+from nanovllm.utils.kv_cache import KVCache
+
+
+@triton.jit
+def _fp8(y1, y2, inside):
+    """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
+    exponents [HEADS, 1].
+    """
+    x1, x2 = y1.to(tl.float32), y2.to(tl.float32)
+    if inside is not None:
+        x1, x2 = tl.where(inside, x1, 0.0), tl.where(inside, x2, 0.0)
+    exponent = exponent_of(tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1))[:, None]
+    down, up = power_of_two(-exponent), power_of_two(exponent)
+    x1, x2 = (x1 * down).to(tl.float8e4nv), (x2 * down).to(tl.float8e4nv)
+    y1, y2 = (x1.to(tl.float32) * up).to(y1.dtype), (x2.to(tl.float32) * up).to(y2.dtype)
+    return x1, x2, y1, y2, exponent
+
+
+@triton.jit
+def _store_halves(
+    cache_ptr, exponents_ptr, y1, y2, exponent, slot, head, i, mask, inside,
+    HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot."""
+    if exponents_ptr is not None:
+        tl.store(exponents_ptr + exponents_at(slot, head, HKV, S), exponent, mask=mask)
+    if inside is not None:
+        mask = mask & inside
+    ptr = cache_ptr + (slot * HKV + head) * D + i
+    tl.store(ptr, y1.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + D // 2, y2.to(cache_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["stride_part"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr,
-    k_cache_ptr, v_cache_ptr, slots_ptr, eps, stride_part, stride_t, stride_out,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
+    k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, slots_ptr, eps,
+    stride_part, stride_t, stride_out,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, S: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: HEADS of the Hq + 2 Hkv heads of a token, in two halves of D/2.
@@ -55,22 +88,26 @@ def _qk_norm_rope_store_kernel(
     y2 = (x2 * cos + x1 * sin).to(dtype)
     out = out_ptr + t * stride_out + head * D + i
     is_v = head >= HQ + HKV
-    if PARTS > 1:  # backends may read values here, too
-        y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
-    changed = ~is_v | (PARTS > 1)
+    y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
     is_k = (head >= HQ) & (head < HQ + HKV)
+    stored1, stored2, exponent = y1, y2, None
+    if k_exponents_ptr is not None:  # what is stored goes on
+        stored1, stored2, rounded1, rounded2, exponent = _fp8(y1, y2, inside)
+        y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
+    changed = ~is_v | (PARTS > 1) | (k_exponents_ptr is not None)  # backends read values here, too
     if HALF < HALF_PAD:
-        changed, is_k, is_v = changed & inside, is_k & inside, is_v & inside
+        changed &= inside
     tl.store(out, y1, mask=changed)
     tl.store(out + HALF, y2, mask=changed)
-
     if slot >= 0:  # -1: padding
-        k_ptr = k_cache_ptr + (slot * HKV + head - HQ) * D + i
-        tl.store(k_ptr, y1, mask=is_k)
-        tl.store(k_ptr + HALF, y2, mask=is_k)
-        v_ptr = v_cache_ptr + (slot * HKV + head - HQ - HKV) * D + i
-        tl.store(v_ptr, raw1, mask=is_v)
-        tl.store(v_ptr + HALF, raw2, mask=is_v)
+        _store_halves(
+            k_cache_ptr, k_exponents_ptr, stored1, stored2, exponent, slot, head - HQ, i, is_k,
+            inside, HKV, D, S,
+        )  # fmt: skip
+        _store_halves(
+            v_cache_ptr, v_exponents_ptr, stored1, stored2, exponent, slot, head - HQ - HKV, i,
+            is_v, inside, HKV, D, S,
+        )  # fmt: skip
 
 
 def qk_norm_rope_store(
@@ -78,9 +115,9 @@ def qk_norm_rope_store(
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    cache: KVCache,
     slot_mapping: torch.Tensor,
+    dtype: torch.dtype,
     plus_one: bool = False,
 ) -> torch.Tensor:
     """Normalise the query and key heads and rotate them to their positions; write keys and values
@@ -92,27 +129,27 @@ def qk_norm_rope_store(
         norms: weights [D] of queries and of keys, and eps, of their RMS norms; None: no norms.
         cos_sin: [max_position, D] float32, see `RotaryEmbedding`.
         positions: [T] int32.
-        k_cache, v_cache: [N, S, Hkv, D].
         slot_mapping: [T] int32.
+        dtype: of the result.
         plus_one: norms multiply by `1 + weight`.
 
     Returns:
-        [T, H, D] of the caches' dtype.
+        [T, H, D] of `dtype`, with the keys and values that the cache has.
     """
     T, H, D = qkv.shape[-3:]
     parts = len(qkv) if qkv.dim() == 4 else 1
     assert qkv.dim() == 3 or parts > 1, "one result is not partial"
-    HKV = k_cache.shape[2]
+    S, HKV = cache.k.shape[1:3]
     assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
-    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches must be contiguous"
+    assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     # Few tokens: more programs. In both cases a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
-    out = qkv if parts == 1 else torch.empty(T, H, D, dtype=k_cache.dtype, device=qkv.device)
+    out = qkv if parts == 1 else torch.empty(T, H, D, dtype=dtype, device=qkv.device)
     q_weight, k_weight, eps = norms or (None, None, 0.0)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
-        qkv, out, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, eps,
+        qkv, out, q_weight, k_weight, cos_sin, positions, *cache, slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
-        HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=triton.next_power_of_2(D // 2),
+        HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=triton.next_power_of_2(D // 2), S=S,
         HEADS=HEADS, PARTS=parts, PLUS_ONE=plus_one,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip

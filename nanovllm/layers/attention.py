@@ -5,13 +5,14 @@ from functools import partial
 
 import torch
 
-from nanovllm.attention.base import KVCache, Scoring
+from nanovllm.attention.base import Scoring
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
+from nanovllm.utils.kv_cache import FP8, KVCache, rounded
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
@@ -82,6 +83,8 @@ class Attention(Layer):
                 q_norm, k_norm = self.norms
                 q, k = q_norm(q), k_norm(k)
             q, k = self.rope(positions, q), self.rope(positions, k)
+            if self.build.cache_dtype == FP8:
+                k, v = rounded(k), rounded(v)
             self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
         if self.rope.query_scale is not None:
             q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
@@ -98,8 +101,9 @@ class Attention(Layer):
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        cos_sin = self.rope.cos_sin
-        return qk_norm_rope_store(qkv, norms, cos_sin, positions, cache.k, cache.v, slots, plus_one)
+        return qk_norm_rope_store(
+            qkv, norms, self.rope.cos_sin, positions, cache, slots, self.build.dtype, plus_one
+        )
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:
@@ -115,7 +119,8 @@ class Attention(Layer):
             qkv = like.clone()
             if parts > 1:
                 qkv = like.new_zeros(parts, *shape, dtype=torch.float32)
-            cache = KVCache(*like.new_zeros(2, 1, 1, num_kv_heads, self.head_dim))
+            cache_dtype = self.build.cache_dtype or self.build.dtype
+            cache = KVCache.empty((1, 1, num_kv_heads, self.head_dim), cache_dtype, device)
             zero = like.new_zeros(1, dtype=torch.int32)
             self._norm_rope_store(qkv, zero, cache, zero)
 

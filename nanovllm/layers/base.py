@@ -24,6 +24,7 @@ class Build(NamedTuple):
         group: the ranks that the model is split over.
         backend: what attends.
         max_model_len: tokens of the longest sequence.
+        cache_dtype: of the KV cache; None: `dtype`.
     """
 
     dtype: torch.dtype
@@ -31,6 +32,7 @@ class Build(NamedTuple):
     group: Group
     backend: AttentionBackend
     max_model_len: int
+    cache_dtype: torch.dtype | None = None
 
 
 class Part(NamedTuple):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 # whole device, or give its memory back, while another captures on it.
 capturing = threading.RLock()
 
+FP8_CAPABILITY = (8, 9)  # of GPUs that convert it
 MIN_CAPABILITY = (8, 0)  # of GPUs for our kernels: 7.5 has too little shared memory for their tiles
 
 
@@ -69,6 +70,14 @@ def triton_refusal(device: torch.device) -> str | None:
             return f"needs a GPU of compute capability {wanted} or higher, got {got}"
     elif os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, not {device.type} (TRITON_INTERPRET=1 runs it slowly)"
+    return None
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Why a KV cache on `device` cannot be FP8, or None if it can."""
+    if device.type == "cuda" and (found := capability(device.index)) < FP8_CAPABILITY:
+        wanted, got = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        return f"needs an NVIDIA GPU of compute capability {wanted} or higher, or a CPU, got {got}"
     return None
 
 

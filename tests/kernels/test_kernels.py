@@ -17,10 +17,21 @@ from checkpoints import make_checkpoint, rare, small_config, with_rare
 
 pytest.importorskip("triton")
 
-from attention_cases import CASES, DEVICE, DTYPES, HAS_CUDA, Case, close, randn, run_case
+from attention_cases import (
+    CASES,
+    DEVICE,
+    DTYPES,
+    HAS_CUDA,
+    Case,
+    close,
+    poisoned_cache,
+    put,
+    randn,
+    run_case,
+)
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, KVCache, Scoring
+from nanovllm.attention.base import AttentionNeeds, Scoring
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
@@ -45,6 +56,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.ahead import CompileAhead
+from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize, rounded
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 
@@ -192,7 +204,7 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
         pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
     tables, lens = torch.ones(2, 70, 1, dtype=torch.int32, device=DEVICE)
     attended = paged_decode.paged_decode(
-        x.view(70, 16, 16), *cache, tables - 1, lens[:, 0], 1.0
+        x.view(70, 16, 16), KVCache(*cache), tables - 1, lens[:, 0], 1.0
     ).flatten(1)
     normed, _ = add_rms_norm(x, x, x[0], 1e-6)
     for out in (rms_norm(x, x[0], 1e-6), normed, act_and_mul(x), attended):
@@ -293,7 +305,11 @@ def test_fill_in(T: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "no norms"])
+@pytest.mark.parametrize(
+    ("has_norms", "fp8"),
+    [(True, False), (False, False), (True, True)],
+    ids=["norms", "no norms", "fp8"],
+)
 @pytest.mark.parametrize(
     ("T", "hq", "hkv", "d"),
     [(T, *heads) for T in (1, 9) for heads in ((4, 2, 32), (6, 2, 64), (3, 3, 16), (8, 1, 128))]
@@ -301,7 +317,7 @@ def test_fill_in(T: int) -> None:
     + [pytest.param(257, 6, 2, 64, marks=pytest.mark.slow)],
 )
 def test_qk_norm_rope_store(
-    T: int, hq: int, hkv: int, d: int, has_norms: bool, parts: int, dtype: torch.dtype
+    T: int, hq: int, hkv: int, d: int, has_norms: bool, parts: int, dtype: torch.dtype, fp8: bool
 ) -> None:
     """Against the plain layers. Slot -1 is stored nowhere, and nothing else is written."""
     max_position, N, S = 50, 40, 16
@@ -323,20 +339,28 @@ def test_qk_norm_rope_store(
         k_norm.weight.copy_(randn(d, seed=2))
         q, k = q_norm(q), k_norm(k)
         norms = q_norm.weight, k_norm.weight, 1e-6
-    wanted = rope(positions, q), rope(positions, k)
-    caches = torch.full((2, N, S, hkv, d), torch.nan, dtype=dtype, device=DEVICE)
-    k_cache, v_cache = caches
-    qkv = qk_norm_rope_store(given, norms, rope.cos_sin, positions, k_cache, v_cache, slots)
+    q, k = rope(positions, q), rope(positions, k)
+    cache = poisoned_cache((N, S, hkv, d), FP8 if fp8 else dtype)
+    qkv = qk_norm_rope_store(given, norms, rope.cos_sin, positions, cache, slots, dtype)
     assert (qkv is given) == (parts == 1) and qkv.dtype == dtype
-    close(qkv[:, :hq], wanted[0])
-    close(qkv[:, hq : hq + hkv], wanted[1])
-    assert torch.equal(qkv[:, hq + hkv :], v)
+    close(qkv[:, :hq], q)
+    if fp8:  # half a step: 4 significant bits, or of the least exponent
+        least = k.float().abs().amax(-1, keepdim=True) * 2.0**-17
+        error = (qkv[:, hq : hq + hkv].float() - k.float()).abs()
+        assert (error <= k.float().abs() / 15 + least).all()
+    else:
+        close(qkv[:, hq : hq + hkv], k)
+    assert torch.equal(qkv[:, hq + hkv :], rounded(v) if fp8 else v)
     stored = slots >= 0
-    flat = caches.view(2, N * S, hkv, d)
     where = slots[stored].long()
-    assert torch.equal(flat[0, where], qkv[stored, hq : hq + hkv])
-    assert torch.equal(flat[1, where], v[stored])
-    assert (~flat.isnan()).all(-1).all(-1).sum(1).tolist() == [int(stored.sum())] * 2
+    found: list[torch.Tensor] = [cache.k, cache.v]
+    if cache.k_exponents is not None and cache.v_exponents is not None:
+        exponents = cache.k_exponents.transpose(1, 2), cache.v_exponents.transpose(1, 2)
+        found = [dequantize(*given, dtype) for given in zip(found, exponents, strict=True)]
+    for heads, numbers in zip(qkv[:, hq:].split([hkv, hkv], 1), found, strict=True):
+        flat = numbers.view(N * S, hkv, d)
+        assert torch.equal(flat[where], heads[stored])
+        assert int((~flat.isnan()).all(-1).all(-1).sum()) == int(stored.sum())
 
 
 def test_rotary_embedding_is_that_of_transformers() -> None:
@@ -354,34 +378,60 @@ def test_rotary_embedding_is_that_of_transformers() -> None:
         close(rope(positions, x[0].transpose(0, 1)), wanted[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kvcache_writes_its_slots_and_nothing_else(dtype: torch.dtype) -> None:
-    """Defect 10: padding rows (slot -1) must not land in the last slot of somebody's block."""
-    N, S, H, D, T = 5, 16, 2, 32, 12
-    qkv = randn(T, 4 * H, D, dtype=dtype)
-    k, v = qkv[:, H : 2 * H], qkv[:, 2 * H : 3 * H]  # strided, as in the model
+def test_store_kvcache_writes_its_slots_and_nothing_else(dtype: torch.dtype, fp8: bool) -> None:
+    N, S, H, D, T = 5, 16, 3, 80, 12
+    qkv = randn(T, 4 * H, D, dtype=dtype) * 10.0 ** randn(T, 1, 1)
+    qkv[5, H] = 0
+    k, v = qkv.to(dtype)[:, H : 2 * H], qkv.to(dtype)[:, 2 * H : 3 * H]  # strided, as in the model
     slots = torch.randperm(N * S)[:T].to(DEVICE, torch.int32)
     slots[3] = slots[7] = -1
+    wanted = poisoned_cache((N, S, H, D), FP8 if fp8 else dtype)
+    for t, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            put(wanted, 0, slot // S, slot % S, k[t])
+            put(wanted, 1, slot // S, slot % S, v[t])
     for store in (TritonBackend().store_kvcache, TorchBackend().store_kvcache):
-        caches = KVCache(
-            *torch.full((2, N, S, H, D), torch.nan, dtype=dtype, device=DEVICE).unbind()
-        )
-        store(k, v, caches, slots)
-        flat = torch.stack(caches).view(2, N * S, H, D)
-        for t, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                assert torch.equal(flat[0, slot], k[t])
-                assert torch.equal(flat[1, slot], v[t])
-        written = (~flat.isnan()).all(dim=(2, 3))
-        assert written.sum(dim=1).tolist() == [T - 2, T - 2]
+        cache = poisoned_cache((N, S, H, D), FP8 if fp8 else dtype)
+        store(k, v, cache, slots)
+        assert_same_bits(cache, wanted)
+
+
+def assert_same_bits(cache: KVCache, wanted: KVCache) -> None:
+    for ours, theirs in zip(cache, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_fp8_is_the_nearest_number_with_the_least_exponent() -> None:
+    """Against all numbers of the format, by its definition, in float64."""
+    codes = [(m / 8) * 2.0**-6 for m in range(8)]
+    codes += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]  # NaN
+    numbers = torch.tensor(sorted({-x for x in codes} | {*codes}), dtype=torch.float64)
+    assert numbers.max() == 448
+    x = randn(300, 16) * 10.0 ** (4 * randn(300, 1, seed=1))
+    x[0], x[1], x[2] = 0, 448, 448.0001
+    x[3] = 1e-30
+    found, exponents = quantize(x)
+    most = x.double().abs().amax(-1).cpu()
+    power = 2.0 ** exponents.double().cpu()
+    assert exponents[:4].tolist() == [-64, 0, 1, -64]
+    assert (most <= 448 * power * (1 + 2.0**-22)).all()
+    assert ((most > 224 * power * (1 - 2.0**-22)) | (exponents.cpu() == -64)).all()
+    scaled = x.double().cpu() / power[:, None]
+    least = (scaled.unsqueeze(-1) - numbers).abs().amin(-1)
+    assert torch.equal((scaled - found.double().cpu()).abs(), least)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("backend", [TorchBackend, TritonBackend], ids=["torch", "triton"])
-def test_attention(backend: type, name: str, dtype: torch.dtype) -> None:
+def test_attention(backend: type, fp8: bool, name: str, dtype: torch.dtype) -> None:
     """Defect 10 too: everything outside the sequences is NaN, so one foreign read shows."""
-    case = Case(**CASES[name], dtype=dtype)  # type: ignore[arg-type]
+    case = Case(**CASES[name], dtype=dtype, fp8=fp8)  # type: ignore[arg-type]
     out = run_case(backend(), case)
     assert not out.isnan().any()
     close(out, case.wanted())
@@ -416,12 +466,12 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     hkv, d = rng.choice([1, 2, 3]), rng.choice([32, 64, 128])
     shape: dict[str, Any] = {"hkv": hkv, "hq": hkv * rng.choice([1, 2, 5]), "d": d}
     shape["block_size"] = rng.choice([16, 32, 64, 256])
-    shape |= {"window": rng.choice([0, 100]), "sinks": rng.random() < 0.5}
+    shape |= {"window": rng.choice([0, 100]), "sinks": rng.random() < 0.5, "fp8": seed == 0}
     print(f"seed {seed}: {lens}, {shape}")
     case = Case([1] * len(lens), lens, num_decodes=len(lens), dtype=dtype, **shape)
     run_case(TritonBackend(), case)  # stores this step's keys
     context = case.context.context_lens.clone()
-    args = (case.q, *case.caches, case.context.block_tables, context)
+    args = (case.q, case.cache, case.context.block_tables, context)
     decode = functools.partial(
         paged_decode.paged_decode, *args, **case.scoring._asdict(), num_splits=num_splits
     )
@@ -494,10 +544,10 @@ def test_gpu_below_8_0_has_torch(
 
 def test_attention_of_every_batch_is_compiled_ahead() -> None:
     backend = TritonBackend()
-    cache = KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
+    q, cache = randn(1, 16, 128, dtype=HALF), KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
     for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
-        calls = backend.variants(16, cache, longest, [Scoring(1.0)])
-        prefills = [call.args[-1] for call in calls if call.func is backend._prefill]
+        calls = backend.variants(q, cache, longest, [Scoring(1.0)])
+        prefills = [call.args[-2] for call in calls if call.func is backend._prefill]
         assert prefills == [1, 128] and len(calls) == 2 + len(splits)
         decodes = [call for call in calls if call.func is backend._decode]
         assert {call.keywords["num_splits"] for call in decodes} == splits

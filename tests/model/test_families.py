@@ -42,6 +42,7 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
+from nanovllm.utils.kv_cache import KVCache
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
 ROPE = {"rope_theta": 1000.0, "original_max_position_embeddings": 32}
@@ -304,7 +305,7 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: st
                 config.num_hidden_layers, 2, 1, 64, config.num_key_value_heads, config.head_dim
             ).half()
             for layer, (k, v) in zip(model.model.layers, cache, strict=True):
-                layer.self_attn.attn.bind_kv_cache(layer.self_attn.attn.cache._make((k, v)))
+                layer.self_attn.attn.bind_kv_cache(KVCache(k, v))
             ids = torch.tensor(TEXT[: n + 1], dtype=torch.int32)
             positions, table = torch.arange(n + 1, dtype=torch.int32), torch.zeros(1, 1).int()
             lens = torch.tensor([0, n]).int()
