@@ -23,7 +23,7 @@ def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def poisoned_cache(shape: tuple[int, int, int, int], dtype: torch.dtype) -> KVCache:
-    """NaN everywhere, and of FP8 large exponents."""
+    """NaN everywhere, and of FP8 exponents that make NaN of 0."""
     cache = KVCache.empty(shape, dtype, torch.device(DEVICE))
     for codes in cache[:2]:
         if dtype == FP8:
@@ -32,7 +32,7 @@ def poisoned_cache(shape: tuple[int, int, int, int], dtype: torch.dtype) -> KVCa
             codes.fill_(torch.nan)
     for exponents in cache[2:]:
         if exponents is not None:
-            exponents.fill_(100)
+            exponents.fill_(-128)  # as no vector has
     return cache
 
 

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
-from nanovllm.engine.kv_cache import KVCachePool, block_shape
+from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch, warmup_batch
 from nanovllm.engine.step_inputs import (
     Computed,
@@ -32,11 +31,11 @@ from nanovllm.engine.step_inputs import (
     fill_in,
     to_device,
 )
-from nanovllm.layers.attention import scoring_of
+from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
-from nanovllm.layers.sampler import Sampler, SamplingMetadata
+from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
@@ -49,7 +48,7 @@ from nanovllm.utils.device import (
     triton_refusal,
     wait_for_device,
 )
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.kv_cache import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +111,15 @@ class ModelRunner:
                 fp8=self.cache_dtype == FP8,
             ),
         )
+        self.fused = (
+            config.fused_kernels
+            and not on_cpu
+            and triton_refusal(self.device) is None
+            and model_config.head_dim in HEAD_DIMS
+        )
+        self.build = Build(
+            self.dtype, self.fused, group, self.backend, self.max_model_len, self.cache_dtype
+        )
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
@@ -130,7 +138,7 @@ class ModelRunner:
         config, model_config, group = self.config, self.model_config, self.group
         on_cpu = self.device.type == "cpu"
         if not on_cpu:
-            ahead.submit(self._attention_variants())
+            ahead.submit(attention_variants(config, model_config, self.build, self.device))
         connect(ahead.wait)
         self.build_model()
         ahead.submit(kernel_variants(self.model))
@@ -143,7 +151,7 @@ class ModelRunner:
         if not on_cpu:
             shape = config.max_num_seqs, len(self.model.lm_head.weight.data)
             self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
-            ahead.submit(self._sampling_variants(self.logits))
+            ahead.submit(sampling_variants(self.sampler, self.logits, self.last_tokens, group.size))
         self.extras = Extras(
             self.model.compute_logits,
             model_config.vocab_size,
@@ -165,38 +173,11 @@ class ModelRunner:
             self.capture_cudagraph()
         group.minimum(0)  # all ranks are there
 
-    def _attention_variants(self) -> list[Callable[[], object]]:
-        shape = block_shape(self.config, self.model_config, self.group)
-        cache = KVCache.empty((1, *shape), self.cache_dtype, self.device)
-        num_heads = self.model_config.num_attention_heads // self.group.size
-        q = torch.zeros(1, num_heads, shape[-1], dtype=self.dtype, device=self.device)
-        max_context = -(-self.max_model_len // shape[0]) * shape[0]
-        sinks = q.new_zeros(num_heads) if self.model_config.attention_sinks else None
-        layers = range(self.model_config.num_hidden_layers)
-        scorings = {scoring_of(self.model_config, i, self.max_model_len) for i in layers}
-        with_sinks = [scoring._replace(sinks=sinks) for scoring in scorings]
-        return self.backend.variants(q, cache, max_context, with_sinks)
-
-    def _sampling_variants(self, logits: torch.Tensor) -> list[Callable[[], object]]:
-        """What begins and ends a decode step, of a full batch of zeros."""
-        ids = torch.zeros(len(logits), dtype=torch.int32, device=self.device)
-        metadata = SamplingMetadata(ids.float(), torch.stack([ids, ids]), ids, ids)
-        calls: list[Callable[[], object]] = [partial(fill_in, ids, ids, self.last_tokens)]
-        if self.group.size == 1:  # several ranks sample together
-            calls.append(partial(self.sampler, logits, metadata, self.last_tokens))
-        return calls
-
     def build_model(self) -> None:
         """Build the model on its device, and what lets kernels sum over the ranks. The weights
         start uninitialised.
         """
         model = model_class(self.model_config.architecture)
-        self.fused = (
-            self.config.fused_kernels
-            and self.device.type == "cuda"
-            and triton_refusal(self.device) is None
-            and self.model_config.head_dim in HEAD_DIMS
-        )
         if self.fused and self.group.size > 1 and not self.config.disable_custom_all_reduce:
             self.group.open_peer_memory(
                 self.dtype,
@@ -204,11 +185,8 @@ class ModelRunner:
                 self.config.max_num_seqs,
                 0 if model.adds_behind_norms else self.config.max_num_batched_tokens,
             )
-        build = Build(
-            self.dtype, self.fused, self.group, self.backend, self.max_model_len, self.cache_dtype
-        )
         with torch.device(self.device):
-            self.model = model(self.model_config, build)
+            self.model = model(self.model_config, self.build)
         self.model.eval()
 
     def load(self) -> None:

@@ -31,6 +31,63 @@ def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
 
 
 @triton.jit
+def halves_to_fp8(y1, y2, inside):
+    """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
+    exponents [HEADS, 1].
+    """
+    x1, x2 = y1.to(tl.float32), y2.to(tl.float32)
+    if inside is not None:
+        x1, x2 = tl.where(inside, x1, 0.0), tl.where(inside, x2, 0.0)
+    exponent = exponent_of(tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1))[:, None]
+    down, up = power_of_two(-exponent), power_of_two(exponent)
+    x1, x2 = (x1 * down).to(tl.float8e4nv), (x2 * down).to(tl.float8e4nv)
+    y1, y2 = (x1.to(tl.float32) * up).to(y1.dtype), (x2.to(tl.float32) * up).to(y2.dtype)
+    return x1, x2, y1, y2, exponent
+
+
+@triton.jit
+def from_fp8(pairs, CVT: tl.constexpr):
+    """The two codes (e4m3) in each int16, the lower first, as float16; `CVT` by the instruction of
+    NVIDIA GPUs from 8.9 on. What a load of 16 bits brings to tensor cores stays in its place.
+    """
+    if CVT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 codes;
+                .reg .b16 lower, upper;
+                prmt.b32 codes, $2, 0, 0x3120;
+                mov.b32 {lower, upper}, codes;
+                cvt.rn.f16x2.e4m3x2 $0, lower;
+                cvt.rn.f16x2.e4m3x2 $1, upper;
+            }
+            """,
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        pairs = pairs.to(tl.uint16, bitcast=True)
+        lower, upper = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        lower = lower.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return lower, upper.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def load_queries(ptrs, used, PAIR: tl.constexpr):
+    """Queries, or their even columns and the odd ones, in the float16 that FP8 becomes."""
+    q = tl.load(ptrs, mask=used, other=0.0)
+    if PAIR == 1:
+        return q, q
+    else:
+        odd = tl.load(ptrs + 1, mask=used, other=0.0)
+        if q.dtype == tl.float32:
+            return q, odd
+        else:
+            q, odd = q.to(tl.float32), odd.to(tl.float32)
+            q, odd = tl.clamp(q, -65504.0, 65504.0), tl.clamp(odd, -65504.0, 65504.0)
+            return q.to(tl.float16), odd.to(tl.float16)
+
+
+@triton.jit
 def _store_heads(
     x, cache_ptr, exponents_ptr, slot, head, d, mask,
     HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,

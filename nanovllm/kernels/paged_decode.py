@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, spare_rows, wait
-from nanovllm.kernels.kv_cache import exponents_at
+from nanovllm.kernels.kv_cache import exponents_at, from_fp8, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -21,32 +21,6 @@ MIN_ROWS = 16  # of an operand of tl.dot
 
 
 @triton.jit
-def _from_fp8(pairs, CVT: tl.constexpr):
-    """The two codes (e4m3) in each int16, the lower first, as float16; `CVT` by the instruction of
-    NVIDIA GPUs from 8.9 on. What a load of 16 bits brings to tensor cores stays in its place.
-    """
-    if CVT:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 codes;
-                .reg .b16 lower, upper;
-                prmt.b32 codes, $2, 0, 0x3120;
-                mov.b32 {lower, upper}, codes;
-                cvt.rn.f16x2.e4m3x2 $0, lower;
-                cvt.rn.f16x2.e4m3x2 $1, upper;
-            }
-            """,
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        pairs = pairs.to(tl.uint16, bitcast=True)
-        lower, upper = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)
-        lower = lower.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        return lower, upper.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-
-
-@triton.jit
 def _decode_tile(
     q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots, seen,
     kv_head, stride_slot, scale, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
@@ -59,38 +33,23 @@ def _decode_tile(
     where = exponents_at(slots, kv_head, tl.num_programs(0), S)
     if k_exponents_ptr is None:
         m, l, acc = attend_tile(
-            q, m, l, acc, k, v, None, None, where, scale, seen[None, :], MASKED, WINDOW, SOFTCAP
-        )
+            q, m, l, acc, k, v, None, None, where, seen, scale, seen[None, :],
+            MASKED, WINDOW, SOFTCAP,
+        )  # fmt: skip
         return m, l, acc, acc_odd
     else:
-        k, k_odd = _from_fp8(k, CVT)
+        k, k_odd = from_fp8(k, CVT)
         s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         s = tl.dot(q_odd, k_odd.to(q.dtype), s, input_precision="ieee")
         m, l, p, correction = weigh(
-            s, m, l, k_exponents_ptr, v_exponents_ptr, where, scale, seen[None, :],
+            s, m, l, k_exponents_ptr, v_exponents_ptr, where, seen, scale, seen[None, :],
             MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
-        v, v_odd = _from_fp8(v, CVT)
+        v, v_odd = from_fp8(v, CVT)
         acc, acc_odd = acc * correction[:, None], acc_odd * correction[:, None]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision="ieee")
         return m, l, acc, acc_odd
-
-
-@triton.jit
-def _load_queries(ptrs, used, PAIR: tl.constexpr):
-    """Queries, or their even columns and the odd ones, in the float16 that FP8 becomes."""
-    q = tl.load(ptrs, mask=used, other=0.0)
-    if PAIR == 1:
-        return q, q
-    else:
-        odd = tl.load(ptrs + 1, mask=used, other=0.0)
-        if q.dtype == tl.float32:
-            return q, odd
-        else:
-            q, odd = q.to(tl.float32), odd.to(tl.float32)
-            q, odd = tl.clamp(q, -65504.0, 65504.0), tl.clamp(odd, -65504.0, 65504.0)
-            return q.to(tl.float16), odd.to(tl.float16)
 
 
 @metadata
@@ -125,7 +84,7 @@ def _decode_kernel(
             tl.store(lse_ptrs, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
         return
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
-    q, q_odd = _load_queries(q_ptrs, used, PAIR)
+    q, q_odd = load_queries(q_ptrs, used, PAIR)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     k_ptr, v_ptr = k_cache_ptr + kv_head * (D // PAIR), v_cache_ptr + kv_head * (D // PAIR)
     unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N

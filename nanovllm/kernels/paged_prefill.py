@@ -59,7 +59,7 @@ def _prefill_tile(
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
     return attend_tile(
-        q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, scale, visible,
+        q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, seen, scale, visible,
         MASKED, WINDOW, SOFTCAP,
     )  # fmt: skip
 

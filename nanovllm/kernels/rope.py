@@ -7,24 +7,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import exponent_of, exponents_at, power_of_two
+from nanovllm.kernels.kv_cache import exponents_at, halves_to_fp8
 from nanovllm.kernels.norm import weighted
 from nanovllm.utils.kv_cache import KVCache
-
-
-@triton.jit
-def _fp8(y1, y2, inside):
-    """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
-    exponents [HEADS, 1].
-    """
-    x1, x2 = y1.to(tl.float32), y2.to(tl.float32)
-    if inside is not None:
-        x1, x2 = tl.where(inside, x1, 0.0), tl.where(inside, x2, 0.0)
-    exponent = exponent_of(tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1))[:, None]
-    down, up = power_of_two(-exponent), power_of_two(exponent)
-    x1, x2 = (x1 * down).to(tl.float8e4nv), (x2 * down).to(tl.float8e4nv)
-    y1, y2 = (x1.to(tl.float32) * up).to(y1.dtype), (x2.to(tl.float32) * up).to(y2.dtype)
-    return x1, x2, y1, y2, exponent
 
 
 @triton.jit
@@ -92,7 +77,7 @@ def _qk_norm_rope_store_kernel(
     is_k = (head >= HQ) & (head < HQ + HKV)
     stored1, stored2, exponent = y1, y2, None
     if k_exponents_ptr is not None:  # what is stored goes on
-        stored1, stored2, rounded1, rounded2, exponent = _fp8(y1, y2, inside)
+        stored1, stored2, rounded1, rounded2, exponent = halves_to_fp8(y1, y2, inside)
         y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
     changed = ~is_v | (PARTS > 1) | (k_exponents_ptr is not None)  # backends read values here, too
     if HALF < HALF_PAD:

@@ -28,6 +28,7 @@ from nanovllm import LLM, TINY, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 ROOMY = ("9.0", "10.0")
+CONVERT_FP8 = ("8.9", *ROOMY, "12.0")
 # Bytes of a thread's registers that may lie in memory: of 16 bits, a quarter of its 255 registers.
 # Products of float32 have no tensor cores, and a thread takes rows of both operands at once; tiles
 # that spill less take longer (docs/experiments.md), but for those that do not run on the others.
@@ -95,6 +96,19 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
     ] == []
 
 
+@pytest.mark.parametrize("card", [rare("8.9"), rare("9.0"), rare("12.0")])
+def test_attention_to_fp8(card: str, tmp_path: Path) -> None:
+    """Two bytes of a thread's register become two numbers by one instruction, and nothing spills
+    in decode, which wants all the registers that there are."""
+    sizes = {"shape": "8B", "head_dim": 128, "dtype": "bfloat16", "block_size": 256, "fp8": True}
+    assert run(card, [{"kind": "attention"} | sizes], tmp_path) == ["triton"]
+    kernels = compiled(tmp_path)
+    check(card, "bfloat16", kernels)
+    for kernel in kernels:
+        if kernel.name == "_decode_kernel":
+            assert "cvt.rn.f16x2.e4m3x2" in kernel.text and not kernel.spilled
+
+
 @pytest.mark.parametrize(
     ("card", "dtype"), [rare("8.6", "bfloat16"), rare("8.6", "float32"), rare("gfx942", "float32")]
 )
@@ -108,7 +122,7 @@ def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path
     check(card, dtype, kernels)
 
 
-def engines(dtype: str) -> Iterable[dict[str, Any]]:
+def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     """All head and block sizes, several ranks, contexts of all numbers of splits, and products with
     biases without norms of queries and keys, experts.
     """
@@ -126,6 +140,9 @@ def engines(dtype: str) -> Iterable[dict[str, Any]]:
         yield options | {"shape": shape, "tensor_parallel_size": size}
     yield options | {"shape": "0.6B", "max_model_len": 40960}
     yield options | {"shape": "0.6B", "fused_kernels": False}
+    if card in CONVERT_FP8:
+        for head_dim in (80, 128, 256):
+            yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
 
 
 @pytest.mark.slow
@@ -134,7 +151,7 @@ def engines(dtype: str) -> Iterable[dict[str, Any]]:
 def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -> None:
     if card == "gfx942" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         pytest.skip("LLVM of Triton 3.6 cannot select an instruction of `thresholds` for it")
-    jobs = list(engines(dtype))
+    jobs = list(engines(card, dtype))
     assert run(card, jobs, tmp_path) == ["triton"] * len(jobs)
     kernels = compiled(tmp_path)
     check(card, dtype, kernels)

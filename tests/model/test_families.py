@@ -23,6 +23,7 @@ from checkpoints import (
     SMALL,
     greedy,
     make_checkpoint,
+    rare,
     reference,
     reference_logprobs,
     references,
@@ -42,7 +43,7 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.kv_cache import FP8, KVCache
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
 ROPE = {"rope_theta": 1000.0, "original_max_position_embeddings": 32}
@@ -290,22 +291,31 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: st
     """A prefill and a decode step, the fused one through Triton's interpreter where there is no
     GPU: biases, norms and windows must not get lost in a kernel.
     """
-    pytest.importorskip("triton")
     config = ModelConfig.from_pretrained(str(path))
     if config.head_dim not in HEAD_DIMS:
         pytest.skip(f"no kernels for heads of {config.head_dim}")
+    compare_fused_layers(path, torch.float16, kernel_device)
+
+
+@pytest.mark.parametrize("path", ["qwen3", rare("gemma 2"), rare("gpt oss")], indirect=True)
+def test_fused_layers_with_an_fp8_cache(path: Path, kernel_device: str) -> None:
+    compare_fused_layers(path, FP8, kernel_device)
+
+
+def compare_fused_layers(path: Path, cache_dtype: torch.dtype, kernel_device: str) -> None:
+    pytest.importorskip("triton")
+    config = ModelConfig.from_pretrained(str(path))
     states: list[list[torch.Tensor]] = []
     n = 40
     for fused, backend in ((False, TorchBackend()), (True, TritonBackend())):
-        build = Build(torch.float16, fused, Group(), backend, 128)
+        build = Build(torch.float16, fused, Group(), backend, 128, cache_dtype)
         with torch.device(kernel_device), torch.inference_mode():
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
-            cache = torch.zeros(
-                config.num_hidden_layers, 2, 1, 64, config.num_key_value_heads, config.head_dim
-            ).half()
-            for layer, (k, v) in zip(model.model.layers, cache, strict=True):
-                layer.self_attn.attn.bind_kv_cache(KVCache(k, v))
+            shape = 1, 64, config.num_key_value_heads, config.head_dim
+            for layer in model.model.layers:
+                cache = KVCache.empty(shape, cache_dtype, torch.device(kernel_device))
+                layer.self_attn.attn.bind_kv_cache(cache)
             ids = torch.tensor(TEXT[: n + 1], dtype=torch.int32)
             positions, table = torch.arange(n + 1, dtype=torch.int32), torch.zeros(1, 1).int()
             lens = torch.tensor([0, n]).int()

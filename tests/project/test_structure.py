@@ -8,11 +8,11 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions and files of one `generate`; lines.
 CEILINGS = {
     "frames": 13,
-    "functions": 243,
+    "functions": 244,
     "files": 38,
     "files_in_circles": 0,
-    "core_lines": 4500,
-    "package_lines": 15_400,
+    "core_lines": 4600,
+    "package_lines": 15_800,
     "longest_file": 371,
     "model_lines": 121,
 }
