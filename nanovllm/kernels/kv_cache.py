@@ -46,6 +46,22 @@ def halves_to_fp8(y1, y2, inside):
 
 
 @triton.jit
+def store_halves(
+    cache_ptr, exponents_ptr, y1, y2, exponent, slot, head, i, mask, inside,
+    HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot; -1: nowhere."""
+    if slot >= 0:
+        if exponents_ptr is not None:
+            tl.store(exponents_ptr + exponents_at(slot, head, HKV, S), exponent, mask=mask)
+        if inside is not None:
+            mask = mask & inside
+        ptr = cache_ptr + (slot * HKV + head) * D + i
+        tl.store(ptr, y1.to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptr + D // 2, y2.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def from_fp8(pairs, CVT: tl.constexpr):
     """The two codes (e4m3) in each int16, the lower first, as float16; `CVT` by the instruction of
     NVIDIA GPUs from 8.9 on. What a load of 16 bits brings to tensor cores stays in its place.

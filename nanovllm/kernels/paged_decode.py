@@ -52,6 +52,20 @@ def _decode_tile(
         return m, l, acc, acc_odd
 
 
+@triton.jit
+def _span(
+    length, split, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """The lowest position that is seen, and the positions of a split, which begins with a tile."""
+    lowest = 0
+    if WINDOW:
+        lowest = tl.maximum(length - WINDOW, 0)
+    first_tile = lowest // BLOCK_N
+    tiles_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, SPLITS)
+    begin = (first_tile + split * tiles_per_split) * BLOCK_N
+    return lowest, begin, tl.minimum(begin + tiles_per_split * BLOCK_N, length)
+
+
 @metadata
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr, part_acc_ptr,
@@ -61,35 +75,30 @@ def _decode_kernel(
     PAIR: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys.
-    # An FP8 cache has columns in pairs (PAIR is 2), as int16, and becomes float16.
+    # An FP8 cache has columns in pairs, as int16.
+    W: tl.constexpr = D // PAIR
+    W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lens_ptr + seq)
-    lowest = 0  # of the positions to see
-    if WINDOW:
-        lowest = tl.maximum(length - WINDOW, 0)
-    first_tile = lowest // BLOCK_N
-    tiles_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, SPLITS)
-    begin = (first_tile + split * tiles_per_split) * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, length)
-    g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD // PAIR) * PAIR
+    lowest, begin, end = _span(tl.load(lens_ptr + seq), split, WINDOW, BLOCK_N, SPLITS)
+    g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
     used = g[:, None] < G
     if D < D_PAD:
         used &= d[None, :] < D
     row = seq.to(tl.int64) * tl.num_programs(0) * G + kv_head * G + g  # of [B * Hq]
+    part = row * SPLITS + split
     wait(PDL)
     if begin >= end:  # nothing to see: padding, or more splits than tiles
         if SPLITS > 1:
-            lse_ptrs = part_lse_ptr + row * SPLITS + split
-            tl.store(lse_ptrs, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
+            tl.store(part_lse_ptr + part, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
         return
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
     q, q_odd = load_queries(q_ptrs, used, PAIR)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
-    k_ptr, v_ptr = k_cache_ptr + kv_head * (D // PAIR), v_cache_ptr + kv_head * (D // PAIR)
+    k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
     unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
-    acc = tl.zeros([G_PAD, D_PAD // PAIR], tl.float32)
+    acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
     for start in range(begin, unmasked_end, BLOCK_N):
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
@@ -98,8 +107,7 @@ def _decode_kernel(
             seen = start + tl.arange(0, BLOCK_N) >= lowest
         m, l, acc, acc_odd = _decode_tile(
             q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
-            seen, kv_head, stride_slot, scale, D // PAIR, D_PAD // PAIR, S, WINDOW, SOFTCAP,
-            WINDOW > 0, CVT,
+            seen, kv_head, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, WINDOW > 0, CVT,
         )  # fmt: skip
     if unmasked_end < end:
         slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
@@ -107,8 +115,7 @@ def _decode_kernel(
         seen = (keys < end) & (keys >= lowest)
         m, l, acc, acc_odd = _decode_tile(
             q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
-            seen, kv_head, stride_slot, scale, D // PAIR, D_PAD // PAIR, S, WINDOW, SOFTCAP,
-            True, CVT,
+            seen, kv_head, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, True, CVT,
         )  # fmt: skip
     if PAIR == 2:
         acc, d = tl.interleave(acc, acc_odd), tl.arange(0, D_PAD)
@@ -118,7 +125,6 @@ def _decode_kernel(
         out_ptrs = out_ptr + row[:, None] * D + d[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=used)
     else:
-        part = row * SPLITS + split
         tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=used)
         tl.store(part_lse_ptr + part, m + tl.log2(l), mask=g < G)
 

@@ -64,14 +64,72 @@ def _prefill_tile(
     )  # fmt: skip
 
 
+@triton.jit
+def _places(
+    first, q_start, q_len, head,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Tokens [BLOCK_M, 1] and columns [BLOCK_M, D_PAD] of the rows of a tile, whose first query is
+    `first`, and which are there.
+    """
+    row, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    query = first + row // G
+    used = ((query < q_len) & (row < BLOCK_M // G * G))[:, None]
+    if D < D_PAD:
+        used &= d[None, :] < D
+    return (q_start + query).to(tl.int64)[:, None], head[:, None] * D + d[None, :], used
+
+
+@triton.jit
+def _bounds(first, end, origin, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The lowest position that one of the queries (from `first` to `end`) sees, and of the tiles
+    from `origin` the first that some see, the first that all see whole, and the end of those.
+    """
+    lowest = 0
+    begin, unmasked = origin, origin
+    unmasked_end = origin + (first + 1 - origin) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        lowest = tl.maximum(first - WINDOW + 1, 0)
+        begin += tl.maximum(lowest - origin, 0) // BLOCK_N * BLOCK_N
+        unmasked += tl.cdiv(tl.maximum(end - WINDOW - origin, 0), BLOCK_N) * BLOCK_N
+        unmasked_end = tl.maximum(unmasked, unmasked_end)
+    return lowest, begin, unmasked, unmasked_end
+
+
+@triton.jit
+def _prefill_span(
+    q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
+    kv_head, begin, end, k_len, positions, stride_row, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks that are not a cache's
+    are few, and not worth a pipeline.
+    """
+    if not MASKED or k_exponents_ptr is not None:
+        for start in range(begin, end, BLOCK_N):
+            m, l, acc = _prefill_tile(
+                q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
+                first_row, kv_head, start, k_len, positions, stride_row, scale,
+                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
+            )  # fmt: skip
+    else:
+        for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+            m, l, acc = _prefill_tile(
+                q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
+                first_row, kv_head, start, k_len, positions, stride_row, scale,
+                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
+            )  # fmt: skip
+    return m, l, acc
+
+
 @metadata
 def _prefill_kernel(
     q_ptr, k_source, v_source, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr,
     tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_slot,
     stride_table,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
@@ -88,60 +146,42 @@ def _prefill_kernel(
         return
     k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
     row = tl.arange(0, BLOCK_M)
-    query, g = tile * QUERIES + row // G, row % G
-    d = tl.arange(0, D_PAD)
-    used = ((query < q_len) & (row < QUERIES * G))[:, None]
-    if D < D_PAD:
-        used &= d[None, :] < D
-    t = (q_start + query).to(tl.int64)[:, None]
-    column = (kv_head * G + g)[:, None] * D + d[None, :]
+    head = kv_head * G + row % G
+    t, column, used = _places(tile * QUERIES, q_start, q_len, head, G, D, D_PAD, BLOCK_M)
     q = tl.load(q_ptr + t * stride_qt + column, mask=used, other=0.0)
-
     table_ptr = tables_ptr + seq * stride_table
     # A query sees the positions up to its own; the first of them is at `first`.
     first = k_len - q_len + tile * QUERIES
     positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
-    m, l = before_keys(sinks_ptr, kv_head * G + g, row >= 0, BLOCK_M)
+    m, l = before_keys(sinks_ptr, head, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    lowest = 0
-    if WINDOW:
-        lowest = tl.maximum(first - WINDOW + 1, 0)
-    origin, source_table_ptr = 0, table_ptr
+    origin, source_table = 0, table_ptr
     if FRESH:
-        origin, source_table_ptr = k_len - q_len, None
+        origin, source_table = k_len - q_len, None
+    lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
-        for start in range(lowest // BLOCK_N * BLOCK_N, origin, BLOCK_N):
-            m, l, acc = _prefill_tile(
-                q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0,
-                kv_head, start, origin, positions, stride_slot, scale,
-                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
-            )  # fmt: skip
-    first_row = q_start - origin
-    unmasked_begin = origin
-    unmasked_end = origin + (first + 1 - origin) // BLOCK_N * BLOCK_N
-    if WINDOW:  # tiles that no query sees are left out, those that some do not see are masked
-        begin = origin + tl.maximum(lowest - origin, 0) // BLOCK_N * BLOCK_N
-        unmasked_begin += tl.cdiv(tl.maximum(end - WINDOW - origin, 0), BLOCK_N) * BLOCK_N
-        for start in tl.range(begin, unmasked_begin, BLOCK_N, num_stages=1):
-            m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
-                kv_head, start, k_len, positions, stride_row, scale,
-                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
-            )  # fmt: skip
-        unmasked_end = tl.maximum(unmasked_begin, unmasked_end)
-    for start in range(unmasked_begin, unmasked_end, BLOCK_N):
-        m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
-            kv_head, start, k_len, positions, stride_row, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
+        m, l, acc = _prefill_span(
+            q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0,
+            kv_head, lowest // BLOCK_N * BLOCK_N, origin, origin, positions, stride_slot, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
         )  # fmt: skip
-    for start in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
-        m, l, acc = _prefill_tile(
-            q, m, l, acc, k_source, v_source, None, None, source_table_ptr, first_row,
-            kv_head, start, k_len, positions, stride_row, scale,
+    if WINDOW:
+        m, l, acc = _prefill_span(
+            q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
+            begin, unmasked, k_len, positions, stride_row, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
         )  # fmt: skip
+    m, l, acc = _prefill_span(
+        q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
+        unmasked, unmasked_end, k_len, positions, stride_row, scale,
+        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
+    )  # fmt: skip
+    m, l, acc = _prefill_span(
+        q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
+        unmasked_end, end, k_len, positions, stride_row, scale,
+        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
+    )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
 

@@ -7,24 +7,17 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import exponents_at, halves_to_fp8
+from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves
 from nanovllm.kernels.norm import weighted
 from nanovllm.utils.kv_cache import KVCache
 
 
 @triton.jit
-def _store_halves(
-    cache_ptr, exponents_ptr, y1, y2, exponent, slot, head, i, mask, inside,
-    HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot."""
-    if exponents_ptr is not None:
-        tl.store(exponents_ptr + exponents_at(slot, head, HKV, S), exponent, mask=mask)
-    if inside is not None:
-        mask = mask & inside
-    ptr = cache_ptr + (slot * HKV + head) * D + i
-    tl.store(ptr, y1.to(cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(ptr + D // 2, y2.to(cache_ptr.dtype.element_ty), mask=mask)
+def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, i, inside, HALF: tl.constexpr):
+    """Of query or key heads, in two halves."""
+    q1, q2 = tl.load(q_weight_ptr + i, inside), tl.load(q_weight_ptr + HALF + i, inside)
+    k1, k2 = tl.load(k_weight_ptr + i, inside), tl.load(k_weight_ptr + HALF + i, inside)
+    return tl.where(is_q, q1, k1), tl.where(is_q, q2, k2)
 
 
 @triton.jit(do_not_specialize=["stride_part"])
@@ -45,10 +38,7 @@ def _qk_norm_rope_store_kernel(
     if HALF < HALF_PAD:
         inside = i < HALF
     if q_weight_ptr is not None:
-        is_q = head < HQ
-        q1, q2 = tl.load(q_weight_ptr + i, inside), tl.load(q_weight_ptr + HALF + i, inside)
-        k1, k2 = tl.load(k_weight_ptr + i, inside), tl.load(k_weight_ptr + HALF + i, inside)
-        w1, w2 = tl.where(is_q, q1, k1), tl.where(is_q, q2, k2)
+        w1, w2 = _norm_weights(q_weight_ptr, k_weight_ptr, head < HQ, i, inside, HALF)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * D + i
     cos, sin = tl.load(cos_sin, inside), tl.load(cos_sin + HALF, inside)
@@ -72,9 +62,8 @@ def _qk_norm_rope_store_kernel(
     y1 = (x1 * cos - x2 * sin).to(dtype)
     y2 = (x2 * cos + x1 * sin).to(dtype)
     out = out_ptr + t * stride_out + head * D + i
-    is_v = head >= HQ + HKV
+    is_k, is_v = (head >= HQ) & (head < HQ + HKV), head >= HQ + HKV
     y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
-    is_k = (head >= HQ) & (head < HQ + HKV)
     stored1, stored2, exponent = y1, y2, None
     if k_exponents_ptr is not None:  # what is stored goes on
         stored1, stored2, rounded1, rounded2, exponent = halves_to_fp8(y1, y2, inside)
@@ -84,15 +73,14 @@ def _qk_norm_rope_store_kernel(
         changed &= inside
     tl.store(out, y1, mask=changed)
     tl.store(out + HALF, y2, mask=changed)
-    if slot >= 0:  # -1: padding
-        _store_halves(
-            k_cache_ptr, k_exponents_ptr, stored1, stored2, exponent, slot, head - HQ, i, is_k,
-            inside, HKV, D, S,
-        )  # fmt: skip
-        _store_halves(
-            v_cache_ptr, v_exponents_ptr, stored1, stored2, exponent, slot, head - HQ - HKV, i,
-            is_v, inside, HKV, D, S,
-        )  # fmt: skip
+    store_halves(
+        k_cache_ptr, k_exponents_ptr, stored1, stored2, exponent, slot, head - HQ, i, is_k, inside,
+        HKV, D, S,
+    )  # fmt: skip
+    store_halves(
+        v_cache_ptr, v_exponents_ptr, stored1, stored2, exponent, slot, head - HQ - HKV, i, is_v,
+        inside, HKV, D, S,
+    )  # fmt: skip
 
 
 def qk_norm_rope_store(

@@ -170,6 +170,7 @@ def test_metrics_explain_a_run(llm):
         "attention_backend": "torch",
         "device": "cpu",
         "dtype": "float32",
+        "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
         "all_reduce": "none",
         "cuda_graphs": 0,

@@ -57,7 +57,7 @@ def test_each_layer_has_its_part(make_pool, model, size):
         assert found.amin(2).tolist() == found.amax(2).tolist() == [[1, 3], [2, 4]]
     pool.free()
     assert pool.tensor.numel() == 0
-    assert all(part.numel() == 0 for attention in model for part in attention.cache)
+    assert all(part.numel() == 0 for attention in model for part in attention.cache[:2])
 
 
 def test_a_pool_that_does_not_fit_leaves_none(make_pool, model):

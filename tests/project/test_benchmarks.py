@@ -1,6 +1,8 @@
 """The scripts of benchmarks/ at tiny size on a CPU, and the roofline against hand computation."""
 
+import copy
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -8,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bench
-from benchmarks import cpu_vs_transformers, limits, roofline, startup, workloads
+from benchmarks import accuracy, cpu_vs_transformers, limits, roofline, startup, workloads
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.model_config import ExpertConfig, ModelConfig
@@ -318,3 +321,35 @@ def test_plot_compares_like_with_like(
         with pytest.raises(SystemExit):
             run(plot.main, monkeypatch, str(file), "--output", str(tmp_path / "picture.png"))
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_accuracy_against_transformers(
+    reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perplexity, likeliest tokens and errors, by transformers with weights in both dtypes."""
+    text = tmp_path / "text"
+    text.write_text("127+345=472 count from 17: 18 19 20, or not?" * 3)
+    args = ("--text", str(text), "--length", "50", "--device", "cpu")
+    settings = ("--settings", "bfloat16", "float32, FP8 KV")
+    run(accuracy.main, monkeypatch, *args, *settings, "--save", str(tmp_path / "saved"))
+    [result] = saved(tmp_path / "saved")
+    logprobs, greedy = {}, {}
+    ids = list(text.read_bytes())  # the tokenizer is one of bytes
+    for dtype in (torch.float32, torch.bfloat16):
+        model = copy.deepcopy(reference).to(dtype)
+        parts = [ids[begin : begin + 50] for begin in range(0, len(ids), 50)]
+        with torch.inference_mode():
+            rows = [model(torch.tensor([part])).logits[0, :-1].float() for part in parts]
+        following = [torch.tensor(part[1:])[:, None] for part in parts]
+        found = [r.log_softmax(-1).gather(1, f) for r, f in zip(rows, following, strict=True)]
+        logprobs[dtype], greedy[dtype] = torch.cat(found), torch.cat(rows).argmax(-1)
+    exact, rounded = logprobs.values()
+    assert result["tokens"] == len(exact)
+    rows = result["results"]
+    assert rows["float32"]["perplexity"] == pytest.approx(math.exp(-exact.mean()), rel=1e-3)
+    assert rows["float32"]["max_error"] == 0 and rows["float32"]["greedy_agreement"] == 1
+    agreement = (greedy[torch.float32] == greedy[torch.bfloat16]).float().mean().item()
+    assert rows["bfloat16"]["greedy_agreement"] == pytest.approx(agreement, abs=3 / len(exact))
+    error = (exact - rounded).abs().mean().item()
+    assert 0.5 * error < rows["bfloat16"]["mean_error"] < 2 * error
+    assert rows["float32, FP8 KV"]["mean_error"] > 1e-3

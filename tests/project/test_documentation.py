@@ -22,6 +22,7 @@ SMALL = {
     "benchmarks/workloads.py": "--model DIR --only bs1 --repeat 1",
     "benchmarks/startup.py": "--model DIR --repeat 1",
     "benchmarks/roofline.py": "",
+    "benchmarks/accuracy.py": "--settings bfloat16",
     "benchmarks/plot.py": "--output picture.png",
     "benchmarks/cpu_vs_transformers.py": (
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"

@@ -134,6 +134,7 @@ def test_dummy_shapes_are_the_published_ones(
         "tensor_parallel_size": 1,
         "disable_custom_all_reduce": False,
         "kvcache_block_size": 256,
+        "kv_cache_dtype": "auto",
     }
 
 

@@ -1,0 +1,126 @@
+"""What the settings that save bytes cost: log-probabilities of a text against those of float32.
+
+    python benchmarks/accuracy.py [--model DIR] [--text FILE] [--device cpu]
+
+The text is cut into pieces of --length tokens. Without one, it is 200 sums: the embedded checkpoint
+is certain of their results, and of the operands it can know nothing, so all settings look alike in
+the first and far apart in the second. For each setting: the mean, 99th percentile and largest error
+of a token's log-probability, the perplexity, and how often the likeliest token is that of float32.
+Prints a table; the last line is JSON.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import bench
+from nanovllm import LLM, TINY, SamplingParams
+
+REFERENCE = "float32"
+SETTINGS: dict[str, dict[str, Any]] = {
+    REFERENCE: {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "float32, FP8 KV": {"dtype": "float32", "kv_cache_dtype": "fp8"},
+    "bfloat16, FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+}
+
+
+class Measured(NamedTuple):
+    """Of all tokens behind the first of a piece.
+
+    Attributes:
+        logprobs: [n] of the text's tokens.
+        likeliest: [n] the tokens that greedy decoding would take.
+    """
+
+    logprobs: NDArray[np.float64]
+    likeliest: NDArray[np.int64]
+
+
+def pieces(llm: LLM, text: str | None, length: int) -> list[list[int]]:
+    """The tokens of the text, `length` at a time; or of sums."""
+    encode = llm.get_tokenizer().encode
+    if text is None:
+        rng = random.Random(0)
+        pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(200)]
+        return [encode(f"{a}+{b}={a + b}") for a, b in pairs]
+    ids = encode(text)
+    found = [ids[begin : begin + length] for begin in range(0, len(ids), length)]
+    return [piece for piece in found if len(piece) > 1]
+
+
+def measure(llm: LLM, prompts: list[list[int]]) -> Measured:
+    """What the engine says of prompts."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    logprobs, likeliest = [], []
+    for output in outputs:
+        assert output.prompt_logprobs is not None
+        for token, entries in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+            if entries is not None:  # there is none of the first
+                logprobs.append(entries[token].logprob)
+                likeliest.append(next(i for i, entry in entries.items() if entry.rank == 1))
+    return Measured(np.array(logprobs), np.array(likeliest))
+
+
+def compare(found: Measured, exact: Measured) -> dict[str, float]:
+    """The figures of a setting."""
+    error = np.abs(found.logprobs - exact.logprobs)
+    return {
+        "mean_error": float(error.mean()),
+        "p99_error": float(np.quantile(error, 0.99)),
+        "max_error": float(error.max()),
+        "perplexity": float(np.exp(-found.logprobs.mean())),
+        "greedy_agreement": float((found.likeliest == exact.likeliest).mean()),
+    }
+
+
+def main() -> None:
+    """Measure every setting and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=TINY, help="directory of a checkpoint")
+    parser.add_argument("--text", type=Path, help="file of a text; without one: sums")
+    parser.add_argument("--length", type=bench.positive, default=1024, help="of a piece (1024)")
+    parser.add_argument("--device", default="auto", help="cuda, cuda:N, cpu or auto")
+    parser.add_argument(
+        "--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="(all)"
+    )
+    parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
+    args = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    exact: Measured | None = None
+    wanted = [name for name in SETTINGS if name in {REFERENCE, *args.settings}]
+    print(f"{'setting':18s} mean error  99 %     largest  perplexity  likeliest token equal")
+    for name in wanted:
+        with LLM(args.model, device=args.device, **SETTINGS[name]) as llm:
+            text = None if args.text is None else args.text.read_text("utf-8")
+            found = measure(llm, pieces(llm, text, args.length))
+            conditions = bench.conditions(llm)
+        exact = exact or found
+        row = results[name] = compare(found, exact)
+        print(
+            f"{name:18s} {row['mean_error']:<11.2g} {row['p99_error']:<8.2g} "
+            f"{row['max_error']:<8.2g} {row['perplexity']:<11.4f} {row['greedy_agreement']:.2%}",
+            flush=True,
+        )
+    result = {
+        "benchmark": "accuracy",
+        "model": args.model,
+        "text": str(args.text or "sums"),
+        "tokens": len(found.logprobs),
+        "results": results,
+        "hardware": conditions["hardware"],
+        "torch": conditions["torch"],
+    }
+    bench.publish(result, args.save)
+
+
+if __name__ == "__main__":
+    main()
