@@ -7,6 +7,9 @@ is certain of their results, and of the operands it can know nothing, so all set
 the first and far apart in the second. For each setting: the mean, 99th percentile and largest error
 of a token's log-probability, the perplexity, and how often the likeliest token is that of float32.
 Prints a table; the last line is JSON.
+
+Texts are computed as prompts are. Of these an FP8 cache has the same numbers as in decoding, but
+the kernels of decoding are not run.
 """
 
 import argparse
@@ -45,14 +48,15 @@ class Measured(NamedTuple):
 
 
 def pieces(llm: LLM, text: str | None, length: int) -> list[list[int]]:
-    """The tokens of the text, `length` at a time; or of sums."""
+    """The tokens of the text, at most `length` in a piece, or of sums; each begun as a text is."""
     encode = llm.get_tokenizer().encode
     if text is None:
         rng = random.Random(0)
         pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(200)]
         return [encode(f"{a}+{b}={a + b}") for a, b in pairs]
-    ids = encode(text)
-    found = [ids[begin : begin + length] for begin in range(0, len(ids), length)]
+    first = encode("")  # special tokens
+    ids, size = encode(text)[len(first) :], length - len(first)
+    found = [[*first, *ids[begin : begin + size]] for begin in range(0, len(ids), size)]
     return [piece for piece in found if len(piece) > 1]
 
 
@@ -86,22 +90,27 @@ def main() -> None:
     """Measure every setting and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=TINY, help="directory of a checkpoint")
-    parser.add_argument("--text", type=Path, help="file of a text; without one: sums")
-    parser.add_argument("--length", type=bench.positive, default=1024, help="of a piece (1024)")
+    parser.add_argument(
+        "--text", type=argparse.FileType(encoding="utf-8"), help="file; without one: sums"
+    )
+    parser.add_argument("--length", type=bench.positive, default=1000, help="of a piece (1000)")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N, cpu or auto")
     parser.add_argument(
         "--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="(all)"
     )
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
     args = parser.parse_args()
+    text = None if args.text is None else args.text.read()
     results: dict[str, dict[str, float]] = {}
     exact: Measured | None = None
     wanted = [name for name in SETTINGS if name in {REFERENCE, *args.settings}]
     print(f"{'setting':18s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with LLM(args.model, device=args.device, **SETTINGS[name]) as llm:
-            text = None if args.text is None else args.text.read_text("utf-8")
-            found = measure(llm, pieces(llm, text, args.length))
+            prompts = pieces(llm, text, min(args.length, llm.max_model_len - 1))
+            if not prompts:
+                parser.error("the text, or --length, has not two tokens")
+            found = measure(llm, prompts)
             conditions = bench.conditions(llm)
         exact = exact or found
         row = results[name] = compare(found, exact)
@@ -113,11 +122,11 @@ def main() -> None:
     result = {
         "benchmark": "accuracy",
         "model": args.model,
-        "text": str(args.text or "sums"),
+        "text": "sums" if args.text is None else args.text.name,
+        "length": args.length,
         "tokens": len(found.logprobs),
         "results": results,
-        "hardware": conditions["hardware"],
-        "torch": conditions["torch"],
+        **conditions,
     }
     bench.publish(result, args.save)
 

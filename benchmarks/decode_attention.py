@@ -66,7 +66,9 @@ def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, f
     tables = tables.cuda()
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     q = torch.randn(B, HQ, D, device="cuda", dtype=torch.bfloat16)
-    times = {"bytes": float(2 * HKV * D * cache.k.itemsize * sum(lens))}
+    has_exponents = cache.k.dtype == FP8
+    size = 2 * HKV * (D * cache.k.itemsize + has_exponents)  # of a token
+    times = {"bytes": float(size * sum(lens))}
     for splits in (1, 2, 4, 8, 16, 32):
         times[f"splits {splits}"] = microseconds(
             partial(paged_decode, q, cache, tables, context_lens, D**-0.5, num_splits=splits)

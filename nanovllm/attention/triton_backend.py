@@ -41,6 +41,8 @@ class TritonBackend(TritonStore):
     def refusal(cls, needs: AttentionNeeds) -> str | None:
         if needs.head_dim not in HEAD_DIMS:
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if needs.fp8 and needs.head_dim < 32:  # pairs of columns are too few for tensor cores
+            return f"reads an FP8 KV cache for head_dim from 32 on, not {needs.head_dim}"
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:

@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.utils.kv_cache import LARGEST, LEAST_EXPONENT, KVCache
+from nanovllm.utils.kv_cache import FLOAT16_MOST, LARGEST, LEAST_EXPONENT, KVCache
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
+_FLOAT16_MOST = tl.constexpr(FLOAT16_MOST)
 
 
 @triton.jit
@@ -21,13 +22,21 @@ def exponent_of(most):
     """The exponents of vectors with these largest magnitudes, float32. See `utils.kv_cache`."""
     bits = (most / _LARGEST).to(tl.int32, bitcast=True)
     exponent = ((bits + 0x7FFFFF) >> 23) - 127
-    return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # of NaN, too
+    return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # the last of infinity
 
 
 @triton.jit
 def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
     """Where the exponents [N, Hkv, S] of a head in these slots are."""
     return (slots // S * HKV + kv_head) * S + slots % S
+
+
+@triton.jit
+def _as(x, dtype: tl.constexpr):
+    """float32 numbers as others; those beyond the largest of float16 become that."""
+    if dtype == tl.float16:
+        x = tl.clamp(x, -_FLOAT16_MOST, _FLOAT16_MOST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -41,7 +50,8 @@ def halves_to_fp8(y1, y2, inside):
     exponent = exponent_of(tl.max(tl.maximum(tl.abs(x1), tl.abs(x2)), 1))[:, None]
     down, up = power_of_two(-exponent), power_of_two(exponent)
     x1, x2 = (x1 * down).to(tl.float8e4nv), (x2 * down).to(tl.float8e4nv)
-    y1, y2 = (x1.to(tl.float32) * up).to(y1.dtype), (x2.to(tl.float32) * up).to(y2.dtype)
+    y1 = _as(x1.to(tl.float32) * up, y1.dtype)
+    y2 = _as(x2.to(tl.float32) * up, y2.dtype)
     return x1, x2, y1, y2, exponent
 
 
@@ -98,9 +108,7 @@ def load_queries(ptrs, used, PAIR: tl.constexpr):
         if q.dtype == tl.float32:
             return q, odd
         else:
-            q, odd = q.to(tl.float32), odd.to(tl.float32)
-            q, odd = tl.clamp(q, -65504.0, 65504.0), tl.clamp(odd, -65504.0, 65504.0)
-            return q.to(tl.float16), odd.to(tl.float16)
+            return _as(q.to(tl.float32), tl.float16), _as(odd.to(tl.float32), tl.float16)
 
 
 @triton.jit

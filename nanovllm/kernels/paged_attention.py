@@ -55,7 +55,7 @@ def weigh(
     Returns the new m and l, the weights [M, BLOCK_N] and the factor [M] of what was summed before.
     """
     if k_exponents_ptr is not None:
-        s *= power_of_two(tl.load(k_exponents_ptr + where, mask=seen, other=0))[None, :]
+        s *= power_of_two(tl.load(k_exponents_ptr + where))[None, :]  # unseen: any
     if SOFTCAP > 0:
         CAP: tl.constexpr = SOFTCAP * LOG2E
         s = CAP - 2 * CAP / (tl.exp2(s * (scale * 2 / SOFTCAP)) + 1)  # CAP * tanh

@@ -75,9 +75,9 @@ def triton_refusal(device: torch.device) -> str | None:
 
 def fp8_refusal(device: torch.device) -> str | None:
     """Why a KV cache on `device` cannot be FP8, or None if it can."""
-    if device.type == "cuda" and (found := capability(device.index)) < FP8_CAPABILITY:
-        wanted, got = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
-        return f"needs an NVIDIA GPU of compute capability {wanted} or higher, or a CPU, got {got}"
+    if device.type == "cuda" and capability(device.index) < FP8_CAPABILITY:
+        wanted = ".".join(map(str, FP8_CAPABILITY))
+        return f"needs an NVIDIA GPU of compute capability {wanted} or higher, or a CPU"
     return None
 
 

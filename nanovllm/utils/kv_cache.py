@@ -3,7 +3,8 @@
 In 8 bits, what a head has of a token is FP8 (e4m3) times a power of two of its own, the least with
 which its largest number fits. So no number is clipped, nothing is calibrated, what is cached does
 not depend on what else a step computes, and the product, of 4 significant bits, is exact in
-bfloat16, float16 and float32. The kernels compute the same (`kernels.kv_cache`).
+bfloat16, float32, and float16 below its largest number. Kernels compute the same
+(`kernels.kv_cache`). Scales that a checkpoint has are not read: one for a whole layer is coarser.
 
 e4m3: Micikevicius et al., FP8 Formats for Deep Learning, 2022. A power of two for several numbers:
 OCP Microscaling Formats, 2023.
@@ -15,6 +16,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
+FLOAT16_MOST = 65504.0
 LEAST_EXPONENT = -64  # of vectors of zeros, for one
 
 
@@ -46,14 +48,19 @@ class KVCache(NamedTuple):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., D] of `FP8` and exponents [...] int8 of vectors x: [..., D]."""
     most = (x.abs().amax(-1).float() / LARGEST).clamp(min=2.0**LEAST_EXPONENT)
-    mantissa, exponent = torch.frexp(most.nan_to_num(2.0**127))  # mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(
+        most.nan_to_num(2.0**127, posinf=2.0**127)
+    )  # mantissa in [0.5, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(x.float(), -exponent.unsqueeze(-1)).to(FP8), exponent.to(torch.int8)
 
 
 def dequantize(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The vectors [..., D] of `dtype`."""
-    return torch.ldexp(codes.float(), exponents.unsqueeze(-1)).to(dtype)
+    numbers = torch.ldexp(codes.float(), exponents.unsqueeze(-1))
+    if dtype == torch.float16:
+        numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-FLOAT16_MOST, FLOAT16_MOST))
+    return numbers.to(dtype)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

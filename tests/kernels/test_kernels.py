@@ -32,6 +32,7 @@ from attention_cases import (
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import AttentionNeeds, Scoring
+from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.distributed.group import Group
@@ -56,6 +57,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.ahead import CompileAhead
+from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize, rounded
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
@@ -540,6 +542,36 @@ def test_gpu_below_8_0_has_torch(
         monkeypatch.setattr(torch.version, "hip", "6.3" if is_amd else None)
         set_capability(version if is_amd else (8, 0))
         assert select_backend("auto", needs)[0].name == "triton"
+
+
+def test_who_reads_an_fp8_cache(
+    set_capability: Callable[[tuple[int, int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    needs = AttentionNeeds(cuda, torch.bfloat16, 128, 256, fp8=True)
+    assert "no FP8 KV cache" in str(FlashAttentionBackend.refusal(needs))
+    assert "from 32 on" in str(TritonBackend.refusal(replace(needs, head_dim=16)))
+    set_capability((8, 6))
+    assert "compute capability 8.9 or higher" in str(fp8_refusal(cuda))
+    set_capability((8, 9))
+    assert fp8_refusal(cuda) is None and fp8_refusal(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_no_8_bits_hold_does_not_pass_for_right(dtype: torch.dtype) -> None:
+    """Vectors with infinity and NaN; and the largest numbers of float16 stay finite."""
+    x = torch.ones(6, 1, 32, dtype=dtype, device=DEVICE)
+    x[0, 0, 3], x[1, 0, 3], x[2, 0, 3] = torch.inf, -torch.inf, torch.nan
+    x[3, 0, 3], x[4, 0, 3] = 65504.0, -64000.0
+    slots = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    for backend in (TorchBackend(), TritonBackend()):
+        cache = poisoned_cache((1, 16, 1, 32), FP8)
+        backend.store_kvcache(x, x, cache, slots)
+        assert cache.k_exponents is not None
+        found = dequantize(cache.k, cache.k_exponents.transpose(1, 2), dtype)[0, :6, 0]
+        assert not found[:3, 3].isfinite().any()
+        assert found[3:].isfinite().all() and cache.k_exponents.max() <= 127
+        assert (found[3:5, 3].abs() > 6e4).all() and (found[5] == 1).all()
 
 
 def test_attention_of_every_batch_is_compiled_ahead() -> None:

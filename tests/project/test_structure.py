@@ -12,7 +12,7 @@ CEILINGS = {
     "files": 38,
     "files_in_circles": 0,
     "core_lines": 4600,
-    "package_lines": 15_850,
+    "package_lines": 15_900,
     "longest_file": 371,
     "model_lines": 121,
 }
