@@ -585,6 +585,10 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
         assert {call.keywords["num_splits"] for call in decodes} == splits
         assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
         assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
+    fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
+    calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
+    with_or_without = {call.args[-2:] for call in calls if call.func is backend._prefill}
+    assert with_or_without == {(n, cached) for n in (1, 128) for cached in (True, False)}
     for call in calls:
         call()
 

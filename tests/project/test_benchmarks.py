@@ -47,8 +47,10 @@ LAYER = 64 * (4 + 2 + 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96  # q, k, v; o; gate, u
 HEAD = 128 * 64
 
 
-@pytest.mark.parametrize("num_shared", [0, 8])
-def test_work_is_the_sum_over_tokens(config: ModelConfig, num_shared: int) -> None:
+@pytest.mark.parametrize(("num_shared", "kv_itemsize"), [(0, None), (8, 1.25)])
+def test_work_is_the_sum_over_tokens(
+    config: ModelConfig, num_shared: int, kv_itemsize: float | None
+) -> None:
     """Counted here token by token, with Python's integers."""
     prompts, outputs = [10, 12, 9], [4, 1, 6]
     prefill = sum(2 * 2 * LAYER * (n - num_shared) + 2 * HEAD for n in prompts)
@@ -59,8 +61,9 @@ def test_work_is_the_sum_over_tokens(config: ModelConfig, num_shared: int) -> No
         contexts = [n + step for n, out in zip(prompts, outputs, strict=True) if out > step]
         flops.append(sum(2 * (2 * LAYER + HEAD) + 4 * 4 * 32 * 2 * n for n in contexts))
         read = sum(n - num_shared for n in contexts) + num_shared
-        sizes.append(2 * (2 * LAYER + HEAD) + 2 * (2 * 2 * 2 * 32) * read)  # 2 bytes
-    work = limits.work(config, 2, prompts, outputs, num_shared)
+        size = kv_itemsize or 2  # bytes
+        sizes.append(2 * (2 * LAYER + HEAD) + size * (2 * 2 * 2 * 32) * read)
+    work = limits.work(config, 2, prompts, outputs, num_shared, kv_itemsize)
     assert work.prefill_flops == prefill
     assert work.step_flops.tolist() == flops
     assert work.step_bytes.tolist() == sizes
