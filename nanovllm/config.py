@@ -27,6 +27,7 @@ DEVICES = re.compile(r"auto|cpu|cuda(:[0-9]|:[1-9][0-9])?")
 DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 ATTENTION_BACKENDS = ("auto", "flash_attn", "triton", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+QUANTIZATIONS = ("fp8",)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
 NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
@@ -76,10 +77,6 @@ FOREIGN_OPTIONS: Foreign = {
     "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
     "override_generation_config": (only(None, {}), "pass SamplingParams"),
     "pipeline_parallel_size": (only(1), "pass tensor_parallel_size"),
-    "quantization": (
-        only(None),
-        "quantised weights are not supported: load the original checkpoint (bfloat16, say)",
-    ),
     "rope_scaling": (only(None), "it is read from config.json"),
     "rope_theta": (only(None), "it is read from config.json"),
     "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
@@ -124,6 +121,7 @@ class Options(TypedDict, total=False):
     dtype: str
     attention_backend: str
     kv_cache_dtype: str
+    quantization: str | None
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
     mixed_steps: bool
@@ -159,6 +157,8 @@ class Config:
         kv_cache_dtype: "fp8" holds keys and values in 8 bits, nearly twice the tokens in the same
             memory (`utils.kv_cache`); "auto" in the dtype of the model. On CUDA it needs compute
             capability 8.9.
+        quantization: "fp8" quantises the matrices of linear layers to 8 bits while they are loaded;
+            None takes them as the checkpoint has them.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
             process grows as blocks are first written to: by what sequences need at once, and by
@@ -193,6 +193,7 @@ class Config:
     dtype: str = "auto"
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     mixed_steps: bool = True
@@ -224,6 +225,8 @@ class Config:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_int("seed", self.seed, 0, 2**64 - 1)

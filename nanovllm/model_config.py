@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from nanovllm.families import FAMILIES, FULL, SLIDING, Family
 from nanovllm.generation_config import read_eos
+from nanovllm.quantization import Quantization, read_quantization
 from nanovllm.refusals import refuse_architecture, refuse_directory
 from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
@@ -94,6 +95,7 @@ class ModelConfig:
     embedding_multiplier: float
     residual_multiplier: float  # of what attention and MLP add
     logits_scaling: float  # divides logits
+    quantization: Quantization | None  # of the matrices of linear layers
     eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
 
     @property
@@ -115,7 +117,6 @@ class ModelConfig:
         refuse_architecture(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
-        _refuse_quantised(raw, family)
         caps = {key: 0.0 if key in raw else cap for key, cap in family.caps.items()}
         raw = {**family.defaults, **caps, **_without_nulls(raw)}
         if family.is_part:
@@ -195,6 +196,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "qkv_bias": bias if family.qkv_bias is None else family.qkv_bias,
         "output_bias": bias if family.output_bias is None else family.output_bias,
         "mlp_bias": family.mlp_bias and read_value(raw, "mlp_bias", bool, False),
+        "quantization": _read_quantization(raw, family),
         "packed_qkv": family.packed_qkv,
         "packed_gate_up": family.packed_gate_up,
         "is_part": family.is_part,
@@ -215,13 +217,16 @@ def _quantization(raw: dict[str, Any]) -> Any:
     return method or quantization
 
 
-def _refuse_quantised(raw: dict[str, Any], family: Family) -> None:
-    method = _quantization(raw)
-    if method and not (method == "mxfp4" and family.has_mxfp4):
+def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
+    if family.has_mxfp4 and _quantization(raw) == "mxfp4":
+        return None  # of experts alone
+    found = read_quantization(raw)
+    if found is not None and family.num_experts:
         raise ValueError(
-            f"quantised checkpoints are not supported, and config.json has `quantization_config` "
-            f"{method!r}: use the original bfloat16, float16 or float32 weights"
+            "config.json: `quantization_config` is not supported for a mixture of experts: take "
+            "the original weights"
         )
+    return found
 
 
 def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:

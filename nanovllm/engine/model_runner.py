@@ -39,6 +39,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.quantization import WHILE_LOADING
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
 from nanovllm.utils.device import (
@@ -118,7 +119,13 @@ class ModelRunner:
             and model_config.head_dim in HEAD_DIMS
         )
         self.build = Build(
-            self.dtype, self.fused, group, self.backend, self.max_model_len, self.cache_dtype
+            self.dtype,
+            self.fused,
+            group,
+            self.backend,
+            self.max_model_len,
+            self.cache_dtype,
+            model_config.quantization or (WHILE_LOADING if config.quantization else None),
         )
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row

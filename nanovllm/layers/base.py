@@ -1,8 +1,9 @@
 """What layers are told when they are built, and what they tell the loader and the runner."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
-from nanovllm.layers.mxfp4 import Packing
+from nanovllm.quantization import Quantization
 
 Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
 
@@ -25,6 +26,7 @@ class Build(NamedTuple):
         backend: what attends.
         max_model_len: tokens of the longest sequence.
         cache_dtype: of the KV cache; None: `dtype`.
+        quantization: of the matrices of linear layers.
     """
 
     dtype: torch.dtype
@@ -33,6 +35,7 @@ class Build(NamedTuple):
     backend: AttentionBackend
     max_model_len: int
     cache_dtype: torch.dtype | None = None
+    quantization: Quantization | None = None
 
 
 class Part(NamedTuple):
@@ -66,18 +69,20 @@ class Part(NamedTuple):
         return cls(held, sum(part.total for part in parts))
 
 
-class Shard(NamedTuple):
-    """A tensor of the checkpoint, or the part of it that this rank holds.
+@dataclass(frozen=True)
+class Shard:
+    """A tensor of the checkpoint, or the part of it that this rank holds. A subclass is of a tensor
+    that is stored in another way than as numbers.
 
     Attributes:
         target: the parameter, or rows of a packed one, that it fills.
         parts: what of each dimension fills it.
-        packing: how the checkpoint stores the numbers; None: as they are.
     """
+
+    comes_last: ClassVar[bool] = False  # it changes what another one has filled
 
     target: torch.Tensor
     parts: tuple[Part, ...]
-    packing: Packing | None = None
 
     @classmethod
     def whole(cls, target: torch.Tensor) -> "Shard":
@@ -87,8 +92,16 @@ class Shard(NamedTuple):
     @property
     def full_shape(self) -> list[int]:
         """The shape of the tensor in the checkpoint."""
-        shape = [part.total for part in self.parts]
-        return shape if self.packing is None else self.packing.shape(shape)
+        return [part.total for part in self.parts]
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        """All that it fills."""
+        return (self.target,)
+
+    def fits(self, shape: list[int]) -> bool:
+        """Whether the checkpoint's tensor may have this shape."""
+        return shape == self.full_shape
 
     def read(self, source: Any) -> torch.Tensor:
         """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
@@ -102,6 +115,23 @@ class Shard(NamedTuple):
                 index = torch.tensor(part.held, device=tensor.device) - span.start
                 tensor = tensor.index_select(dim, index)
         return tensor
+
+    def fill(self, name: str, source: Any) -> None:
+        """Fill the target from `source`, a slice of safetensors.
+
+        Raises:
+            ValueError: naming the tensor, if it is stored in another way.
+        """
+        tensor = self.read(source)
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"tensor {name} is {tensor.dtype}, and config.json has no word of that"
+            )
+        self.put(tensor)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        """Fill the target with numbers of its shape."""
+        self.target.copy_(numbers)
 
 
 class Layer(nn.Module):

@@ -173,8 +173,8 @@ class PackedExperts(Experts):
         ):
             if self.facts.is_mxfp4:
                 parts = experts, rows, columns
-                yield f"{path}.{name}_blocks", Shard(weight, parts, mxfp4.BLOCKS)
-                yield f"{path}.{name}_scales", Shard(weight, parts, mxfp4.SCALES)
+                yield f"{path}.{name}_blocks", mxfp4.BlocksShard(weight, parts)
+                yield f"{path}.{name}_scales", mxfp4.ScalesShard(weight, parts)
             else:
                 yield f"{path}.{name}", Shard(weight.mT, (experts, columns, rows))
         assert self.gate_up_bias is not None and self.down_bias is not None

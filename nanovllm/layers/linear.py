@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
+from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 
@@ -59,13 +60,17 @@ class LinearBase(Layer):
         partial: whether `forward`, if built with `fused`, may return partial results [S, T, out].
     """
 
-    partial, is_gated, gelu = False, False, False
+    partial, is_gated, gelu, is_plain = False, False, False, False
 
     def __init__(self, inputs: Part, outputs: dict[str, Part], bias: bool, build: Build) -> None:
         super().__init__()
         self.inputs, self.outputs, self.build = inputs, outputs, build
         num_rows = sum(len(rows.held) for rows in outputs.values())
-        self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
+        if build.quantization is None or self.is_plain:
+            self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
+        else:
+            num_cols = len(inputs.held)
+            self.weight = Fp8Weight(num_rows, num_cols, build.dtype, build.quantization)
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
 
     @property
@@ -93,7 +98,9 @@ class LinearBase(Layer):
 
 
 class ReplicatedLinear(LinearBase):
-    """The same on every rank."""
+    """The same on every rank, and never quantised: routers are."""
+
+    is_plain = True
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__(Part.whole(input_size), {"": Part.whole(output_size)}, bias, build)

@@ -4,42 +4,55 @@ A number is E2M1: a sign, two bits of exponent, one of mantissa; two are in a by
 lower half. The power of two is E8M0: an exponent alone. gpt-oss stores its experts so.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
+from nanovllm.layers.base import Shard
 from nanovllm.model_config import MXFP4_BLOCK as BLOCK
 
 BIAS = 127  # of its exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 
 
-class Packing(NamedTuple):
-    """How the checkpoint stores a tensor.
+class BlocksShard(Shard):
+    """The numbers of a tensor [E, rows, columns] as E2M1."""
 
-    Attributes:
-        shape: the shape of the numbers -> that of the stored tensor.
-        decode: the stored tensor -> float32 numbers.
-        multiplies: numbers that are there already, which belong to another tensor.
-    """
+    @property
+    def full_shape(self) -> list[int]:
+        *shape, columns = super().full_shape
+        return [*shape, columns // BLOCK, BLOCK // 2]
 
-    shape: Callable[[list[int]], list[int]]
-    decode: Callable[[torch.Tensor], torch.Tensor]
-    multiplies: bool
+    def fill(self, name: str, source: Any) -> None:
+        for i, target in enumerate(self.target):  # a matrix at a time: unpacked ones are large
+            stored = source[i]
+            if stored.element_size() != 1:
+                raise ValueError(f"tensor {name} is {stored.dtype}: of MXFP4 it must be of bytes")
+            numbers = self.decode(stored.view(torch.uint8).to(target.device))
+            self.put_matrix(target, Shard(target, self.parts[1:]).read(numbers))
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Bytes of a matrix -> float32 numbers."""
+        values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=stored.device)
+        return values[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
+
+    def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Fill a matrix of the target."""
+        target.copy_(numbers)
 
 
-def _decode_blocks(stored: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=stored.device)
-    return values[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
+class ScalesShard(BlocksShard):
+    """Their powers of two, by which the numbers that are there are multiplied."""
 
+    comes_last = True
 
-def _decode_scales(stored: torch.Tensor) -> torch.Tensor:
-    ones = torch.ones_like(stored, dtype=torch.float32)
-    return torch.ldexp(ones, stored.int() - BIAS).repeat_interleave(BLOCK, -1)
+    @property
+    def full_shape(self) -> list[int]:
+        return super().full_shape[:-1]
 
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones_like(stored, dtype=torch.float32)
+        return torch.ldexp(ones, stored.int() - BIAS).repeat_interleave(BLOCK, -1)
 
-BLOCKS = Packing(
-    lambda shape: [*shape[:-1], shape[-1] // BLOCK, BLOCK // 2], _decode_blocks, multiplies=False
-)
-SCALES = Packing(lambda shape: [*shape[:-1], shape[-1] // BLOCK], _decode_scales, multiplies=True)
+    def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
+        target.copy_(target * numbers)

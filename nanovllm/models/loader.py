@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.base import Layer, Shard
-from nanovllm.layers.mxfp4 import Packing
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -95,8 +94,9 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
         for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
             assert name not in found, f"{name} fills two parameters"
             found[name] = shard
-            if not _comes_last(shard):
-                filled[shard.target.untyped_storage().data_ptr()] += shard.target.numel()
+            if not shard.comes_last:
+                for target in shard.targets:
+                    filled[target.untyped_storage().data_ptr()] += target.numel()
     for name, param in model.named_parameters():
         size = filled.get(param.untyped_storage().data_ptr())
         assert size in (param.numel(), 0), f"not all of {name} is filled"  # 0: rank without tokens
@@ -147,7 +147,7 @@ def load_model(
         problems.append(f"not used by this model: {_names(unused)}")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
-    by_file = sorted(targets, key=lambda name: (_comes_last(targets[name]), files[name]))
+    by_file = sorted(targets, key=lambda name: (targets[name].comes_last, files[name]))
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
             present = set(tensors.keys())
@@ -160,38 +160,13 @@ def load_model(
             with _open(file) as tensors:
                 for name in of_file:
                     check()
-                    _copy(name, tensors.get_slice(name), targets[name])
+                    targets[name].fill(name, tensors.get_slice(name))
 
 
 def _check_shape(name: str, source: Any, shard: Shard) -> None:
     shape = list(source.get_shape())
-    if shape != shard.full_shape:
+    if not shard.fits(shape):
         raise ValueError(f"tensor {name} has shape {shape}, config.json implies {shard.full_shape}")
-
-
-def _comes_last(shard: Shard) -> bool:
-    return shard.packing is not None and shard.packing.multiplies
-
-
-def _unpack(name: str, source: Any, shard: Shard, packing: Packing) -> None:
-    for i, target in enumerate(shard.target):  # a matrix at a time: unpacked ones are large
-        stored = source[i]
-        if stored.element_size() != 1:
-            raise ValueError(f"tensor {name} is {stored.dtype}: of MXFP4 it must be of bytes")
-        whole = packing.decode(stored.view(torch.uint8).to(target.device))
-        own = Shard(target, shard.parts[1:]).read(whole)
-        target.copy_(target * own if packing.multiplies else own)
-
-
-def _copy(name: str, source: Any, shard: Shard) -> None:
-    """Fill `shard` from `source`, a slice of safetensors."""
-    if shard.packing is not None:
-        _unpack(name, source, shard, shard.packing)
-        return
-    tensor = shard.read(source)
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise ValueError(f"tensor {name} is {tensor.dtype}: quantised weights are not supported")
-    shard.target.copy_(tensor)
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
@@ -202,16 +177,17 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
-            if _comes_last(shard):
+            if shard.comes_last:
                 continue
             if name.endswith("bias"):
                 shard.target.zero_()
             elif shard.target.dim() == 1:
                 shard.target.fill_(1.0)
             else:
-                whole = shard.target.new_empty([part.total for part in shard.parts])
-                whole.normal_(0.0, 0.02, generator=generator)
-                shard.target.copy_(shard.read(whole))
+                dtype = shard.target.dtype if shard.target.itemsize > 1 else torch.float32
+                shape = [part.total for part in shard.parts]
+                whole = torch.empty(shape, dtype=dtype, device=device)
+                shard.put(shard.read(whole.normal_(0.0, 0.02, generator=generator)))
 
 
 def _names(names: list[str]) -> str:

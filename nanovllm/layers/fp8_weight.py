@@ -1,0 +1,155 @@
+"""`Fp8Weight`: the matrix of a product in 8 bits, and how checkpoints' tensors fill it.
+
+A number is a code (e4m3) times the scale of its block. See `quantization.py`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.base import Part, Shard
+from nanovllm.layers.weight import Weight
+from nanovllm.quantization import Quantization
+from nanovllm.utils.kv_cache import FP8, LARGEST
+
+
+class CodesShard(Shard):
+    """A tensor of codes."""
+
+    def fill(self, name: str, source: Any) -> None:
+        tensor = self.read(source)
+        if tensor.dtype != FP8:
+            raise ValueError(f"tensor {name} is {tensor.dtype}: config.json says float8_e4m3fn")
+        self.target.copy_(tensor)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        self.target.copy_((numbers * 2.0**10).clamp(-LARGEST, LARGEST))  # dummies
+
+
+class ScalesShard(Shard):
+    """Their scales, of which dimensions of 1 may be missing."""
+
+    def fits(self, shape: list[int]) -> bool:
+        return [n for n in shape if n != 1] == [n for n in self.full_shape if n != 1]
+
+    def fill(self, name: str, source: Any) -> None:
+        whole = source[...] if source.get_shape() else source[()]
+        super().fill(name, whole.reshape(self.full_shape))
+
+    def put(self, numbers: torch.Tensor) -> None:
+        self.target.copy_(numbers)  # the scale of a tensor is that of each of its rows
+
+
+@dataclass(frozen=True)
+class QuantizingShard(Shard):
+    """Numbers that become codes, with a scale for each row of this rank.
+
+    Attributes:
+        scales: [rows, 1], which this fills, too.
+    """
+
+    scales: torch.Tensor
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return self.target, self.scales
+
+    def put(self, numbers: torch.Tensor) -> None:
+        numbers = numbers.to(self.target.device, torch.float32)
+        scales = (numbers.abs().amax(1, keepdim=True) / LARGEST).clamp(min=2.0**-100)
+        self.scales.copy_(scales)
+        self.target.copy_((numbers / scales).clamp(-LARGEST, LARGEST))
+
+
+class Fp8Weight(Weight):
+    """N x K numbers, which start uninitialised.
+
+    Args:
+        num_rows, num_cols: N and K, of this rank.
+        dtype: of activations and results.
+        quantization: how the checkpoint has them.
+
+    Attributes:
+        data: [N, K] of `FP8`.
+        scales: [N / block rows, K / block columns] float32, rounded up.
+        block: rows and columns that share a scale.
+    """
+
+    def __init__(
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, quantization: Quantization
+    ) -> None:
+        nn.Module.__init__(self)
+        rows, cols = quantization.block
+        self.block = rows or 1, cols or num_cols
+        self.dtype, self.fused, self.quantization = dtype, False, quantization
+        self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=FP8), False)
+        counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
+        self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        end, (size, width) = begin + len(rows.held), self.block
+        codes, scales = self.data.data[begin:end], self.scales.data[begin // size : -(-end // size)]
+        if not self.quantization.scale:
+            yield f"{module}.weight", QuantizingShard(codes, (rows, cols), scales)
+            return
+        yield f"{module}.weight", CodesShard(codes, (rows, cols))
+        if self.quantization.block == (0, 0):
+            parts = Part.whole(1), Part.whole(1)
+        elif self.quantization.block[1] == 0:
+            parts = rows, Part.whole(1)
+        else:
+            if begin % size:
+                raise _cut(module, self.block)
+            parts = (
+                _blocks(rows, size, module, self.block),
+                _blocks(cols, width, module, self.block),
+            )
+        yield f"{module}.{self.quantization.scale}", ScalesShard(scales, parts)
+
+    def dequantized(self) -> torch.Tensor:
+        """[N, K] of `dtype`."""
+        (N, K), (size, width) = self.data.shape, self.block
+        scales = self.scales
+        if size > 1:
+            scales = scales.repeat_interleave(size, 0)[:N]
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(width, 1)[:, :K]
+        return (self.data.float() * scales).to(self.dtype)
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+    ) -> torch.Tensor:
+        return F.linear(x, self.dequantized(), bias)
+
+    def multiply_into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        out.copy_(self.multiply(x, bias))
+
+    def variants(
+        self, bias: torch.Tensor | None, partial: bool, gated: bool, gelu: bool = False
+    ) -> dict[Hashable, Callable[[], object]]:
+        return {}
+
+
+def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
+    """The blocks of a dimension's part."""
+    held = part.held
+    if not isinstance(held, range) or held.start % size:
+        raise _cut(module, block)
+    if held.stop % size and held.stop != part.total:
+        raise _cut(module, block)
+    return Part(range(held.start // size, -(-held.stop // size)), -(-part.total // size))
+
+
+def _cut(module: str, block: tuple[int, int]) -> ValueError:
+    return ValueError(
+        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} cannot be divided within a "
+        "block: take another tensor_parallel_size"
+    )
