@@ -288,6 +288,7 @@ class ModelRunner:
             "attention_backend": self.backend.name,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": "fp8" if self.build.quantization else "none",
             "kv_cache_dtype": str(self.cache_dtype).removeprefix("torch."),
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),

@@ -124,9 +124,7 @@ class Shard:
         """
         tensor = self.read(source)
         if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ValueError(
-                f"tensor {name} is {tensor.dtype}, and config.json has no word of that"
-            )
+            raise ValueError(f"tensor {name} is {tensor.dtype}: config.json does not say so")
         self.put(tensor)
 
     def put(self, numbers: torch.Tensor) -> None:

@@ -93,14 +93,14 @@ class Fp8Weight(Weight):
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
     ) -> Iterator[tuple[str, Shard]]:
-        end, (size, width) = begin + len(rows.held), self.block
+        end, size = begin + len(rows.held), self.block[0]
         codes, scales = self.data.data[begin:end], self.scales.data[begin // size : -(-end // size)]
         if not self.quantization.scale:
             yield f"{module}.weight", QuantizingShard(codes, (rows, cols), scales)
             return
         yield f"{module}.weight", CodesShard(codes, (rows, cols))
         if self.quantization.block == (0, 0):
-            parts = Part.whole(1), Part.whole(1)
+            parts: tuple[Part, ...] = Part.whole(1), Part.whole(1)
         elif self.quantization.block[1] == 0:
             parts = rows, Part.whole(1)
         else:
@@ -108,14 +108,14 @@ class Fp8Weight(Weight):
                 raise _cut(module, self.block)
             parts = (
                 _blocks(rows, size, module, self.block),
-                _blocks(cols, width, module, self.block),
+                _blocks(cols, self.block[1], module, self.block),
             )
         yield f"{module}.{self.quantization.scale}", ScalesShard(scales, parts)
 
     def dequantized(self) -> torch.Tensor:
         """[N, K] of `dtype`."""
         (N, K), (size, width) = self.data.shape, self.block
-        scales = self.scales
+        scales: torch.Tensor = self.scales
         if size > 1:
             scales = scales.repeat_interleave(size, 0)[:N]
         if scales.shape[1] > 1:

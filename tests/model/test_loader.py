@@ -122,11 +122,11 @@ def test_weights_are_converted_to_the_chosen_dtype(model_dir):
         ),
         (
             {Q_KEY: torch.ones(128, 64, dtype=torch.int8)},
-            f"tensor {Q_PROJ} is torch.int8: quantised weights are not supported",
+            f"tensor {Q_PROJ} is torch.int8: config.json does not say so",
         ),
         (
             {Q_KEY: torch.ones(128, 64).to(torch.float8_e4m3fn)},
-            f"tensor {Q_PROJ} is torch.float8_e4m3fn: quantised weights are not supported",
+            f"tensor {Q_PROJ} is torch.float8_e4m3fn: config.json does not say so",
         ),
     ],
     ids=["missing", "two-missing", "unused", "renamed", "many", "shape", "int8", "float8"],

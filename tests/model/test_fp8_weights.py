@@ -1,0 +1,161 @@
+"""Matrices in 8 bits: checkpoints as published, written here by hand, and quantising while loading.
+
+The oracle is transformers with the numbers that the codes mean, which this file computes.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from checkpoints import (
+    PARAMS,
+    PROMPTS,
+    SMALL,
+    copy_checkpoint,
+    edit_json,
+    edit_tensors,
+    make_checkpoint,
+    reference_logprobs,
+    references,
+    tokens,
+)
+from nanovllm import LLM
+
+E4M3 = torch.float8_e4m3fn
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+# What config.json says, and rows and columns of a scale.
+WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32], "fmt": "e4m3"}, 16, 32),
+    "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
+    "rows": (
+        COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}},
+        1,
+        0,
+    ),
+}
+
+
+def quantize(
+    x: torch.Tensor, rows: int, cols: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and the numbers that these mean, one block at a time."""
+    N, K = x.shape
+    rows, cols = rows or N, cols or K
+    scales = torch.empty(math.ceil(N / rows), math.ceil(K / cols))
+    codes, numbers = torch.empty(N, K, dtype=E4M3), torch.empty(N, K)
+    for i in range(len(scales)):
+        for j in range(scales.shape[1]):
+            span = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
+            scales[i, j] = x[span].abs().max() / 448
+            codes[span] = (x[span] / scales[i, j]).to(E4M3)
+            numbers[span] = codes[span].float() * scales[i, j]
+    return codes, scales, numbers
+
+
+def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, Path]:
+    """One in 8 bits, and one with the same numbers as float32."""
+    config, rows, cols = WAYS[way]
+    exact = make_checkpoint(tmp_path / "exact", family)
+    quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
+    tensors = load_file(exact / "model.safetensors")
+    plain, packed = dict(tensors), dict(tensors)
+    name_of_scales = "weight_scale_inv" if way == "blocks" else "weight_scale"
+    for name, x in tensors.items():
+        if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
+            codes, scales, plain[name] = quantize(x, rows, cols)
+            packed[name] = codes
+            shape = [] if way == "tensor" else list(scales.shape)
+            packed[name.removesuffix("weight") + name_of_scales] = scales.reshape(shape)
+    save_file(plain, exact / "model.safetensors")
+    save_file(packed, quantised / "model.safetensors")
+    return quantised, exact
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_the_same_numbers(way: str, family: str, tmp_path: Path) -> None:
+    quantised, exact = checkpoints(tmp_path, way, family)
+    with LLM(quantised, **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+        weights = llm.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
+        assert weights.data.dtype == E4M3, "not held in 8 bits"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_read_their_parts(way: str, tmp_path: Path) -> None:
+    quantised, exact = checkpoints(tmp_path, way)
+    with LLM(quantised, tensor_parallel_size=2, **SMALL) as llm:
+        assert len(ranks_of(llm).runners) == 2
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+
+
+def test_numbers_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
+    """A scale for each row, as "rows" has."""
+    path = make_checkpoint(tmp_path / "plain")
+    tensors = load_file(path / "model.safetensors")
+    exact = copy_checkpoint(path, tmp_path / "exact")
+    for name, x in tensors.items():
+        if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
+            tensors[name] = quantize(x, 1, 0)[2]
+    save_file(tensors, exact / "model.safetensors")
+    text = [(7 * i) % 127 for i in range(60)]
+    wanted = reference_logprobs(exact, text)[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+    with LLM(path, quantization="fp8", **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+        [score] = llm.score([text], use_tqdm=False)
+        assert llm.metrics()["quantization"] == "fp8"
+    torch.testing.assert_close(torch.tensor(score.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
+    quantised, _ = checkpoints(tmp_path, "blocks")
+    config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
+    edit_json(quantised / "config.json", quantization_config=config)
+    with pytest.raises(ValueError, match="128 x 16 cannot be divided within a block: take another"):
+        LLM(quantised, tensor_parallel_size=2, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq' is not supported: take a checkpoint in FP8"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8, e5m2' is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be \[rows, columns\], got"),
+        (COMPRESSED, "several groups"),
+        (
+            COMPRESSED
+            | {
+                "config_groups": {
+                    "group_0": {"targets": ["Linear"], "weights": {**CHANNEL, "num_bits": 4}}
+                }
+            },
+            "4-bit float",
+        ),
+    ],
+)
+def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    edit_json(path / "config.json", quantization_config=config)
+    with pytest.raises(ValueError, match=message):
+        LLM(path, **SMALL)
+
+
+def test_tensors_that_config_json_does_not_describe(tmp_path: Path) -> None:
+    quantised, _ = checkpoints(tmp_path, "rows")
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(quantised, **{name: torch.zeros(96, 64)})
+    with pytest.raises(ValueError, match=f"{name} is torch.float32: config.json says float8"):
+        LLM(quantised, **SMALL)
