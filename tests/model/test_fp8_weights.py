@@ -36,7 +36,7 @@ COMPRESSED: dict[str, Any] = {
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 # What config.json says, and rows and columns of a scale.
 WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32], "fmt": "e4m3"}, 16, 32),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
     "rows": (
         COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}},
