@@ -21,7 +21,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph

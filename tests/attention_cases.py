@@ -4,7 +4,8 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, Scoring
 from nanovllm.utils.context import Context
-from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -261,7 +261,8 @@ def compile_attention(
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
     from nanovllm.attention.base import AttentionNeeds, Scoring
-    from nanovllm.utils.kv_cache import FP8, KVCache
+    from nanovllm.utils.fp8 import FP8
+    from nanovllm.utils.kv_cache import KVCache
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context
-from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
 
 MANY_QUERIES = 64  # whose scores are held at once, where PyTorch's own attention cannot run
 MIN_PADDING = 64  # tokens that are not worth a gather of their own

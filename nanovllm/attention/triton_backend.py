@@ -10,7 +10,8 @@ import torch
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head

@@ -15,6 +15,7 @@ from nanovllm.distributed.gloo import Gloo
 from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 from nanovllm.distributed.store import arrival
+from nanovllm.utils.fp8 import Codes
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +103,11 @@ class Group:
         """How the ranks' results are summed."""
         return self.name if self.peers is None else f"peer memory and {self.name}"
 
-    def can_exchange(self, x: torch.Tensor) -> bool:
+    def can_exchange(self, x: torch.Tensor | Codes) -> bool:
         """Whether kernels can sum x: [T, M] over the ranks."""
         return self.peers is not None and len(x) <= self.peers.max_rows
 
-    def bulk_for(self, x: torch.Tensor) -> BulkExchange | None:
+    def bulk_for(self, x: torch.Tensor | Codes) -> BulkExchange | None:
         """What sums x: [T, M] if that is too large for `can_exchange`."""
         return None if self.can_exchange(x) else self.bulk
 

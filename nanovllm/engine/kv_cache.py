@@ -14,7 +14,8 @@ from nanovllm.engine import memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import local_kv_heads
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

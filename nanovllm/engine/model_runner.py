@@ -49,7 +49,7 @@ from nanovllm.utils.device import (
     triton_refusal,
     wait_for_device,
 )
-from nanovllm.utils.kv_cache import FP8
+from nanovllm.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.utils.fp8 import Codes
 
 
 @triton.jit
@@ -31,27 +33,53 @@ def activate_and_mul(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _act_and_mul_kernel(
-    x_ptr, out_ptr, I, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, I,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * BLOCK
+    cols = begin + tl.arange(0, BLOCK)
     mask = cols < I
     wait(PDL)
     gate = tl.load(x_ptr + row * 2 * I + cols, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * I + I + cols, mask=mask, other=0.0)
     dtype = gate.dtype
     gate = activate(gate.to(tl.float32), GELU)
-    tl.store(out_ptr + row * I + cols, gate.to(dtype) * up, mask=mask)
+    out = gate.to(dtype) * up
+    if scales_ptr is None:
+        tl.store(out_ptr + row * I + cols, out, mask=mask)
+    else:
+        store_codes(out.to(tl.float32), out_ptr, scales_ptr, row, begin, I, BLOCK, X_BLOCK)
 
 
 def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
     T, I = x.shape[0], x.shape[1] // 2
     out = spare_rows(T, I, like=x)
-    BLOCK = min(1024, triton.next_power_of_2(I))
-    grid = (T, triton.cdiv(I, BLOCK))
-    _act_and_mul_kernel[grid](
-        x.contiguous(), out, I, GELU=gelu, BLOCK=BLOCK, num_warps=4, **pdl_options(x)
-    )
+    _launch(x, gelu, out, None, min(1024, triton.next_power_of_2(I)), 0)
     return out
+
+
+def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
+    """`act_and_mul`, with a scale for each `x_block` numbers; 0: for each row."""
+    T, I = x.shape[0], x.shape[1] // 2
+    out, whole = empty_codes(T, I, x_block, x.device), triton.next_power_of_2(I)
+    block = max(x_block, min(1024, whole)) if x_block else whole
+    _launch(x, gelu, out.codes, out.scales, block, x_block)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    gelu: bool,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    block: int,
+    x_block: int,
+) -> None:
+    T, I = x.shape[0], x.shape[1] // 2
+    _act_and_mul_kernel[(T, triton.cdiv(I, block))](
+        x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, X_BLOCK=x_block,
+        num_warps=min(16, max(4, block // 512)), **pdl_options(x),
+    )  # fmt: skip

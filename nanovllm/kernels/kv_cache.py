@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.utils.kv_cache import FLOAT16_MOST, LARGEST, LEAST_EXPONENT, KVCache
+from nanovllm.utils.fp8 import LARGEST
+from nanovllm.utils.kv_cache import FLOAT16_MOST, LEAST_EXPONENT, KVCache
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)

@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _load_bias(bias_ptr, n, mask):
+def load_bias(bias_ptr, n, mask):
     """float32; 0 if there is none."""
     if bias_ptr is None:
         return 0.0
@@ -79,8 +79,8 @@ def _row_kernel(
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
         up_acc = acc
-        up_bias = _load_bias(bias_ptr, N + n, n < N)
-    bias = _load_bias(bias_ptr, n, n < N)
+        up_bias = load_bias(bias_ptr, N + n, n < N)
+    bias = load_bias(bias_ptr, n, n < N)
     if experts_ptr is None:
         wait(PDL)
     for start in tl.static_range(0, K, BLOCK_K):

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
+from nanovllm.utils.fp8 import Codes
 
 if TYPE_CHECKING:
     from nanovllm.distributed.peer_memory import PeerMemory
@@ -28,9 +30,10 @@ def weighted(x, weight, PLUS_ONE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_part"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, stride_part, peers_ptr, epochs_ptr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, sum_ptr, eps, stride_part,
+    peers_ptr, epochs_ptr,
     M: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr,
-    ADD: tl.constexpr, PLUS_ONE: tl.constexpr,
+    ADD: tl.constexpr, PLUS_ONE: tl.constexpr, X_BLOCK: tl.constexpr,
     BY_OWNER: tl.constexpr, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +41,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < M
-    dtype = out_ptr.dtype.element_ty
+    dtype = weight_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0)
     wait(PDL)
     x = tl.load(x_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
@@ -60,7 +63,11 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * M + cols, total, mask=mask)
         x = total.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x) / M + eps)
-    tl.store(out_ptr + row * M + cols, weighted(x, weight, PLUS_ONE), mask=mask)
+    out = weighted(x, weight, PLUS_ONE)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * M + cols, out, mask=mask)
+    else:
+        store_codes(out.to(tl.float32), out_ptr, scales_ptr, row, 0, M, BLOCK, X_BLOCK)
 
 
 def _launch(
@@ -72,34 +79,43 @@ def _launch(
     plus_one: bool,
     peers: "PeerMemory | None",
     out: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_block: int | None,
+) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     T, M = x.numel() // max(1, parts) // x.shape[-1], x.shape[-1]
     if parts <= 1:
         x = x.contiguous()
-    if out is None:
-        shape = (T, M) if parts or peers is not None else x.shape
-        out = spare_rows(*shape, like=weight)
+    shape = (T, M) if parts or peers is not None else x.shape
+    normed: torch.Tensor | Codes
+    results: tuple[torch.Tensor, torch.Tensor | None]
+    if out is None and x_block is not None and T > 1:
+        normed = empty_codes(T, M, x_block, x.device)
+        results = normed.codes, normed.scales
+    else:
+        normed = spare_rows(*shape, like=weight) if out is None else out
+        results = normed, None
     sums = residual is not None or peers is not None or parts > 0
-    total = torch.empty_like(out) if sums else x
-    BLOCK = triton.next_power_of_2(M)
+    total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
+    BLOCK = max(x_block or 0, triton.next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
     assert peers is None or peers.max_rows >= T, f"{T} rows do not fit what ranks exchange"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
-        x, x if residual is None else residual.contiguous(), weight, out, total, eps,
+        x, x if residual is None else residual.contiguous(), weight, *results, total, eps,
         x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=max(1, parts), SUM=sums, ADD=residual is not None,
-        PLUS_ONE=plus_one, BY_OWNER=sums_by_owner(peers, T), num_warps=num_warps,
-        **peer_options(peers, out), **pdl_options(x),
+        PLUS_ONE=plus_one, X_BLOCK=x_block or 0, BY_OWNER=sums_by_owner(peers, T),
+        num_warps=num_warps, **peer_options(peers, weight), **pdl_options(x),
     )  # fmt: skip
-    return out, total
+    return normed, total
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
 ) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. x: [..., M]; weight: [M]."""
-    return _launch(x, 0, None, weight, eps, plus_one, None, None)[0]
+    out, _ = _launch(x, 0, None, weight, eps, plus_one, None, None, None)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def add_rms_norm(
@@ -110,14 +126,17 @@ def add_rms_norm(
     peers: "PeerMemory | None" = None,
     out: torch.Tensor | None = None,
     plus_one: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm(x + residual)`, and `x + residual`; both new tensors: [T, M].
+    x_block: int | None = None,
+) -> tuple[torch.Tensor | Codes, torch.Tensor]:
+    """`rms_norm(x + residual)`, and `x + residual`; both new: [T, M].
 
     Args:
         x: [T, M], or S partial results [S, T, M], which are summed first; rows are adjacent.
         residual: [T, M]; None for 0.
         peers: sum x over these ranks, too; T is at most their `max_rows`.
         out: where the first result goes.
+        x_block: numbers of a row that share a scale, where the first result of several rows shall
+            be `Codes`; 0: all; None: it shall not.
     """
     parts = len(x) if x.dim() == 3 else 0
-    return _launch(x, parts, residual, weight, eps, plus_one, peers, out)
+    return _launch(x, parts, residual, weight, eps, plus_one, peers, out, x_block)

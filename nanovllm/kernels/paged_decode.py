@@ -15,7 +15,8 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
     weigh,
 )
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 MIN_ROWS = 16  # of an operand of tl.dot
 

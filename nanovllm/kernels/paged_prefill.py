@@ -21,7 +21,8 @@ from nanovllm.kernels.paged_attention import (
     metadata,
     slots_of,
 )
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
-from nanovllm.utils.kv_cache import FP8, KVCache, rounded
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache, rounded
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:

@@ -12,8 +12,11 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.quantization import Quantization
+from nanovllm.utils.fp8 import Codes
 
-Hidden: TypeAlias = torch.Tensor | Scattered | Gathered  # between layers: [T, M] in some state
+Hidden: TypeAlias = (
+    torch.Tensor | Codes | Scattered | Gathered
+)  # between layers: [T, M] in some state
 
 
 class Build(NamedTuple):
@@ -149,6 +152,16 @@ class Layer(nn.Module):
         those of other layers may be the same. The weights may hold anything.
         """
         return {}
+
+
+class MLP(nn.Module):
+    """What stands behind attention: [T, M] -> [T, M].
+
+    Attributes:
+        x_block: see `Weight`, of its first product.
+    """
+
+    x_block: int | None = None
 
 
 def kernel_variants(model: nn.Module) -> list[Callable[[], object]]:

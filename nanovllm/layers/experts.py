@@ -10,7 +10,7 @@ from torch import nn
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers import mxfp4
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
-from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
+from nanovllm.layers.base import MLP, Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.linear import ReplicatedLinear, sum_over_ranks
 from nanovllm.model_config import ExpertConfig, ModelConfig
 
@@ -182,7 +182,7 @@ class PackedExperts(Experts):
         yield f"{path}.down_proj_bias", Shard(self.down_bias.data, (experts, outputs))
 
 
-class SparseMLP(nn.Module):
+class SparseMLP(MLP):
     """A router and its experts, in the place of an MLP.
 
     Args:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.base import Part, Shard
 from nanovllm.layers.weight import Weight
 from nanovllm.quantization import Quantization
-from nanovllm.utils.kv_cache import FP8, LARGEST
+from nanovllm.utils.fp8 import FP8, LARGEST, Codes
 
 
 class CodesShard(Shard):
@@ -71,6 +72,7 @@ class Fp8Weight(Weight):
     Args:
         num_rows, num_cols: N and K, of this rank.
         dtype: of activations and results.
+        fused: see `Weight`.
         quantization: how the checkpoint has them.
 
     Attributes:
@@ -80,15 +82,30 @@ class Fp8Weight(Weight):
     """
 
     def __init__(
-        self, num_rows: int, num_cols: int, dtype: torch.dtype, quantization: Quantization
+        self,
+        num_rows: int,
+        num_cols: int,
+        dtype: torch.dtype,
+        fused: bool,
+        quantization: Quantization,
     ) -> None:
         nn.Module.__init__(self)
         rows, cols = quantization.block
         self.block = rows or 1, cols or num_cols
-        self.dtype, self.fused, self.quantization = dtype, False, quantization
+        self.dtype, self.quantization = dtype, quantization
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=FP8), False)
         counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
         self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
+        self.fused = fused and self._can_multiply()
+        if self.fused:
+            from nanovllm.kernels.fp8_linear import x_block_of
+
+            self.x_block = x_block_of(self.codes)
+
+    def _can_multiply(self) -> bool:
+        from nanovllm.kernels.fp8_linear import can_multiply
+
+        return can_multiply(self.codes, self.dtype)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -112,40 +129,69 @@ class Fp8Weight(Weight):
             )
         yield f"{module}.{self.quantization.scale}", ScalesShard(scales, parts)
 
-    def dequantized(self) -> torch.Tensor:
-        """[N, K] of `dtype`."""
-        (N, K), (size, width) = self.data.shape, self.block
-        scales: torch.Tensor = self.scales
-        if size > 1:
-            scales = scales.repeat_interleave(size, 0)[:N]
-        if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(width, 1)[:, :K]
-        return (self.data.float() * scales).to(self.dtype)
+    @property
+    def codes(self) -> Codes:
+        """All of it."""
+        return Codes(self.data, self.scales, self.block)
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
     ) -> torch.Tensor:
-        return F.linear(x, self.dequantized(), bias)
+        if self.fused:
+            from nanovllm.kernels.fp8_linear import linear
+
+            return linear(x, self.codes, self.dtype, bias, partial)
+        assert isinstance(x, torch.Tensor), "nothing is quantised for plain products"
+        return F.linear(x, self.codes.numbers().to(self.dtype), bias)
+
+    def multiply_gated(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        gelu: bool = False,
+        x_block: int | None = None,
+    ) -> torch.Tensor | Codes:
+        if self.fused:
+            from nanovllm.kernels.fp8_linear import gated_linear
+
+            return gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
+        return act_and_mul(self.multiply(x, bias), gelu)
 
     def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
     ) -> None:
-        out.copy_(self.multiply(x, bias))
+        if self.fused:
+            from nanovllm.kernels.fp8_linear import multiply_into
+
+            multiply_into(out, x, self.codes, bias)
+        else:
+            out.copy_(self.multiply(x, bias))
 
     def variants(
-        self, bias: torch.Tensor | None, partial: bool, gated: bool, gelu: bool = False
+        self,
+        bias: torch.Tensor | None,
+        partial: bool,
+        gated: bool,
+        gelu: bool = False,
+        x_block: int | None = None,
     ) -> dict[Hashable, Callable[[], object]]:
-        return {}
+        if not self.fused:
+            return {}
+        from nanovllm.kernels.fp8_linear import variants
+
+        return variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
 
 
 def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
-    """The blocks of a dimension's part."""
-    held = part.held
-    if not isinstance(held, range) or held.start % size:
-        raise _cut(module, block)
-    if held.stop % size and held.stop != part.total:
-        raise _cut(module, block)
-    return Part(range(held.start // size, -(-held.stop // size)), -(-part.total // size))
+    """The blocks of a dimension's part, which may hold each in an order of its own."""
+    blocks = []
+    for i in range(0, len(part.held), size):
+        held = sorted(part.held[i : i + size])
+        first = held[0]
+        if first % size or held != list(range(first, min(first + size, part.total))):
+            raise _cut(module, block)
+        blocks.append(first // size)
+    return Part(blocks, -(-part.total // size))
 
 
 def _cut(module: str, block: tuple[int, int]) -> ValueError:

@@ -17,6 +17,7 @@ from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.linear import gather_owned_rows
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
+from nanovllm.utils.fp8 import Codes
 
 
 class Owned(NamedTuple):
@@ -42,6 +43,7 @@ class RMSNorm(Layer):
     Args:
         plus_one: multiply by `1 + weight`, as Gemma does.
         num_experts: of a token, whose partial results it sums.
+        x_block: see `Weight`, of the layer that takes its results.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class RMSNorm(Layer):
         *,
         plus_one: bool = False,
         num_experts: int = 0,
+        x_block: int | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
         self.eps, self.plus_one = eps, plus_one
-        self.num_experts = num_experts
+        self.num_experts, self.x_block = num_experts, x_block
         self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,20 +91,22 @@ class RMSNorm(Layer):
         from nanovllm.kernels.linear import split_numbers
         from nanovllm.kernels.norm import add_rms_norm
 
-        def add(has_residual: bool, parts: int) -> None:
-            x = residual = self.weight.new_zeros(1, len(self.weight))
+        def add(has_residual: bool, parts: int, rows: int) -> None:
+            x = residual = self.weight.new_zeros(rows, len(self.weight))
             if parts:
                 x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
             own = residual if has_residual else None
-            add_rms_norm(x, own, self.weight, self.eps, plus_one=self.plus_one)
+            add_rms_norm(x, own, self.weight, self.eps, None, None, self.plus_one, self.x_block)
 
         numbers = {0, *split_numbers(self.weight), self.num_experts}
-        key = RMSNorm, self.weight.shape, self.plus_one
-        return {(*key, *how): partial(add, *how) for how in product((True, False), numbers)}
+        rows = (1,) if self.x_block is None else (1, 2)  # one row is not quantised
+        key = RMSNorm, self.weight.shape, self.plus_one, self.x_block
+        hows = product((True, False), numbers, rows)
+        return {(*key, *how): partial(add, *how) for how in hows}
 
     def add_forward(
         self, x: Hidden, residual: Residual
-    ) -> tuple[torch.Tensor | Gathered, Residual]:
+    ) -> tuple[torch.Tensor | Codes | Gathered, Residual]:
         """Normalise `x + residual`; returns that and the sum. Neither input is changed.
 
         The first layer of a model has no residual yet: None stands for zero. Where x has only the
@@ -128,7 +133,8 @@ class RMSNorm(Layer):
             from nanovllm.kernels.norm import add_rms_norm
 
             peers = self.build.group.peers if x.dim() == 3 else None
-            return add_rms_norm(x, residual, self.weight, self.eps, peers, plus_one=self.plus_one)
+            eps, plus_one, x_block = self.eps, self.plus_one, self.x_block
+            return add_rms_norm(x, residual, self.weight, eps, peers, None, plus_one, x_block)
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual
@@ -140,11 +146,14 @@ class RMSNorm(Layer):
         return normed
 
 
-def norm(config: ModelConfig, build: Build, size: int | None = None) -> RMSNorm:
+def norm(
+    config: ModelConfig, build: Build, size: int | None = None, x_block: int | None = None
+) -> RMSNorm:
     """A norm of hidden states, or of rows of another size."""
     size, plus_one = size or config.hidden_size, config.norm_plus_one
     k = 0 if config.experts is None else config.experts.num_experts_per_tok
-    return RMSNorm(size, config.rms_norm_eps, build, plus_one=plus_one, num_experts=k)
+    eps = config.rms_norm_eps
+    return RMSNorm(size, eps, build, plus_one=plus_one, num_experts=k, x_block=x_block)
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
@@ -165,8 +174,9 @@ def _kept_rows() -> torch.Tensor:
     return rows
 
 
-def all_rows(hidden: torch.Tensor | Gathered) -> torch.Tensor:
+def all_rows(hidden: torch.Tensor | Codes | Gathered) -> torch.Tensor:
     """Normalised rows [T, M], also where those of other ranks are on their way; the next step
     overwrites them.
     """
+    assert not isinstance(hidden, Codes), "the last norm's results stay as they are"
     return hidden.whole() if isinstance(hidden, Gathered) else hidden

@@ -16,6 +16,7 @@ from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
 from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
+from nanovllm.utils.fp8 import Codes
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
@@ -61,6 +62,7 @@ class LinearBase(Layer):
     """
 
     partial, is_gated, gelu, is_plain = False, False, False, False
+    next_block: int | None = None
 
     def __init__(self, inputs: Part, outputs: dict[str, Part], bias: bool, build: Build) -> None:
         super().__init__()
@@ -69,9 +71,14 @@ class LinearBase(Layer):
         if build.quantization is None or self.is_plain:
             self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
         else:
-            num_cols = len(inputs.held)
-            self.weight = Fp8Weight(num_rows, num_cols, build.dtype, build.quantization)
+            shape = num_rows, len(inputs.held)
+            self.weight = Fp8Weight(*shape, build.dtype, build.fused, build.quantization)
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
+
+    @property
+    def x_block(self) -> int | None:
+        """See `Weight`."""
+        return self.weight.x_block
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -89,12 +96,13 @@ class LinearBase(Layer):
                 yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
             begin = end
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
         """[T, in] -> [T, out]"""
         return self.weight.multiply(x, self.own_bias, self.partial)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
-        return self.weight.variants(self.own_bias, self.partial, self.is_gated, self.gelu)
+        how = self.partial, self.is_gated, self.gelu, self.next_block
+        return self.weight.variants(self.own_bias, *how)
 
 
 class ReplicatedLinear(LinearBase):
@@ -109,7 +117,7 @@ class ReplicatedLinear(LinearBase):
 class ColumnParallelLinear(LinearBase):
     """Split along its outputs. It may pack several projections, each split on its own."""
 
-    def forward(self, x: torch.Tensor | Gathered) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Codes | Gathered) -> torch.Tensor:
         """[T, in] -> [T, out]"""
         if not isinstance(x, Gathered):
             return super().forward(x)
@@ -126,6 +134,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         outputs: the module of the checkpoint -> its outputs on all ranks.
         packed: the checkpoint has them as one module, of this layer's name.
         gelu: `gated` activates by GELU (tanh), not SiLU.
+        next_block: see `Weight.x_block`, of the layer that takes the results of `gated`.
     """
 
     is_gated = True
@@ -139,19 +148,20 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         *,
         packed: bool = False,
         gelu: bool = False,
+        next_block: int | None = None,
     ) -> None:
         parts = {name: Part.equal(size, build.group) for name, size in outputs.items()}
         super().__init__(Part.whole(input_size), _named(parts, packed), bias, build)
-        self.gelu = gelu
+        self.gelu, self.next_block = gelu, next_block
 
-    def gated(self, x: Hidden) -> torch.Tensor:
+    def gated(self, x: Hidden) -> torch.Tensor | Codes:
         """`act(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
             from nanovllm.kernels.activation import act_and_mul
 
             return act_and_mul(self(x), self.gelu)
-        assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
-        return self.weight.multiply_gated(x, self.bias, self.gelu)
+        assert isinstance(x, (torch.Tensor, Codes)), "rows are normalised before they come here"
+        return self.weight.multiply_gated(x, self.bias, self.gelu, self.next_block)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -233,7 +243,7 @@ class RowParallelLinear(LinearBase):
         """The sum has the bias of rank 0."""
         return self.bias if self.build.group.rank == 0 else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | Scattered:  # type: ignore[override]
+    def forward(self, x: torch.Tensor | Codes) -> torch.Tensor | Scattered:  # type: ignore[override]
         """[T, in] -> [T, out]; `fused` also [S, T, out] or `Scattered`, for `RMSNorm.add_forward`
         to sum.
         """
@@ -246,7 +256,7 @@ class RowParallelLinear(LinearBase):
             out *= self.multiplier
         return out if out.dim() == 3 else sum_over_ranks(out, group)
 
-    def _multiply_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def _multiply_into(self, out: torch.Tensor, x: torch.Tensor | Codes) -> None:
         self.weight.multiply_into(out, x, self.own_bias)
         if self.multiplier != 1.0:
             out *= self.multiplier

@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.weight import Weight
+from nanovllm.utils.fp8 import Codes
 
 MIN_WEIGHT = 2**18  # elements; smaller products gain less than a call costs (640 x 640 gains)
 
@@ -29,12 +30,12 @@ class OneDnnWeight(Weight):
         self.data, self.fused = nn.Parameter(packed, False), False
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
     ) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
 
     def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
     ) -> None:
         out.copy_(self.multiply(x, bias))
 

@@ -12,6 +12,9 @@ from torch import nn
 
 from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.base import Part, Shard
+from nanovllm.utils.fp8 import Codes
+
+NO_CODES = "`x_block` is None"
 
 
 class Weight(nn.Module):
@@ -24,7 +27,11 @@ class Weight(nn.Module):
 
     Attributes:
         data: [N, K].
+        x_block: how it likes activations, if not as they are: as `Codes` of which so many numbers
+            share a scale; 0: all of a row.
     """
+
+    x_block: int | None = None
 
     def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
         super().__init__()
@@ -41,18 +48,19 @@ class Weight(nn.Module):
         yield f"{module}.weight", Shard(target, (rows, cols))
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
+        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
     ) -> torch.Tensor:
         """`x @ weight.T + bias`.
 
         Args:
-            x: [T, K]
+            x: [T, K]; `Codes` if `x_block` allows.
             bias: [N]
             partial: allow a result whose sum is left to the caller.
 
         Returns:
             [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
         """
+        assert isinstance(x, torch.Tensor), NO_CODES
         if self.fused:
             from nanovllm.kernels.linear import linear
 
@@ -60,28 +68,39 @@ class Weight(nn.Module):
         return F.linear(x, self.data, bias)
 
     def multiply_gated(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, gelu: bool = False
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        gelu: bool = False,
+        x_block: int | None = None,
+    ) -> torch.Tensor | Codes:
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
-        SiLU, or GELU by tanh.
+        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it.
         """
         if self.fused:
+            assert isinstance(x, torch.Tensor), NO_CODES
             from nanovllm.kernels.linear import gated_linear
 
             return gated_linear(x, self.data, bias, gelu)
         return act_and_mul(self.multiply(x, bias), gelu)
 
     def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
     ) -> None:
         """`multiply` by the library, for many rows, into `out`: [T, N]."""
+        assert isinstance(x, torch.Tensor), NO_CODES
         if bias is None:
             torch.mm(x, self.data.T, out=out)
         else:
             torch.addmm(bias, x, self.data.T, out=out)
 
     def variants(
-        self, bias: torch.Tensor | None, partial: bool, gated: bool, gelu: bool = False
+        self,
+        bias: torch.Tensor | None,
+        partial: bool,
+        gated: bool,
+        gelu: bool = False,
+        x_block: int | None = None,
     ) -> dict[Hashable, Callable[[], object]]:
         """See `Layer.variants`."""
         if not self.fused:

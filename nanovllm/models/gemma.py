@@ -27,8 +27,11 @@ class Gemma2DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
-        for name in self.norms:
-            self.add_module(name, norm(config, build))
+        before, behind, before_mlp, behind_mlp = self.norms
+        self.add_module(before, norm(config, build, x_block=self.self_attn.qkv_proj.x_block))
+        self.add_module(behind, norm(config, build))
+        self.add_module(before_mlp, norm(config, build, x_block=self.mlp.x_block))
+        self.add_module(behind_mlp, norm(config, build))
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

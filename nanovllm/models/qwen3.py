@@ -9,7 +9,7 @@ from torch import nn
 
 from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention, scoring_of
-from nanovllm.layers.base import Build, Hidden
+from nanovllm.layers.base import MLP, Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import Residual, all_rows, norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -37,7 +37,7 @@ class Qwen3Attention(nn.Module):
         return self.o_proj(self.attn(positions, self.qkv_proj(hidden)))
 
 
-class Qwen3MLP(nn.Module):
+class Qwen3MLP(MLP):
     """down(silu(gate(x)) * up(x))"""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
@@ -45,10 +45,12 @@ class Qwen3MLP(nn.Module):
         M, I, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         outputs = {"gate_proj": I, "up_proj": I}
         packed, gelu = config.packed_gate_up, ACTIVATIONS[config.hidden_act]
-        self.gate_up_proj = MergedColumnParallelLinear(
-            M, outputs, bias, build, packed=packed, gelu=gelu
-        )
         self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
+        next_block = self.down_proj.x_block
+        self.gate_up_proj = MergedColumnParallelLinear(
+            M, outputs, bias, build, packed=packed, gelu=gelu, next_block=next_block
+        )
+        self.x_block = self.gate_up_proj.x_block
 
     def forward(self, hidden: Hidden) -> Hidden:
         return self.down_proj(self.gate_up_proj.gated(hidden))
@@ -57,17 +59,17 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """x = x + attention(norm(x)); x = x + mlp(norm(x))"""
 
-    attention_class: type[nn.Module] = Qwen3Attention
+    attention_class: type[Qwen3Attention] = Qwen3Attention
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__()
         self.self_attn = self.attention_class(config, i, rope, build)
         self.make_mlp(config, i, build)
-        self.input_layernorm = norm(config, build)
-        self.post_attention_layernorm = norm(config, build)
+        self.input_layernorm = norm(config, build, x_block=self.self_attn.qkv_proj.x_block)
+        self.post_attention_layernorm = norm(config, build, x_block=self.mlp.x_block)
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
-        self.mlp: nn.Module = Qwen3MLP(config, build)
+        self.mlp: MLP = Qwen3MLP(config, build)
 
     def forward(
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual

@@ -6,16 +6,15 @@ not depend on what else a step computes, and the product, of 4 significant bits,
 bfloat16, float32, and float16 below its largest number. Kernels compute the same
 (`kernels.kv_cache`). Scales that a checkpoint has are not read: one for a whole layer is coarser.
 
-e4m3: Micikevicius et al., FP8 Formats for Deep Learning, 2022. A power of two for several numbers:
-OCP Microscaling Formats, 2023.
+A power of two for several numbers: OCP Microscaling Formats, 2023.
 """
 
 from typing import NamedTuple
 
 import torch
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
+from nanovllm.utils.fp8 import FP8, LARGEST
+
 FLOAT16_MOST = 65504.0
 LEAST_EXPONENT = -64  # of vectors of zeros, for one
 

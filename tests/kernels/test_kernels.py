@@ -58,7 +58,8 @@ from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.device import fp8_refusal
-from nanovllm.utils.kv_cache import FP8, KVCache, dequantize, quantize, rounded
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 

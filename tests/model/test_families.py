@@ -43,7 +43,8 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.kv_cache import FP8, KVCache
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
 ROPE = {"rope_theta": 1000.0, "original_max_position_embeddings": 32}

@@ -1,0 +1,67 @@
+"""Activations in FP8: a scale for each row, or for blocks of it, chosen by what they hold.
+
+Letters: T rows, K numbers of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+
+_LARGEST = tl.constexpr(LARGEST)
+_LEAST = tl.constexpr(2.0**-100)  # scale, of zeros for one
+
+
+@triton.jit
+def store_codes(
+    x, codes_ptr, scales_ptr, row, begin, K, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Numbers x: [BLOCK] of a row, from `begin` on, which are 0 beyond K: float32. Each X_BLOCK of
+    them have a scale; 0: all, which are the row.
+    """
+    if X_BLOCK == 0:
+        scale = tl.maximum(tl.max(tl.abs(x)) / _LARGEST, _LEAST)
+        tl.store(scales_ptr + row, scale)
+        x /= scale
+    else:
+        parts = tl.reshape(x, [BLOCK // X_BLOCK, X_BLOCK])
+        scale = tl.maximum(tl.max(tl.abs(parts), 1) / _LARGEST, _LEAST)
+        i, count = begin // X_BLOCK + tl.arange(0, BLOCK // X_BLOCK), tl.cdiv(K, X_BLOCK)
+        tl.store(scales_ptr + row * count + i, scale, mask=i < count)
+        x = tl.reshape(parts / scale[:, None], [BLOCK])
+    cols = begin + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + row * K + cols, x.to(tl.float8e4nv), mask=cols < K)
+
+
+def empty_codes(T: int, K: int, x_block: int, device: torch.device) -> Codes:
+    """Of T rows with a scale for each `x_block` of K numbers (0: for all), uninitialised."""
+    codes = spare_rows(T, K, like=torch.empty(0, dtype=FP8, device=device))
+    width = x_block or K
+    scales = torch.empty(T, triton.cdiv(K, width), dtype=torch.float32, device=device)
+    return Codes(codes, scales, (1, width))
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, codes_ptr, scales_ptr, stride, K,
+    BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait(PDL)
+    x = tl.load(x_ptr + row * stride + cols, mask=cols < K, other=0.0).to(tl.float32)
+    store_codes(x, codes_ptr, scales_ptr, row, 0, K, BLOCK, X_BLOCK)
+
+
+def quantize(x: torch.Tensor, x_block: int) -> Codes:
+    """x: [T, K], with a scale for each `x_block` numbers of a row; 0: for all of it."""
+    T, K = x.shape
+    out = empty_codes(T, K, x_block, x.device)
+    BLOCK = max(x_block, triton.next_power_of_2(K))
+    _quantize_kernel[(T,)](
+        x, out.codes, out.scales, x.stride(0), K, BLOCK=BLOCK, X_BLOCK=x_block,
+        num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(x),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,321 @@
+"""Matrix products in FP8: both operands are `Codes`, the sums float32.
+
+Activations are quantised by the kernel before, with a scale for each token (or for 128 inputs of
+it, where weights have blocks of 128 x 128); a single row stays as it is. Few rows take our kernels,
+which beside halving the bytes leave no time unused (docs/experiments.md); others the library's.
+
+Letters: T rows, N outputs, K inputs.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.activation import act_and_mul, activate_and_mul, quantized_act_and_mul
+from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.hopper import (
+    TILE_ROWS,
+    can_describe,
+    describe,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
+from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, load_bias
+from nanovllm.utils.device import FP8_CAPABILITY, capability
+from nanovllm.utils.fp8 import Codes
+
+BLOCK = 128  # inputs, and outputs of weights, that may share a scale
+SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
+PROGRAMS = 256  # that run at once
+SPLITS = (2, 4)
+
+
+def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
+    """Whether products of `dtype` with this weight run on its device."""
+    device, (N, K) = weight.codes.device, weight.codes.shape
+    if device.type == "cuda" and capability(device.index) < FP8_CAPABILITY:
+        return False
+    known = weight.block in ((1, K), (BLOCK, BLOCK))
+    return known and dtype in HALF and N % 16 == K % 16 == 0
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_N outputs of the only row. Its first weights are read before the wait.
+    launch_dependents(PDL)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    n, k = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    weight_ptrs = weight_ptr + n[:, None] * K + k[None, :]
+    mask = (n[:, None] < N) & (k[None, :] < K)
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if GATED:
+        up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
+        up_acc = acc
+        up_bias = load_bias(bias_ptr, N + n, n < N)
+    bias = load_bias(bias_ptr, n, n < N)
+    wait(PDL)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = start + k < K
+        if start > 0:
+            mask = (n[:, None] < N) & inside[None, :]
+            weight = tl.load(weight_ptrs + start, mask=mask, other=0.0)
+            if GATED:
+                up_weight = tl.load(weight_ptrs + start + N * K, mask=mask, other=0.0)
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        up_x = x
+        if SCALE_BLOCK > 0:  # all outputs of a program have the same scales
+            g = scales_ptr + (start + k) // SCALE_BLOCK
+            width: tl.constexpr = (K + SCALE_BLOCK - 1) // SCALE_BLOCK
+            x *= tl.load(g + first // SCALE_BLOCK * width, mask=inside, other=0.0)
+            if GATED:
+                up = (N + first) // SCALE_BLOCK * width
+                up_x *= tl.load(g + up, mask=inside, other=0.0)
+        acc += weight.to(tl.float32) * x[None, :]
+        if GATED:
+            up_acc += up_weight.to(tl.float32) * up_x[None, :]
+    out = tl.sum(acc, 1)
+    if SCALE_BLOCK == 0:
+        out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
+    out += bias
+    if GATED:
+        up_out = tl.sum(up_acc, 1)
+        if SCALE_BLOCK == 0:
+            up_out *= tl.load(scales_ptr + N + n, mask=n < N, other=0.0)
+        out = activate_and_mul(out, up_out + up_bias, GELU, 0)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def one_row(
+    x: torch.Tensor,
+    weight: Codes,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+) -> torch.Tensor:
+    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
+
+    Returns:
+        [1, N], if `gated` of half as many.
+    """
+    N, K = weight.codes.shape
+    if gated:
+        N //= 2
+    # 8192 weights for each program at a time; measured on an H200.
+    BLOCK_K = max(16, min(4096, triton.next_power_of_2(K)))
+    BLOCK_N = max(1, min(BLOCK, 8192 // BLOCK_K) // (2 if gated else 1))
+    out = torch.empty(1, N, dtype=x.dtype, device=x.device)
+    _row_kernel[(triton.cdiv(N, BLOCK_N),)](
+        x, weight.codes, weight.scales, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
+        SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["T"])
+def _tiles_kernel(
+    x_desc, x_scales_ptr, weight_desc, scales_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
+    SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
+    # the left operand: its tile has the 64 rows that tensor cores want, however small T is.
+    # Programs of the same weights are neighbours, so one of them reads these from memory.
+    launch_dependents(PDL)
+    t, n, split = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N, tl.program_id(2)
+    rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    wait(PDL)
+    for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
+        weight, x = weight_desc.load([n, k]), x_desc.load([t, k]).T
+        if SCALE_BLOCK == 0:
+            acc = tl.dot(weight, x, acc)
+        else:  # BLOCK_K inputs share a scale
+            g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
+            scale = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
+            scale *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
+            acc += tl.dot(weight, x) * scale[None, :]
+    if SCALE_BLOCK == 0:
+        acc *= tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)[None, :]
+        acc *= tl.load(scales_ptr + outputs)[:, None]
+    if bias_ptr is not None:  # a summand of the first part
+        bias = tl.load(bias_ptr + outputs).to(tl.float32)
+        acc += tl.where(split == 0, bias, 0.0)[:, None]
+    out_ptrs = out_ptr + (split * T + rows[None, :]).to(tl.int64) * N + outputs[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
+
+
+def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tiles | None:
+    """Tiles for T rows, or None where the library is faster (measured on an H200).
+
+    Args:
+        N: rows of the weight.
+        partial: whether partial results are welcome.
+        in_blocks: whether scales are of blocks.
+    """
+    most = 2 * TILE_ROWS if partial and N * K <= SMALL else TILE_ROWS
+    if most < T or N % BLOCK_N or K % 512:
+        return None
+    block_t = max(16, min(TILE_ROWS, triton.next_power_of_2(T)))
+    programs, splits = N // BLOCK_N * triton.cdiv(T, block_t), 1
+    while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
+        splits *= 2
+    block_k = 256 if block_t <= 64 and K % 1024 == 0 and not in_blocks else BLOCK
+    return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
+
+
+def _by_tiles(
+    x: Codes, weight: Codes, bias: torch.Tensor | None, tiles: Tiles, dtype: torch.dtype
+) -> torch.Tensor:
+    """[S, T, N] float32 for S splits; [T, N] of `dtype` for one."""
+    (T, K), N, S = x.codes.shape, len(weight), tiles.splits
+    shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.codes.device)
+    _tiles_kernel[(triton.cdiv(T, tiles.block_t), N // BLOCK_N, S)](
+        describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
+        describe(weight.codes, BLOCK_N, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
+        SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,
+        BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(x.codes),
+    )  # fmt: skip
+    return out
+
+
+def x_block_of(weight: Codes) -> int:
+    """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
+    return 0 if weight.block[0] == 1 else BLOCK
+
+
+def linear(
+    x: torch.Tensor | Codes,
+    weight: Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    partial: bool = False,
+) -> torch.Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: [T, K], of `dtype`, or with the scales that `x_block_of` says.
+        weight: [N, K], for which `can_multiply`.
+        dtype: of results.
+        bias: [N], None for 0.
+        partial: allow a result whose sum is left to the caller.
+
+    Returns:
+        [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
+    """
+    T, (N, K) = len(x), weight.codes.shape
+    if isinstance(x, torch.Tensor):
+        if T == 1:
+            return one_row(x, weight, bias)
+        x = quantize(x, x_block_of(weight))
+    tiles = choose_tiles(T, N, K, partial, weight.block[0] > 1)
+    if tiles is not None and can_describe(x.codes) and can_describe(weight.codes):
+        return _by_tiles(x, weight, bias, tiles, dtype)
+    return _many_rows(x, weight, dtype, bias)
+
+
+def gated_linear(
+    x: torch.Tensor | Codes,
+    weight: Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    gelu: bool = False,
+    x_block: int | None = None,
+) -> torch.Tensor | Codes:
+    """`act(gate) * up`, as `kernels.linear.gated_linear`: [T, N / 2]; of several rows `Codes` with
+    a scale for each `x_block` numbers, if that is not None.
+    """
+    if len(x) == 1 and isinstance(x, torch.Tensor):
+        return one_row(x, weight, bias, gated=True, gelu=gelu)
+    out = linear(x, weight, dtype, bias)
+    return act_and_mul(out, gelu) if x_block is None else quantized_act_and_mul(out, gelu, x_block)
+
+
+def multiply_into(
+    out: torch.Tensor, x: torch.Tensor | Codes, weight: Codes, bias: torch.Tensor | None
+) -> None:
+    """`linear` of many rows into `out`: [T, N]."""
+    if isinstance(x, torch.Tensor):
+        x = quantize(x, x_block_of(weight))
+    if out.dtype == torch.bfloat16 and _library_has(weight):
+        _by_library(x, weight, bias, out)
+    else:
+        out.copy_(_many_rows(x, weight, out.dtype, bias))
+
+
+def _many_rows(
+    x: Codes, weight: Codes, dtype: torch.dtype, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if _library_has(weight):
+        return _by_library(x, weight, bias, None).to(dtype)
+    if can_describe(x.codes) and len(weight) % BLOCK_N == weight.codes.shape[1] % BLOCK == 0:
+        return _by_tiles(x, weight, bias, Tiles(TILE_ROWS, 1, BLOCK, 4), dtype)
+    return F.linear(x.numbers().to(dtype), weight.numbers().to(dtype), bias)
+
+
+def _library_has(weight: Codes) -> bool:
+    """Whether PyTorch multiplies with these scales: with blocks on Hopper, from CUDA 12.9 on."""
+    if weight.block[0] == 1:
+        return True
+    if not weight.codes.is_cuda or capability(weight.codes.device.index)[0] != 9:
+        return False
+    return tuple(map(int, (torch.version.cuda or "0.0").split("."))) >= (12, 9)
+
+
+def _by_library(
+    x: Codes, weight: Codes, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """In bfloat16, which is all that it offers."""
+    x_scales = x.scales
+    if weight.block[0] > 1:  # the scales of a token lie far apart
+        x_scales = x_scales.T.contiguous().T
+    out = torch._scaled_mm(
+        x.codes, weight.codes.T, x_scales, weight.scales.T, out_dtype=torch.bfloat16,
+        use_fast_accum=weight.block[0] == 1, out=out,
+    )  # fmt: skip
+    return out if bias is None else out.add_(bias)
+
+
+def variants(
+    weight: Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    partial: bool,
+    gated: bool,
+    gelu: bool,
+    x_block: int | None,
+) -> dict[Hashable, Callable[[], object]]:
+    """As `kernels.linear.variants`, of products with `weight` and what quantises for them."""
+    N, K = weight.codes.shape
+    device = weight.codes.device
+
+    def multiply(T: int) -> None:
+        x = torch.zeros(T, K, dtype=dtype, device=device)
+        if gated:
+            gated_linear(x, weight, dtype, bias, gelu, x_block)
+        else:
+            linear(x, weight, dtype, bias, partial)
+
+    in_blocks = weight.block[0] > 1
+    of = Codes, in_blocks, bias is not None
+    shape = N, K, gated, x_block  # of what quantises, too
+    calls: dict[Hashable, Callable[[], object]] = {
+        (of, *shape, T): functools.partial(multiply, T) for T in (1, 2 * TILE_ROWS)
+    }
+    for T in (16, 32, 64, 128, 256) if can_describe(weight.codes) else ():
+        if tiles := choose_tiles(T, N, K, partial, in_blocks):
+            key = tiles._replace(splits=min(2, tiles.splits))
+            calls[of, key] = functools.partial(multiply, T)
+    return calls
