@@ -1,0 +1,151 @@
+"""Kernels of activations and products in FP8, against float64 of the numbers that the codes mean."""
+
+import pytest
+import torch
+from attention_cases import DEVICE
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import fp8_linear
+from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
+from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.fp8_linear import choose_tiles, gated_linear, linear, multiply_into
+from nanovllm.kernels.hopper import can_describe
+from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+
+SEED = 8
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
+X_BLOCKS = pytest.mark.parametrize("x_block", [0, 128])
+
+
+def randn(*shape: int, seed: int = SEED) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, HALF)
+
+
+def weight_of(N: int, K: int, x_block: int) -> Codes:
+    """Codes with scales of rows, or of blocks of 128 x 128, that differ widely."""
+    codes = (randn(N, K, seed=1) * 100).to(FP8)
+    counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
+    scales = torch.exp(randn(*counts, seed=2).float()) / (100 * K**0.5)
+    return Codes(codes, scales, (128, 128) if x_block else (1, K))
+
+
+def check_codes(codes: Codes, numbers: torch.Tensor, x_block: int) -> None:
+    """Three bits of mantissa, down to 2 ** -9 of a scale, which is that of the largest number."""
+    T, K = numbers.shape
+    numbers = numbers.float()
+    assert codes.codes.dtype == FP8 and codes.block == (1, x_block or K)
+    padded = torch.nn.functional.pad(numbers, (0, -K % x_block if x_block else 0))
+    scales = padded.view(T, -1, x_block or K).abs().amax(2) / LARGEST
+    torch.testing.assert_close(codes.scales, scales.clamp(min=2.0**-100), rtol=1e-6, atol=0)
+    scales = scales.repeat_interleave(x_block or K, 1)[:, :K]
+    error, bound = (codes.numbers() - numbers).abs(), 2.0**-4 * numbers.abs() + 2.0**-10 * scales
+    assert (error <= bound * (1 + 1e-5)).all(), (error - bound).max()
+
+
+@X_BLOCKS
+def test_a_row_has_scales_of_its_own(x_block: int) -> None:
+    x = randn(5, 360)[:, :330] * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].to(HALF)
+    x[3, :200] = 0
+    check_codes(quantize(x, x_block), x, x_block)
+
+
+@X_BLOCKS
+@pytest.mark.parametrize("parts", [0, 2])
+def test_norms_and_activations_quantise_what_they_give_otherwise(parts: int, x_block: int) -> None:
+    """All but a single row."""
+    x, residual, weight = randn(3, 264), randn(3, 264, seed=1), randn(264, seed=2)
+    if parts:
+        x = torch.stack([x.float() * (i + 1) for i in range(parts)])
+    wanted, wanted_sum = add_rms_norm(x, residual, weight, 1e-6)
+    codes, total = add_rms_norm(x, residual, weight, 1e-6, x_block=x_block)
+    assert isinstance(codes, Codes) and isinstance(wanted, torch.Tensor)
+    check_codes(codes, wanted, x_block)
+    assert total.equal(wanted_sum)
+    one, _ = add_rms_norm(x[..., :1, :], residual[:1], weight, 1e-6, x_block=x_block)
+    assert isinstance(one, torch.Tensor) and one.equal(wanted[:1])
+    gate_up = randn(4, 2 * 1200)
+    check_codes(quantized_act_and_mul(gate_up, False, x_block), act_and_mul(gate_up), x_block)
+    assert rms_norm(residual, weight, 1e-6).dtype == HALF
+
+
+def check_product(
+    out: torch.Tensor, x: torch.Tensor | Codes, weight: Codes, bias: torch.Tensor | None
+) -> None:
+    """Tensor cores add with 13 bits behind the largest of some numbers (DeepSeek-V3's report, 2024,
+    3.3.2), and results are rounded to 16 bits.
+    """
+    numbers = (x.numbers() if isinstance(x, Codes) else x).double()
+    matrix = weight.numbers().double()
+    wanted, most = numbers @ matrix.T, numbers.abs() @ matrix.abs().T
+    if bias is not None:
+        wanted += bias
+    if out.dim() == 3:
+        assert out.dtype == torch.float32
+        out = out.sum(0)
+    error, bound = (out.double() - wanted).abs(), 2.0**-9 * most + 2.0**-8 * wanted.abs()
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@X_BLOCKS
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("T", "N", "K", "partial"),
+    [
+        (1, 80, 528, False),
+        (2, 64, 512, False),
+        (17, 192, 1024, True),
+        (40, 128, 512, True),
+        (130, 64, 512, True),
+        (130, 128, 512, False),  # more rows than tiles are for
+        (20, 144, 272, True),  # no whole tiles
+        pytest.param(256, 4096, 1024, True, marks=pytest.mark.slow),
+    ],
+)
+def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block: int) -> None:
+    x, weight = randn(T, K + 8)[:, :K], weight_of(N, K, x_block)
+    bias = randn(N, seed=4) if has_bias else None
+    out = linear(x, weight, HALF, bias, partial)
+    tiles = choose_tiles(T, N, K, partial, x_block > 0)
+    if T > 1 and tiles is not None and can_describe(weight.codes):
+        assert out.dim() == (3 if tiles.splits > 1 else 2)
+        assert tiles.splits > 1 or not partial or N == 4096
+    given = x if T == 1 else quantize(x, x_block)
+    check_product(out, given, weight, bias)
+    if T > 1:
+        assert isinstance(given, Codes)
+        torch.testing.assert_close(linear(given, weight, HALF, bias, partial), out)
+        whole = out.new_empty(T, N, dtype=HALF)
+        multiply_into(whole, given, weight, bias)
+        check_product(whole, given, weight, bias)
+        part = slice(T // 2, T)
+        check_product(linear(given[part], weight, HALF, bias), given[part], weight, bias)
+
+
+@X_BLOCKS
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+@pytest.mark.parametrize("T", [1, 5])
+def test_gates(T: int, gelu: bool, x_block: int) -> None:
+    x, weight, bias = randn(T, 512), weight_of(2 * 256, 512, x_block), randn(512, seed=4)
+    out = gated_linear(x, weight, HALF, bias, gelu, x_block)
+    given = x if T == 1 else quantize(x, x_block).numbers()
+    gate, up = (given.double() @ weight.numbers().double().T + bias).chunk(2, 1)
+    act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+    wanted = act * up
+    if T > 1:
+        assert isinstance(out, Codes) and out.block == (1, x_block or 256)
+        out = out.numbers()
+        assert (out.double() - wanted).norm() < 2.0**-5 * wanted.norm()  # of codes
+    else:
+        assert (out.double() - wanted).norm() < 2.0**-8 * wanted.norm()
+
+
+def test_what_the_library_lacks_is_multiplied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks on other GPUs than Hopper's; and there without tiles of ours."""
+    x, weight = quantize(randn(150, 512), 128), weight_of(256, 512, 128)
+    monkeypatch.setattr(fp8_linear, "_library_has", lambda weight: False)
+    check_product(linear(x, weight, HALF), x, weight, None)
+    monkeypatch.setattr(fp8_linear, "can_describe", lambda x: False)
+    check_product(linear(x, weight, HALF), x, weight, None)
