@@ -241,8 +241,8 @@ def conditions(llm: LLM) -> dict[str, Any]:
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     metrics = llm.metrics()
     keys = (
-        *("attention_backend", "device", "dtype", "kv_cache_dtype", "tensor_parallel_size"),
-        *("all_reduce", "overlap", "cuda_graphs", "num_kvcache_blocks"),
+        *("attention_backend", "device", "dtype", "quantization", "kv_cache_dtype"),
+        *("tensor_parallel_size", "all_reduce", "overlap", "cuda_graphs", "num_kvcache_blocks"),
     )
     return {
         "commit": commit or None,
@@ -272,7 +272,9 @@ def achieved(
     lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     is_fp8 = metrics["kv_cache_dtype"].startswith("float8")
     kv_itemsize = 1 + 1 / llm.model_config.head_dim if is_fp8 else itemsize  # with exponents
-    work = limits.work(llm.model_config, itemsize, *lens, num_shared, kv_itemsize)
+    linear_itemsize = 1 if metrics["quantization"] == "fp8" else itemsize
+    config = llm.model_config
+    work = limits.work(config, itemsize, *lens, num_shared, kv_itemsize, linear_itemsize)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, args.bandwidth, args.flops)
     return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
@@ -286,6 +288,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         "attention_backend": args.attention_backend,
         "device": args.device,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "quantization": args.quantization,
         "kvcache_block_size": args.block_size,
         "mixed_steps": not args.no_mixed_steps,
         "fused_kernels": not args.no_fused_kernels,
@@ -346,6 +349,7 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
         "--attention-backend", default="auto", help="flash_attn, triton, torch or auto"
     )
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or auto")
+    parser.add_argument("--quantization", help="fp8: quantise weights while they are loaded")
     parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="the synchronous loop")

@@ -32,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "float32, FP8 KV": {"dtype": "float32", "kv_cache_dtype": "fp8"},
     "bfloat16, FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "bfloat16, FP8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
+    "bfloat16, FP8 both": {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "fp8"},
 }
 
 

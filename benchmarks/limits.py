@@ -48,7 +48,7 @@ class Work(NamedTuple):
     """What a workload cannot do without.
 
     Attributes:
-        prefill_flops: operations of all prompts.
+        prefill_flops: operations of all prompts; in 8 bits two count as one.
         step_flops: [steps] operations of each decode step.
         step_bytes: [steps] bytes that each decode step reads.
     """
@@ -84,11 +84,11 @@ class Weights(NamedTuple):
         return self.dense + self.share * self.sparse
 
     def read(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of a step with so many tokens: those of the experts that at least one token takes, if
-        each takes any of them with the same probability.
+        """Of a step with so many tokens, LM head apart: those of the experts that at least one
+        token takes, if each takes any of them with the same probability.
         """
         taken = 1 - np.power(1 - self.share, num_tokens, dtype=np.float64)
-        return self.dense + self.head + self.sparse * taken
+        return self.dense + self.sparse * taken
 
 
 def weights(config: ModelConfig) -> Weights:
@@ -113,13 +113,15 @@ def work(
     output_lens: Sequence[int],
     num_shared: int = 0,
     kv_itemsize: float | None = None,
+    linear_itemsize: int | None = None,
 ) -> Work:
     """The work of prompts that generate outputs; the first token of each comes from prefill.
 
     Args:
-        itemsize: bytes of a weight.
+        itemsize: bytes of a number.
         num_shared: tokens at the beginning of every prompt that are in the cache already.
-        kv_itemsize: bytes of an element of the KV cache; None: as of a weight.
+        kv_itemsize: those of the KV cache; None: the same.
+        linear_itemsize: those of linear layers, LM head apart; None: the same.
     """
     matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
@@ -129,10 +131,12 @@ def work(
     running = outputs > steps  # [steps, sequences]
     contexts = (prompts + steps) * running
     num_running = running.sum(1)
-    prefill = 2 * matrices.of_token * (prompts - num_shared).sum()
+    flops_of_token = matrices.of_token if linear_itemsize == 1 else 2 * matrices.of_token
+    prefill = flops_of_token * (prompts - num_shared).sum()
     prefill += 2 * matrices.head * len(prompts)
-    step_flops = 2.0 * (matrices.of_token + matrices.head) * num_running
-    step_bytes = itemsize * matrices.read(num_running)
+    step_flops = (flops_of_token + 2.0 * matrices.head) * num_running
+    step_bytes = (linear_itemsize or itemsize) * matrices.read(num_running)
+    step_bytes += itemsize * matrices.head
     for window, count in Counter(layer.window for layer in config.layers).items():
         pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
         seen = np.minimum(contexts, window) if window else contexts

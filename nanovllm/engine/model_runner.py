@@ -34,6 +34,7 @@ from nanovllm.engine.step_inputs import (
 from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
+from nanovllm.layers.fp8_weight import dequantize
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -204,6 +205,7 @@ class ModelRunner:
         else:
             is_part = self.model_config.is_part
             load_model(self.model, Path(self.config.model), self.group.check, is_part=is_part)
+        dequantize(self.model)
         if self.config.fused_kernels and can_use_onednn(self.device, self.dtype):
             use_onednn(self.model)
         logger.info(

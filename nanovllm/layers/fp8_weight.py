@@ -1,6 +1,7 @@
 """`Fp8Weight`: the matrix of a product in 8 bits, and how checkpoints' tensors fill it.
 
-A number is a code (e4m3) times the scale of its block. See `quantization.py`.
+A number is a code (e4m3) times the scale of its block. See `quantization.py`. Where no kernel
+multiplies by codes they are dequantised once, behind loading.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -8,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.base import Part, Shard
 from nanovllm.layers.weight import Weight
 from nanovllm.quantization import Quantization
@@ -96,16 +95,12 @@ class Fp8Weight(Weight):
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=FP8), False)
         counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
         self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
-        self.fused = fused and self._can_multiply()
-        if self.fused:
-            from nanovllm.kernels.fp8_linear import x_block_of
+        self.fused = fused
+        if fused:
+            from nanovllm.kernels.fp8_linear import can_multiply, x_block_of
 
-            self.x_block = x_block_of(self.codes)
-
-    def _can_multiply(self) -> bool:
-        from nanovllm.kernels.fp8_linear import can_multiply
-
-        return can_multiply(self.codes, self.dtype)
+            if can_multiply(self.codes, dtype):
+                self.x_block = x_block_of(self.codes)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -134,15 +129,19 @@ class Fp8Weight(Weight):
         """All of it."""
         return Codes(self.data, self.scales, self.block)
 
+    def plain(self) -> Weight:
+        """What the codes mean."""
+        N, K = self.data.shape
+        weight = Weight(N, K, self.dtype, self.fused)
+        weight.data.data = self.codes.numbers().to(self.dtype)
+        return weight
+
     def multiply(
         self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
     ) -> torch.Tensor:
-        if self.fused:
-            from nanovllm.kernels.fp8_linear import linear
+        from nanovllm.kernels.fp8_linear import linear
 
-            return linear(x, self.codes, self.dtype, bias, partial)
-        assert isinstance(x, torch.Tensor), "nothing is quantised for plain products"
-        return F.linear(x, self.codes.numbers().to(self.dtype), bias)
+        return linear(x, self.codes, self.dtype, bias, partial)
 
     def multiply_gated(
         self,
@@ -151,21 +150,16 @@ class Fp8Weight(Weight):
         gelu: bool = False,
         x_block: int | None = None,
     ) -> torch.Tensor | Codes:
-        if self.fused:
-            from nanovllm.kernels.fp8_linear import gated_linear
+        from nanovllm.kernels.fp8_linear import gated_linear
 
-            return gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
-        return act_and_mul(self.multiply(x, bias), gelu)
+        return gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
 
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
     ) -> None:
-        if self.fused:
-            from nanovllm.kernels.fp8_linear import multiply_into
+        from nanovllm.kernels.fp8_linear import multiply_into
 
-            multiply_into(out, x, self.codes, bias)
-        else:
-            out.copy_(self.multiply(x, bias))
+        multiply_into(out, x, self.codes, bias)
 
     def variants(
         self,
@@ -175,11 +169,19 @@ class Fp8Weight(Weight):
         gelu: bool = False,
         x_block: int | None = None,
     ) -> dict[Hashable, Callable[[], object]]:
-        if not self.fused:
-            return {}
         from nanovllm.kernels.fp8_linear import variants
 
         return variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replace filled weights that cannot multiply here, by plain ones. A CPU multiplies these
+    faster.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Fp8Weight) and weight.x_block is None:
+            module.weight = weight.plain()
 
 
 def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:

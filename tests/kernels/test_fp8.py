@@ -1,4 +1,4 @@
-"""Kernels of activations and products in FP8, against float64 of the numbers that the codes mean."""
+"""Activations and products in FP8, against float64 of the numbers that the codes mean."""
 
 import pytest
 import torch

@@ -88,8 +88,6 @@ def test_tokens_are_those_of_the_same_numbers(way: str, family: str, tmp_path: P
     quantised, exact = checkpoints(tmp_path, way, family)
     with LLM(quantised, **SMALL) as llm:
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
-        weights = llm.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
-        assert weights.data.dtype == E4M3, "not held in 8 bits"
 
 
 @pytest.mark.usefixtures("threads")
