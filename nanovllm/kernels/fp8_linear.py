@@ -27,7 +27,7 @@ from nanovllm.kernels.hopper import (
 )
 from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, load_bias
 from nanovllm.utils.device import FP8_CAPABILITY, capability
-from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.fp8 import FP8, Codes
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
@@ -266,26 +266,37 @@ def _many_rows(
 
 
 def _library_has(weight: Codes) -> bool:
-    """Whether PyTorch multiplies with these scales: with blocks on Hopper, from CUDA 12.9 on."""
+    """Whether PyTorch multiplies with these scales: with blocks on Hopper, from CUDA 12.9 on, where
+    4 of them have no rest.
+    """
     if weight.block[0] == 1:
         return True
-    if not weight.codes.is_cuda or capability(weight.codes.device.index)[0] != 9:
+    (N, K), device = weight.codes.shape, weight.codes.device
+    if N % BLOCK or K % (4 * BLOCK) or not weight.codes.is_cuda:
         return False
-    return tuple(map(int, (torch.version.cuda or "0.0").split("."))) >= (12, 9)
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")))
+    return capability(device.index)[0] == 9 and version >= (12, 9)
 
 
 def _by_library(
     x: Codes, weight: Codes, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
     """In bfloat16, which is all that it offers."""
-    x_scales = x.scales
-    if weight.block[0] > 1:  # the scales of a token lie far apart
-        x_scales = x_scales.T.contiguous().T
-    out = torch._scaled_mm(
-        x.codes, weight.codes.T, x_scales, weight.scales.T, out_dtype=torch.bfloat16,
-        use_fast_accum=weight.block[0] == 1, out=out,
-    )  # fmt: skip
-    return out if bias is None else out.add_(bias)
+    codes, scales, in_blocks = x.codes, x.scales, weight.block[0] > 1
+    if in_blocks:  # it wants the scales of a token far apart, and tokens in fours
+        missing = -len(x) % 4
+        if missing:
+            codes = F.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(FP8)
+        scales = F.pad(scales.T, (0, missing)).contiguous().T
+    elif scales.data_ptr() % 16:
+        scales = scales.clone()
+    result = torch._scaled_mm(
+        codes, weight.codes.T, scales, weight.scales.T, out_dtype=torch.bfloat16,
+        use_fast_accum=not in_blocks, out=out if len(codes) == len(x) else None,
+    )[: len(x)]  # fmt: skip
+    if bias is not None:
+        result += bias
+    return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
 
 
 def variants(

@@ -26,7 +26,7 @@ def randn(*shape: int, seed: int = SEED) -> torch.Tensor:
 
 def weight_of(N: int, K: int, x_block: int) -> Codes:
     """Codes with scales of rows, or of blocks of 128 x 128, that differ widely."""
-    codes = (randn(N, K, seed=1) * 100).to(FP8)
+    codes = (randn(N, K, seed=1) * 100).clamp(-LARGEST, LARGEST).to(FP8)
     counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
     scales = torch.exp(randn(*counts, seed=2).float()) / (100 * K**0.5)
     return Codes(codes, scales, (128, 128) if x_block else (1, K))

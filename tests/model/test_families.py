@@ -5,6 +5,7 @@ Small random checkpoints in which each special feature matters, on one rank and 
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.base import Build
 from nanovllm.layers.fp8_weight import dequantize
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import frequencies
+from nanovllm.layers.weight import Weight
 from nanovllm.model_config import LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
@@ -300,18 +303,35 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: st
     compare_fused_layers(path, torch.float16, kernel_device)
 
 
-@pytest.mark.parametrize("path", ["qwen3", rare("gemma 2"), rare("gpt oss")], indirect=True)
+@pytest.mark.parametrize("path", ["qwen3", rare("gemma 2")], indirect=True)
 def test_fused_layers_with_an_fp8_cache(path: Path, kernel_device: str) -> None:
     compare_fused_layers(path, FP8, kernel_device)
 
 
 @pytest.mark.parametrize("path", ["qwen3", rare("qwen2"), rare("gemma 2")], indirect=True)
 def test_fused_layers_with_fp8_weights(path: Path, kernel_device: str) -> None:
-    """Each product has activations with 3 bits of mantissa: errors of 2 ** -5 or so."""
-    prefilled, decoded = compared_layers(path, torch.float16, kernel_device, WHILE_LOADING)
-    for plain, fused in (prefilled, decoded):
-        error = (plain - fused).norm() / plain.norm()
-        assert 1e-3 < error < 0.1, error
+    """One layer, the plain one with activations rounded likewise. Where theirs is the other
+    neighbour, a number differs by 2 ** -3: that is seldom, but layers behind would amplify it.
+    """
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, WHILE_LOADING):
+        assert (plain - fused).norm() < 2.0**-4 * plain.norm()
+
+
+def round_activations(model: torch.nn.Module) -> None:
+    """Let products round several rows to FP8, each with a scale of its own."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            return x
+        scales = x.float().abs().amax(1, keepdim=True) / 448
+        return ((x.float() / scales).to(FP8).float() * scales).to(x.dtype)
+
+    def multiply(weight: Weight, x: torch.Tensor, bias: Any = None, *_: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(rounded(x), weight.data, bias)
+
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.weight.multiply = partial(multiply, module.weight)
 
 
 def compare_fused_layers(path: Path, cache_dtype: torch.dtype, kernel_device: str) -> None:
@@ -336,6 +356,10 @@ def compared_layers(
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
             dequantize(model)
+            if quantization is not None:
+                del model.model.layers[1:]
+                if not fused:
+                    round_activations(model)
             shape = 1, 64, config.num_key_value_heads, config.head_dim
             for layer in model.model.layers:
                 cache = KVCache.empty(shape, cache_dtype, torch.device(kernel_device))
