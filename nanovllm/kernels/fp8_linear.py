@@ -57,10 +57,8 @@ def _row_kernel(
     weight_ptrs = weight_ptr + n[:, None] * K + k[None, :]
     mask = (n[:, None] < N) & (k[None, :] < K)
     weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
-        up_acc = acc
         up_bias = load_bias(bias_ptr, N + n, n < N)
     bias = load_bias(bias_ptr, n, n < N)
     wait(PDL)
@@ -80,9 +78,11 @@ def _row_kernel(
             if GATED:
                 up = (N + first) // SCALE_BLOCK * width
                 up_x *= tl.load(g + up, mask=inside, other=0.0)
-        acc += weight.to(tl.float32) * x[None, :]
+        part = weight.to(tl.float32) * x[None, :]
+        acc = part if start == 0 else acc + part
         if GATED:
-            up_acc += up_weight.to(tl.float32) * up_x[None, :]
+            part = up_weight.to(tl.float32) * up_x[None, :]
+            up_acc = part if start == 0 else up_acc + part
     out = tl.sum(acc, 1)
     if SCALE_BLOCK == 0:
         out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
