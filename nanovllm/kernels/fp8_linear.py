@@ -57,6 +57,7 @@ def _row_kernel(
     weight_ptrs = weight_ptr + n[:, None] * K + k[None, :]
     mask = (n[:, None] < N) & (k[None, :] < K)
     weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+    acc, up_acc = 0.0, 0.0
     if GATED:
         up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
         up_bias = load_bias(bias_ptr, N + n, n < N)
