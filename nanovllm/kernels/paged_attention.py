@@ -42,28 +42,30 @@ def before_keys(sinks_ptr, head, used, ROWS: tl.constexpr):
 
 @triton.jit
 def weigh(
-    s, m, l, k_exponents_ptr, v_exponents_ptr, where, seen, scale, visible,
+    s, m, l, k_exponents, v_exponents, seen, scale, visible,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, over products s [M, BLOCK_N] of queries and keys.
 
-    m, l: [M] running maximum and sum. where, seen: [BLOCK_N], the places of the exponents, if keys
-    and values are FP8, and which to read. visible: [M or 1, BLOCK_N] bool. Maxima are of scaled
-    scores, in units of log 2; the exponents of values are added to these, so that their codes have
-    weights of at most 1.
+    m, l: [M] running maximum and sum. The exponents [BLOCK_N] int8, if keys and values are FP8,
+    are anything where not `seen`. visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in
+    units of log 2; the exponents of values are added to these, so that their codes have weights of
+    at most 1.
 
     Returns the new m and l, the weights [M, BLOCK_N] and the factor [M] of what was summed before.
     """
-    if k_exponents_ptr is not None:
-        s *= power_of_two(tl.load(k_exponents_ptr + where))[None, :]  # unseen: any
+    if k_exponents is not None:
+        s *= power_of_two(k_exponents)[None, :]
     if SOFTCAP > 0:
         CAP: tl.constexpr = SOFTCAP * LOG2E
         s = CAP - 2 * CAP / (tl.exp2(s * (scale * 2 / SOFTCAP)) + 1)  # CAP * tanh
         scale = 1.0
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    if v_exponents_ptr is not None:
-        exponents = tl.load(v_exponents_ptr + where, mask=seen, other=0).to(tl.float32)
+    if v_exponents is not None:
+        exponents = v_exponents.to(tl.float32)
+        if MASKED:
+            exponents = tl.where(seen, exponents, 0.0)
         s = s * scale + exponents[None, :]
         scale = 1.0
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
@@ -71,7 +73,7 @@ def weigh(
         m_new = tl.maximum(m_new, LOWEST)
     p = tl.exp2(s * scale - m_new[:, None])
     correction = tl.exp2(m - m_new)
-    if v_exponents_ptr is not None:
+    if v_exponents is not None:
         l = l * correction + tl.sum(p * power_of_two(-exponents)[None, :], 1)
     else:
         l = l * correction + tl.sum(p, 1)
@@ -80,7 +82,7 @@ def weigh(
 
 @triton.jit
 def attend_tile(
-    q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, seen, scale, visible,
+    q, m, l, acc, k, v, k_exponents, v_exponents, seen, scale, visible,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """`weigh` a tile of keys and add their values.
@@ -89,7 +91,7 @@ def attend_tile(
     """
     s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     m, l, p, correction = weigh(
-        s, m, l, k_exponents_ptr, v_exponents_ptr, where, seen, scale, visible,
+        s, m, l, k_exponents, v_exponents, seen, scale, visible,
         MASKED, WINDOW, SOFTCAP,
     )  # fmt: skip
     acc = acc * correction[:, None]

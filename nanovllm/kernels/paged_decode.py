@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, spare_rows, wait
-from nanovllm.kernels.kv_cache import exponents_at, from_fp8, load_queries
+from nanovllm.kernels.kv_cache import from_fp8, load_exponents, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -23,18 +23,17 @@ MIN_ROWS = 16  # of an operand of tl.dot
 
 @triton.jit
 def _decode_tile(
-    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots, seen,
-    kv_head, stride_slot, scale, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, CVT: tl.constexpr,
+    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen, stride_slot, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """`attend_tile` of the keys in these slots. FP8 codes come in pairs, as int16: the even columns
     of queries and sums are apart from the odd ones then.
     """
     k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
-    where = exponents_at(slots, kv_head, tl.num_programs(0), S)
-    if k_exponents_ptr is None:
+    if PAIR == 1:
         m, l, acc = attend_tile(
-            q, m, l, acc, k, v, None, None, where, seen, scale, seen[None, :],
+            q, m, l, acc, k, v, None, None, seen, scale, seen[None, :],
             MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
         return m, l, acc, acc_odd
@@ -43,7 +42,7 @@ def _decode_tile(
         s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         s = tl.dot(q_odd, k_odd.to(q.dtype), s, input_precision="ieee")
         m, l, p, correction = weigh(
-            s, m, l, k_exponents_ptr, v_exponents_ptr, where, seen, scale, seen[None, :],
+            s, m, l, exponents[0], exponents[1], seen, scale, seen[None, :],
             MASKED, WINDOW, SOFTCAP,
         )  # fmt: skip
         v, v_odd = from_fp8(v, CVT)
@@ -51,6 +50,21 @@ def _decode_tile(
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision="ieee")
         return m, l, acc, acc_odd
+
+
+@triton.jit
+def _exponents(
+    k_ptr, v_ptr, table_ptr, start, end, BLOCK_N: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """The exponents of the tile from `start`, or the last: a tile ahead of their use, because
+    Triton's pipeline leaves loads of single bytes where they are. 0 if there are none.
+    """
+    if k_ptr is None:
+        return 0, 0
+    else:
+        start = tl.minimum(start, (end - 1) // BLOCK_N * BLOCK_N)
+        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
+        return load_exponents(k_ptr, v_ptr, slots, tl.program_id(0), tl.num_programs(0), S)
 
 
 @triton.jit
@@ -101,22 +115,27 @@ def _decode_kernel(
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
+    exponents = _exponents(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
     for start in range(begin, unmasked_end, BLOCK_N):
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
+        following = _exponents(
+            k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
+        )
         seen = slots >= 0
         if WINDOW:
             seen = start + tl.arange(0, BLOCK_N) >= lowest
         m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
-            seen, kv_head, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, WINDOW > 0, CVT,
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
+            stride_slot, scale, W, W_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, CVT,
         )  # fmt: skip
+        exponents = following
     if unmasked_end < end:
         slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
         keys = unmasked_end + tl.arange(0, BLOCK_N)
         seen = (keys < end) & (keys >= lowest)
         m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, slots,
-            seen, kv_head, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, True, CVT,
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
+            stride_slot, scale, W, W_PAD, WINDOW, SOFTCAP, True, PAIR, CVT,
         )  # fmt: skip
     if PAIR == 2:
         acc, d = tl.interleave(acc, acc_odd), tl.arange(0, D_PAD)

@@ -12,7 +12,7 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.kv_cache import exponents_at
+from nanovllm.kernels.kv_cache import load_exponents
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -55,12 +55,16 @@ def _prefill_tile(
         k, v = load_tile(
             k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
         )
-    where = exponents_at(rows, kv_head, tl.num_programs(0), S)
+    k_exponents, v_exponents = None, None
+    if k_exponents_ptr is not None:
+        k_exponents, v_exponents = load_exponents(
+            k_exponents_ptr, v_exponents_ptr, rows, kv_head, tl.num_programs(0), S
+        )
     visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
     return attend_tile(
-        q, m, l, acc, k, v, k_exponents_ptr, v_exponents_ptr, where, seen, scale, visible,
+        q, m, l, acc, k, v, k_exponents, v_exponents, seen, scale, visible,
         MASKED, WINDOW, SOFTCAP,
     )  # fmt: skip
 
