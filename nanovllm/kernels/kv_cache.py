@@ -33,13 +33,6 @@ def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
 
 
 @triton.jit
-def load_exponents(k_ptr, v_ptr, slots, kv_head, HKV, S: tl.constexpr):
-    """The exponents of a head in these slots, of keys and of values."""
-    where = exponents_at(slots, kv_head, HKV, S)
-    return tl.load(k_ptr + where), tl.load(v_ptr + where)
-
-
-@triton.jit
 def _as(x, dtype: tl.constexpr):
     """float32 numbers as others; those beyond the largest of float16 become that."""
     if dtype == tl.float16:

@@ -10,7 +10,7 @@ Letters: B sequences, Hq/Hkv heads, G = Hq / Hkv, D head size, S block size, W t
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.kv_cache import power_of_two
+from nanovllm.kernels.kv_cache import exponents_at, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # of a maximum of scores
@@ -27,6 +27,23 @@ def slots_of(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
         pos = start + n
         block = tl.load(table_ptr + pos // S, mask=pos < end, other=0).to(tl.int64)
         return block * S + pos % S
+
+
+@triton.jit
+def exponents_ahead(
+    k_ptr, v_ptr, table_ptr, start, end, BLOCK_N: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """The exponents of keys and values [BLOCK_N] of the tile from `start`, or of the last one
+    before `end`; 0 if there are none. To be read a tile ahead of their use: Triton's pipeline
+    leaves loads of single bytes where they are.
+    """
+    if k_ptr is None:
+        return 0, 0
+    else:
+        start = tl.minimum(start, (end - 1) // BLOCK_N * BLOCK_N)
+        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
+        where = exponents_at(slots, tl.program_id(0), tl.num_programs(0), S)
+        return tl.load(k_ptr + where), tl.load(v_ptr + where)
 
 
 @triton.jit

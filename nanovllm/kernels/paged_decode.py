@@ -5,11 +5,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, spare_rows, wait
-from nanovllm.kernels.kv_cache import from_fp8, load_exponents, load_queries
+from nanovllm.kernels.kv_cache import from_fp8, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
     before_keys,
+    exponents_ahead,
     load_tile,
     metadata,
     slots_of,
@@ -50,21 +51,6 @@ def _decode_tile(
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision="ieee")
         return m, l, acc, acc_odd
-
-
-@triton.jit
-def _exponents(
-    k_ptr, v_ptr, table_ptr, start, end, BLOCK_N: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
-    """The exponents of the tile from `start`, or the last: a tile ahead of their use, because
-    Triton's pipeline leaves loads of single bytes where they are. 0 if there are none.
-    """
-    if k_ptr is None:
-        return 0, 0
-    else:
-        start = tl.minimum(start, (end - 1) // BLOCK_N * BLOCK_N)
-        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
-        return load_exponents(k_ptr, v_ptr, slots, tl.program_id(0), tl.num_programs(0), S)
 
 
 @triton.jit
@@ -115,10 +101,10 @@ def _decode_kernel(
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
-    exponents = _exponents(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
+    exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
     for start in range(begin, unmasked_end, BLOCK_N):
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
-        following = _exponents(
+        following = exponents_ahead(
             k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
         )
         seen = slots >= 0
@@ -183,8 +169,9 @@ def decode_tiles(q: torch.Tensor, fp8: bool = False) -> tuple[int, int, int]:
     wide, large = q.element_size() == 4, q.shape[-1] > 128
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
-    # FP8 takes registers before and after its conversion, and half the shared memory.
-    return 32 if wide else 64, 4 if large or fp8 else 2, 5 if fp8 and not large else 3
+    if fp8 and not wide and not large:
+        return 128, 4, 5
+    return 32 if wide else 64, 4 if large or fp8 else 2, 3
 
 
 def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:

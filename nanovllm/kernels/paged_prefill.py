@@ -12,11 +12,11 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.kv_cache import load_exponents
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
     before_keys,
+    exponents_ahead,
     load_tile,
     metadata,
     slots_of,
@@ -27,7 +27,7 @@ from nanovllm.utils.kv_cache import KVCache
 
 @triton.jit
 def _prefill_tile(
-    q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
+    q, m, l, acc, k_source, v_source, k_exponents, v_exponents, table_ptr, first_row,
     kv_head, start, k_len, positions, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
@@ -54,11 +54,6 @@ def _prefill_tile(
         offset = kv_head * D
         k, v = load_tile(
             k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
-        )
-    k_exponents, v_exponents = None, None
-    if k_exponents_ptr is not None:
-        k_exponents, v_exponents = load_exponents(
-            k_exponents_ptr, v_exponents_ptr, rows, kv_head, tl.num_programs(0), S
         )
     visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
     if WINDOW:
@@ -111,17 +106,32 @@ def _prefill_span(
     """`_prefill_tile` of each tile from `begin` to `end`. Those with masks that are not a cache's
     are few, and not worth a pipeline.
     """
-    if not MASKED or k_exponents_ptr is not None:
+    if k_exponents_ptr is not None:
+        if begin < end:
+            exponents = exponents_ahead(
+                k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S
+            )
+            for start in range(begin, end, BLOCK_N):
+                following = exponents_ahead(
+                    k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
+                )
+                m, l, acc = _prefill_tile(
+                    q, m, l, acc, k_source, v_source, exponents[0], exponents[1], table_ptr,
+                    first_row, kv_head, start, k_len, positions, stride_row, scale,
+                    D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
+                )  # fmt: skip
+                exponents = following
+    elif not MASKED:
         for start in range(begin, end, BLOCK_N):
             m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
+                q, m, l, acc, k_source, v_source, None, None, table_ptr,
                 first_row, kv_head, start, k_len, positions, stride_row, scale,
                 D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
             )  # fmt: skip
     else:
         for start in tl.range(begin, end, BLOCK_N, num_stages=1):
             m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
+                q, m, l, acc, k_source, v_source, None, None, table_ptr,
                 first_row, kv_head, start, k_len, positions, stride_row, scale,
                 D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
             )  # fmt: skip
