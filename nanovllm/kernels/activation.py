@@ -81,5 +81,5 @@ def _launch(
     T, I = x.shape[0], x.shape[1] // 2
     _act_and_mul_kernel[(T, triton.cdiv(I, block))](
         x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, X_BLOCK=x_block,
-        num_warps=min(16, max(4, block // 512)), **pdl_options(x),
+        num_warps=min(32, max(4, block // 512)), **pdl_options(x),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def _row_kernel(
+def _fp8_row_kernel(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -116,7 +116,7 @@ def one_row(
     BLOCK_K = max(16, min(4096, triton.next_power_of_2(K)))
     BLOCK_N = max(1, min(BLOCK, 8192 // BLOCK_K) // (2 if gated else 1))
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
-    _row_kernel[(triton.cdiv(N, BLOCK_N),)](
+    _fp8_row_kernel[(triton.cdiv(N, BLOCK_N),)](
         x, weight.codes, weight.scales, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
         SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
         num_warps=4, **pdl_options(x),
@@ -125,7 +125,7 @@ def one_row(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _tiles_kernel(
+def _fp8_tiles_kernel(
     x_desc, x_scales_ptr, weight_desc, scales_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
     SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -183,7 +183,7 @@ def _by_tiles(
     (T, K), N, S = x.codes.shape, len(weight), tiles.splits
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
     out = torch.empty(shape, dtype=dtype, device=x.codes.device)
-    _tiles_kernel[(triton.cdiv(T, tiles.block_t), N // BLOCK_N, S)](
+    _fp8_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // BLOCK_N, S)](
         describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
         describe(weight.codes, BLOCK_N, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
         SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,

@@ -143,6 +143,9 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}
+        for shape, size in (("8B", 1), ("0.6B", 2)):
+            quantised = {"quantization": "fp8", "tensor_parallel_size": size}
+            yield options | {"shape": shape} | quantised
 
 
 @pytest.mark.slow
@@ -157,10 +160,13 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     check(card, dtype, kernels)
     sources = (path.read_text() for path in (ROOT / "nanovllm" / "kernels").glob("*.py"))
     wanted = set(re.findall(r"^def (_\w+_kernel)\(", "".join(sources), re.MULTILINE))
+    fp8 = {"_quantize_kernel", "_fp8_row_kernel", "_fp8_tiles_kernel"}
     if dtype == "float32":  # whose products are the library's
-        wanted -= {"_row_kernel", "_tiles_kernel"}
+        wanted -= {"_row_kernel", "_tiles_kernel"} | fp8
     elif card not in ROOMY:
-        wanted -= {"_tiles_kernel"}
+        wanted -= {"_tiles_kernel", "_fp8_tiles_kernel"}
+    if card not in CONVERT_FP8:
+        wanted -= fp8
     assert {kernel.name for kernel in kernels} == wanted
     for word, cards in ((TILE_COPY, ROOMY), (DEPENDENT_LAUNCH, WITH_DEPENDENT_LAUNCH)):
         assert any(word in kernel.text for kernel in kernels) == (card in cards), word
