@@ -106,7 +106,7 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     exact: Measured | None = None
     wanted = [name for name in SETTINGS if name in {REFERENCE, *args.settings}]
-    print(f"{'setting':18s} mean error  99 %     largest  perplexity  likeliest token equal")
+    print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with LLM(args.model, device=args.device, **SETTINGS[name]) as llm:
             prompts = pieces(llm, text, min(args.length, llm.max_model_len - 1))
@@ -117,7 +117,7 @@ def main() -> None:
         exact = exact or found
         row = results[name] = compare(found, exact)
         print(
-            f"{name:18s} {row['mean_error']:<11.2g} {row['p99_error']:<8.2g} "
+            f"{name:22s} {row['mean_error']:<11.2g} {row['p99_error']:<8.2g} "
             f"{row['max_error']:<8.2g} {row['perplexity']:<11.4f} {row['greedy_agreement']:.2%}",
             flush=True,
         )

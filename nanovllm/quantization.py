@@ -49,6 +49,21 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
     raise _refusal(method)
 
 
+def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> Quantization | None:
+    """What a model's linear layers have, by the option and by its config.json.
+
+    Raises:
+        ValueError: if experts were asked to be quantised.
+    """
+    if asked is None or found is not None:
+        return found
+    if has_experts:
+        raise ValueError(
+            f"`quantization` {asked!r} is not supported for a mixture of experts: leave it out"
+        )
+    return WHILE_LOADING
+
+
 def _refusal(method: Any) -> ValueError:
     return ValueError(
         f"config.json: `quantization_config` {method!r} is not supported: take a checkpoint in FP8 "

@@ -40,7 +40,7 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
-from nanovllm.quantization import WHILE_LOADING
+from nanovllm.quantization import choose as choose_quantization
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
 from nanovllm.utils.device import (
@@ -119,15 +119,10 @@ class ModelRunner:
             and triton_refusal(self.device) is None
             and model_config.head_dim in HEAD_DIMS
         )
-        self.build = Build(
-            self.dtype,
-            self.fused,
-            group,
-            self.backend,
-            self.max_model_len,
-            self.cache_dtype,
-            model_config.quantization or (WHILE_LOADING if config.quantization else None),
-        )
+        found, has_experts = model_config.quantization, model_config.experts is not None
+        quantization = choose_quantization(config.quantization, found, has_experts)
+        how = self.dtype, self.fused, group, self.backend, self.max_model_len
+        self.build = Build(*how, self.cache_dtype, quantization)
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.

@@ -62,14 +62,13 @@ def store_halves(
     HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot; -1: nowhere."""
+    there = mask if inside is None else mask & inside
     if slot >= 0:
         if exponents_ptr is not None:
             tl.store(exponents_ptr + exponents_at(slot, head, HKV, S), exponent, mask=mask)
-        if inside is not None:
-            mask = mask & inside
         ptr = cache_ptr + (slot * HKV + head) * D + i
-        tl.store(ptr, y1.to(cache_ptr.dtype.element_ty), mask=mask)
-        tl.store(ptr + D // 2, y2.to(cache_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptr, y1.to(cache_ptr.dtype.element_ty), mask=there)
+        tl.store(ptr + D // 2, y2.to(cache_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit

@@ -54,6 +54,40 @@ def _decode_tile(
 
 
 @triton.jit
+def _decode_tiles(
+    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
+    lowest, begin, end, stride_slot, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr,
+):  # fmt: skip
+    """`_decode_tile` of all keys from `begin` to `end`."""
+    unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
+    exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
+    for start in range(begin, unmasked_end, BLOCK_N):
+        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
+        following = exponents_ahead(
+            k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
+        )
+        seen = slots >= 0
+        if WINDOW:
+            seen = start + tl.arange(0, BLOCK_N) >= lowest
+        m, l, acc, acc_odd = _decode_tile(
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
+            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, CVT,
+        )  # fmt: skip
+        exponents = following
+    if unmasked_end < end:
+        slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
+        keys = unmasked_end + tl.arange(0, BLOCK_N)
+        seen = (keys < end) & (keys >= lowest)
+        m, l, acc, acc_odd = _decode_tile(
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
+            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, True, PAIR, CVT,
+        )  # fmt: skip
+    return m, l, acc, acc_odd
+
+
+@triton.jit
 def _span(
     length, split, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
@@ -97,32 +131,13 @@ def _decode_kernel(
     q, q_odd = load_queries(q_ptrs, used, PAIR)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
-    unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
-    exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
-    for start in range(begin, unmasked_end, BLOCK_N):
-        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
-        following = exponents_ahead(
-            k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
-        )
-        seen = slots >= 0
-        if WINDOW:
-            seen = start + tl.arange(0, BLOCK_N) >= lowest
-        m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, W, W_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, CVT,
-        )  # fmt: skip
-        exponents = following
-    if unmasked_end < end:
-        slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
-        keys = unmasked_end + tl.arange(0, BLOCK_N)
-        seen = (keys < end) & (keys >= lowest)
-        m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, W, W_PAD, WINDOW, SOFTCAP, True, PAIR, CVT,
-        )  # fmt: skip
+    m, l, acc, acc_odd = _decode_tiles(
+        q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
+        lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, CVT,
+    )  # fmt: skip
     if PAIR == 2:
         acc, d = tl.interleave(acc, acc_odd), tl.arange(0, D_PAD)
         used = (g[:, None] < G) & (d[None, :] < D)
@@ -174,13 +189,16 @@ def decode_tiles(q: torch.Tensor, fp8: bool = False) -> tuple[int, int, int]:
     return 32 if wide else 64, 4 if large or fp8 else 2, 3
 
 
-def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
+def choose_num_splits(
+    batch_size: int, num_kv_heads: int, head_dim: int, max_context: int, fp8: bool = False
+) -> int:
     """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
 
     1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
-    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
+    more, FP8 less; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16
+    splits.
     """
-    programs = 1024 * max(1, 128 // head_dim)
+    programs = (512 if fp8 else 1024) * max(1, 128 // head_dim)
     wanted = triton.cdiv(programs, batch_size * num_kv_heads)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
@@ -213,18 +231,19 @@ def paged_decode(
     S, Hkv = cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
+    fp8 = cache.k.dtype == FP8
     if num_splits is None:
         longest = block_tables.shape[1] * S
-        num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
+        num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest), fp8)
     out = spare_rows(B, Hq, D, like=q)
     part_acc = part_lse = out
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
     G_PAD = max(MIN_ROWS, triton.next_power_of_2(G))
-    BLOCK_N, num_warps, num_stages = decode_tiles(q, cache.k.dtype == FP8)
+    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8)
     k_cache, v_cache, pair = cache.k, cache.v, 1
-    if cache.k.dtype == FP8:
+    if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
     _decode_kernel[(Hkv, B, num_splits)](
         q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, block_tables, context_lens, sinks,

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.bulk import Scattered
-from nanovllm.layers.base import Build, Layer, Part, Shard
+from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.linear import gather_owned_rows, sum_over_ranks
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 

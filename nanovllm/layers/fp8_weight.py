@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.base import Part, Shard
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.weight import Weight
 from nanovllm.quantization import Quantization
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes

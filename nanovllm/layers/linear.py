@@ -12,8 +12,9 @@ from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
-from nanovllm.layers.base import Build, Hidden, Layer, Part, Shard
+from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.fp8_weight import Fp8Weight
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.fp8 import Codes

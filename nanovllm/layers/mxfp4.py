@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.base import Shard
+from nanovllm.layers.shard import Shard
 from nanovllm.model_config import MXFP4_BLOCK as BLOCK
 
 BIAS = 127  # of its exponent

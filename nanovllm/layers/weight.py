@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.activation import act_and_mul
-from nanovllm.layers.base import Part, Shard
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.utils.fp8 import Codes
 
 NO_CODES = "`x_block` is None"

@@ -508,6 +508,7 @@ def test_number_of_splits() -> None:
     assert choose_num_splits(256, 8, 128, 4096) == 1
     assert choose_num_splits(96, 8, 128, 4096) == 2
     assert choose_num_splits(64, 8, 128, 4096) == 2
+    assert choose_num_splits(64, 8, 128, 4096, fp8=True) == 1
     assert choose_num_splits(64, 8, 64, 4096) == 4
     assert choose_num_splits(12, 8, 128, 4096) == 16
     assert choose_num_splits(1, 8, 128, 4096) == 16

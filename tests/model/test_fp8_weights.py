@@ -151,6 +151,18 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
         LLM(path, **SMALL)
 
 
+def test_experts_are_not_quantised(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+    with pytest.raises(ValueError, match="'fp8' is not supported for a mixture of experts"):
+        LLM(path, quantization="fp8", **SMALL)
+
+
+def test_a_checkpoint_in_fp8_may_be_asked_for(tmp_path: Path) -> None:
+    quantised, exact = checkpoints(tmp_path, "blocks")
+    with LLM(quantised, quantization="fp8", **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+
+
 def test_tensors_that_config_json_does_not_describe(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "rows")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -135,6 +135,7 @@ def test_dummy_shapes_are_the_published_ones(
         "disable_custom_all_reduce": False,
         "kvcache_block_size": 256,
         "kv_cache_dtype": "auto",
+        "quantization": None,
     }
 
 

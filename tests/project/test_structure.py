@@ -11,10 +11,10 @@ CEILINGS = {
     "functions": 244,
     "files": 38,
     "files_in_circles": 0,
-    "core_lines": 4600,
-    "package_lines": 15_900,
+    "core_lines": 4650,
+    "package_lines": 16_900,
     "longest_file": 371,
-    "model_lines": 121,
+    "model_lines": 123,
 }
 LONGEST_FUNCTION = 60
 

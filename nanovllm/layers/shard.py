@@ -1,0 +1,104 @@
+"""Which part of a checkpoint's tensor a rank holds, and how it fills a parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from nanovllm.distributed.group import Group
+
+
+class Part(NamedTuple):
+    """The part of a tensor's dimension that this rank holds.
+
+    Attributes:
+        held: the indices, in the order in which they are held.
+        total: the size of the dimension in the checkpoint.
+    """
+
+    held: Sequence[int]
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Part":
+        """All of it."""
+        return cls(range(total), total)
+
+    @classmethod
+    def equal(cls, total: int, group: Group) -> "Part":
+        """An equal share for each rank."""
+        size = total // group.size
+        assert size * group.size == total, f"{total} elements for {group.size} ranks"
+        return cls(range(group.rank * size, (group.rank + 1) * size), total)
+
+    @classmethod
+    def packed(cls, parts: Sequence["Part"]) -> "Part":
+        """Of a dimension that is theirs, one behind the other."""
+        starts = accumulate((part.total for part in parts), initial=0)
+        held = [start + i for start, part in zip(starts, parts, strict=False) for i in part.held]
+        return cls(held, sum(part.total for part in parts))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tensor of the checkpoint, or the part of it that this rank holds. A subclass is of a tensor
+    that is stored in another way than as numbers.
+
+    Attributes:
+        target: the parameter, or rows of a packed one, that it fills.
+        parts: what of each dimension fills it.
+    """
+
+    comes_last: ClassVar[bool] = False  # it changes what another one has filled
+
+    target: torch.Tensor
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, target: torch.Tensor) -> "Shard":
+        """A tensor that every rank holds."""
+        return cls(target, tuple(Part.whole(size) for size in target.shape))
+
+    @property
+    def full_shape(self) -> list[int]:
+        """The shape of the tensor in the checkpoint."""
+        return [part.total for part in self.parts]
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        """All that it fills."""
+        return (self.target,)
+
+    def fits(self, shape: list[int]) -> bool:
+        """Whether the checkpoint's tensor may have this shape."""
+        return shape == self.full_shape
+
+    def read(self, source: Any) -> torch.Tensor:
+        """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
+        spans = [
+            part.held if isinstance(part.held, range) else range(min(part.held), max(part.held) + 1)
+            for part in self.parts
+        ]
+        tensor: torch.Tensor = source[tuple(slice(span.start, span.stop) for span in spans)]
+        for dim, (part, span) in enumerate(zip(self.parts, spans, strict=True)):
+            if part.held is not span:
+                index = torch.tensor(part.held, device=tensor.device) - span.start
+                tensor = tensor.index_select(dim, index)
+        return tensor
+
+    def fill(self, name: str, source: Any) -> None:
+        """Fill the target from `source`, a slice of safetensors.
+
+        Raises:
+            ValueError: naming the tensor, if it is stored in another way.
+        """
+        tensor = self.read(source)
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(f"tensor {name} is {tensor.dtype}: config.json does not say so")
+        self.put(tensor)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        """Fill the target with numbers of its shape."""
+        self.target.copy_(numbers)
