@@ -94,6 +94,7 @@ class TritonBackend(TritonStore):
             window=scoring.window,
             softcap=scoring.softcap,
             sinks=scoring.sinks,
+            prefixes=None if scoring.window else context.prefixes,
         )
 
     def variants(

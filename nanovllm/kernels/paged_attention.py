@@ -33,14 +33,14 @@ def slots_of(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
 def exponents_ahead(
     k_ptr, v_ptr, table_ptr, start, end, BLOCK_N: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """The exponents of keys and values [BLOCK_N] of the tile from `start`, or of the last one
-    before `end`; 0 if there are none. To be read a tile ahead of their use: Triton's pipeline
-    leaves loads of single bytes where they are.
+    """The exponents of keys and values [BLOCK_N] of the tile from `start`, from `end` on of any; 0
+    if there are none. To be read a tile ahead of their use: Triton's pipeline leaves loads of
+    single bytes where they are.
     """
     if k_ptr is None:
         return 0, 0
     else:
-        start = tl.minimum(start, (end - 1) // BLOCK_N * BLOCK_N)
+        start = tl.where(start < end, start, (end - 1) // BLOCK_N * BLOCK_N)
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
         where = exponents_at(slots, tl.program_id(0), tl.num_programs(0), S)
         return tl.load(k_ptr + where), tl.load(v_ptr + where)

@@ -16,6 +16,8 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
     weigh,
 )
+from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
+from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
@@ -89,33 +91,40 @@ def _decode_tiles(
 
 @triton.jit
 def _span(
-    length, split, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
+    length, split, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """The lowest position that is seen, and the positions of a split, which begins with a tile."""
-    lowest = 0
+    """The lowest position from `first` on that is seen, and the positions of a split, which begins
+    with a tile.
+    """
+    lowest = first
     if WINDOW:
         lowest = tl.maximum(length - WINDOW, 0)
-    first_tile = lowest // BLOCK_N
-    tiles_per_split = tl.cdiv(tl.cdiv(length, BLOCK_N) - first_tile, SPLITS)
-    begin = (first_tile + split * tiles_per_split) * BLOCK_N
+        first = lowest // BLOCK_N * BLOCK_N
+    tiles_per_split = tl.cdiv(tl.cdiv(length - first, BLOCK_N), SPLITS)
+    begin = first + split * tiles_per_split * BLOCK_N
     return lowest, begin, tl.minimum(begin + tiles_per_split * BLOCK_N, length)
 
 
 @metadata
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr, part_acc_ptr,
-    part_lse_ptr, tables_ptr, lens_ptr, sinks_ptr, scale, stride_qt, stride_slot, stride_table,
+    part_lse_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr, prefix_m_ptr,
+    prefix_l_ptr, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    PAIR: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: all G queries that share a KV head of one sequence, over one split of its keys.
+    # One program: all G queries that share a KV head of one sequence, over one split of its keys
+    # but those of a prefix that it shares with others: from there the first split goes on.
     # An FP8 cache has columns in pairs, as int16.
     W: tl.constexpr = D // PAIR
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lowest, begin, end = _span(tl.load(lens_ptr + seq), split, WINDOW, BLOCK_N, SPLITS)
+    prefix = split * 0
+    if prefix_lens_ptr is not None:
+        prefix = tl.load(prefix_lens_ptr + seq)
+    lowest, begin, end = _span(tl.load(lens_ptr + seq), split, prefix, WINDOW, BLOCK_N, SPLITS)
     g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
     used = g[:, None] < G
     if D < D_PAD:
@@ -131,9 +140,16 @@ def _decode_kernel(
     q, q_odd = load_queries(q_ptrs, used, PAIR)
     table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
     k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
-    m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(split == 0, G, 0), G_PAD)
+    m, l = before_keys(
+        sinks_ptr, kv_head * G + g, g < tl.where((split == 0) & (prefix == 0), G, 0), G_PAD
+    )
     acc = tl.zeros([G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
+    if prefix_lens_ptr is not None:
+        m, l, acc, acc_odd = go_on(
+            m, l, acc, acc_odd, prefix_acc_ptr, prefix_m_ptr, prefix_l_ptr, row, d, used,
+            g < tl.where((split == 0) & (prefix > 0), G, 0), D, PAIR, PREFIX_SPLITS,
+        )  # fmt: skip
     m, l, acc, acc_odd = _decode_tiles(
         q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
         lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, CVT,
@@ -213,6 +229,7 @@ def paged_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    prefixes: Prefixes | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Attention of one token per sequence to its tokens, all in the cache.
@@ -222,6 +239,7 @@ def paged_decode(
         block_tables: [B, W] int32.
         context_lens: [B] int32; rows with 0 are padding, their output is undefined.
         scale, window, softcap, sinks: see `Scoring`.
+        prefixes: what several of them begin with, to be read once; not with a window.
         num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
 
     Returns:
@@ -245,11 +263,15 @@ def paged_decode(
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
+    seen: Seen | tuple[None, ...] = (None,) * 4
+    if prefixes is not None:
+        seen = paged_prefix(q, cache, block_tables, prefixes, scale, softcap, sinks)
     _decode_kernel[(Hkv, B, num_splits)](
         q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, block_tables, context_lens, sinks,
-        scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
+        *seen, scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
-        BLOCK_N=BLOCK_N, SPLITS=num_splits, PAIR=pair, CVT=q.is_cuda,
+        BLOCK_N=BLOCK_N, SPLITS=num_splits,
+        PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2], PAIR=pair, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:

@@ -97,7 +97,7 @@ def _bounds(first, end, origin, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _prefill_span(
+def prefill_span(
     q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
     kv_head, begin, end, k_len, positions, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -176,23 +176,23 @@ def _prefill_kernel(
         origin, source_table = k_len - q_len, None
     lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
-        m, l, acc = _prefill_span(
+        m, l, acc = prefill_span(
             q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0,
             kv_head, lowest // BLOCK_N * BLOCK_N, origin, origin, positions, stride_slot, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
         )  # fmt: skip
     if WINDOW:
-        m, l, acc = _prefill_span(
+        m, l, acc = prefill_span(
             q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
             begin, unmasked, k_len, positions, stride_row, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
         )  # fmt: skip
-    m, l, acc = _prefill_span(
+    m, l, acc = prefill_span(
         q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
         unmasked, unmasked_end, k_len, positions, stride_row, scale,
         D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
     )  # fmt: skip
-    m, l, acc = _prefill_span(
+    m, l, acc = prefill_span(
         q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
         unmasked_end, end, k_len, positions, stride_row, scale,
         D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,

@@ -10,10 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+class Prefixes(NamedTuple):
+    """`SharedPrefixes` of a step's decodes on the device, int32: [B], [n or more], [t] and [t].
+    Tiles that are none begin where they end.
+    """
+
+    lens: torch.Tensor
+    rows: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Context:
         max_seqlen_k: longest context of a prefilling sequence.
         has_cached_context: whether a prefilling sequence sees more than this step's tokens.
         kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
+        prefixes: what several decodes begin with, if that is to be read once.
         shared: what a backend works out in the first layer for all of them.
     """
 
@@ -50,6 +62,7 @@ class Context:
     max_seqlen_k: int = 0
     has_cached_context: bool = False
     kept_rows: torch.Tensor | None = None
+    prefixes: Prefixes | None = None
     shared: dict[str, Any] = field(default_factory=dict)
 
     @property

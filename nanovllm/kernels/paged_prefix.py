@@ -1,0 +1,159 @@
+"""Attention of several decodes to the tokens that all of them begin with, read once.
+
+What a decode has seen so far, maximum, sum and values, is where `paged_decode` goes on.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
+from nanovllm.kernels.paged_attention import LOG2E, LOWEST, before_keys, metadata
+from nanovllm.kernels.paged_prefill import prefill_span
+from nanovllm.utils.context import Prefixes
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
+
+ROWS = 64  # of a tile: queries times heads that share a KV head
+PROGRAMS = 512  # that run at once
+MOST_SPLITS = 8
+
+
+class Seen(NamedTuple):
+    """What decodes have seen of their prefixes, in parts.
+
+    Attributes:
+        lens: [B] int32, tokens; 0: the rest is undefined.
+        acc: [B, Hq, SPLITS, D] float32, weighted sums of values.
+        m, l: [B, Hq, SPLITS] float32, maxima (of log 2) and sums of weights.
+    """
+
+    lens: torch.Tensor
+    acc: torch.Tensor
+    m: torch.Tensor
+    l: torch.Tensor
+
+
+def members_of_tile(num_heads: int, num_kv_heads: int) -> int:
+    """Decodes whose queries are a tile."""
+    return max(1, ROWS // (num_heads // num_kv_heads))
+
+
+@metadata
+def _prefix_kernel(
+    q_ptr, k_source, v_source, k_exponents_ptr, v_exponents_ptr, acc_ptr, m_ptr, l_ptr, tables_ptr,
+    lens_ptr, rows_ptr, begins_ptr, ends_ptr, sinks_ptr, scale, stride_qt, stride_row, stride_table,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: the queries of a tile's decodes in all G heads that share a KV head, over one
+    # split of what the decodes share.
+    launch_dependents(PDL)
+    kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
+    wait(PDL)
+    if begin >= end:  # padding
+        return
+    i, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    used = (begin + i // G < end) & (i < BLOCK_M // G * G)
+    row = tl.load(rows_ptr + begin + i // G, mask=used, other=0).to(tl.int64)
+    head = kv_head * G + i % G
+    inside = used[:, None]
+    if D < D_PAD:
+        inside &= d[None, :] < D
+    q_ptrs = q_ptr + row[:, None] * stride_qt + head[:, None] * D + d[None, :]
+    q = tl.load(q_ptrs, mask=inside, other=0.0)
+    first = tl.load(rows_ptr + begin).to(tl.int64)
+    length, table_ptr = tl.load(lens_ptr + first), tables_ptr + first * stride_table
+    span = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    start, stop = split * span, tl.minimum((split + 1) * span, length)
+    m, l = before_keys(sinks_ptr, head, used & (i < tl.where(split == 0, BLOCK_M, 0)), BLOCK_M)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    positions = i * 0 + length  # all keys are visible
+    whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
+    if k_exponents_ptr is None:
+        m, l, acc = prefill_span(
+            q, m, l, acc, k_source, v_source, None, None, table_ptr, 0, kv_head, start, whole,
+            stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP, DESCRIBED, False,
+        )  # fmt: skip
+        start = whole
+    m, l, acc = prefill_span(
+        q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
+        start, stop, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
+        DESCRIBED, True,
+    )  # fmt: skip
+    part = (row * tl.num_programs(0) * G + head) * SPLITS + split
+    tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=inside)
+    tl.store(m_ptr + part, m, mask=used)
+    tl.store(l_ptr + part, l, mask=used)
+
+
+@triton.jit
+def go_on(
+    m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
+    D: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """m, l [M], and acc [M, D] (or its even columns and the odd ones) after a prefix.
+
+    row: [M] of [B * Hq]. d: [D] columns; used: [M, D]. there: [M], which have one.
+    """
+    used &= there[:, None]
+    for split in tl.static_range(SPLITS):
+        part = row * SPLITS + split
+        m_part = tl.load(m_ptr + part, mask=there, other=float("-inf"))
+        l_part = tl.load(l_ptr + part, mask=there, other=0.0)
+        m_new = tl.maximum(tl.maximum(m, m_part), LOWEST)
+        before, now = tl.exp2(m - m_new), tl.exp2(m_part - m_new)
+        ptrs = acc_ptr + part[:, None] * D + d[None, :]
+        acc = acc * before[:, None] + tl.load(ptrs, mask=used, other=0.0) * now[:, None]
+        if PAIR == 2:
+            odd = tl.load(ptrs + 1, mask=used, other=0.0)
+            acc_odd = acc_odd * before[:, None] + odd * now[:, None]
+        l = l * before + l_part * now
+        m = m_new
+    return m, l, acc, acc_odd
+
+
+def paged_prefix(
+    q: torch.Tensor,
+    cache: KVCache,
+    block_tables: torch.Tensor,
+    prefixes: Prefixes,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> Seen:
+    """What decodes see of the prefixes that they share.
+
+    Args:
+        q: [B, Hq, D], the heads of a token adjacent.
+        block_tables: [B, W] int32.
+        prefixes: of these decodes, in tiles of `members_of_tile`.
+        scale, softcap, sinks: see `Scoring`; a sink counts as seen.
+    """
+    B, Hq, D = q.shape
+    S, Hkv = cache.k.shape[1:3]
+    G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
+    fp8, wide = cache.k.dtype == FP8, q.element_size() == 4 or D > 128
+    members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
+    programs = Hkv * triton.cdiv(B, members)
+    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, PROGRAMS // programs)))
+    acc = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
+    BLOCK_M, BLOCK_N = max(16, triton.next_power_of_2(members * G)), 32 if wide else 64
+    k_source, v_source = (x.view(-1, Hkv * D) for x in (cache.k, cache.v))
+    described = D == D_PAD and not fp8 and S >= BLOCK_N
+    described = described and can_describe(k_source) and can_describe(v_source)
+    if described:
+        k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
+    _prefix_kernel[(Hkv, num_tiles, splits)](
+        q, k_source, v_source, *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
+        scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
+        G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        SPLITS=splits, DESCRIBED=described, num_warps=4, num_stages=3 if not wide else 2,
+        **pdl_options(q),
+    )  # fmt: skip
+    return Seen(prefixes.lens, acc, m, l)
