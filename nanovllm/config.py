@@ -124,6 +124,7 @@ class Options(TypedDict, total=False):
     quantization: str | None
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
+    share_prefixes: bool
     mixed_steps: bool
     fused_kernels: bool
     overlap: bool | None
@@ -164,6 +165,7 @@ class Config:
             process grows as blocks are first written to: by what sequences need at once, and by
             cached prefixes up to the whole.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
+        share_prefixes: read blocks that many decodes begin with once for all (Triton backend).
         mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
             alone, and the running sequences wait meanwhile, as in nano-vLLM.
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
@@ -196,6 +198,7 @@ class Config:
     quantization: str | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    share_prefixes: bool = True
     mixed_steps: bool = True
     fused_kernels: bool = True
     overlap: bool | None = None
@@ -218,6 +221,7 @@ class Config:
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("share_prefixes", self.share_prefixes)
         check_bool("mixed_steps", self.mixed_steps)
         check_bool("fused_kernels", self.fused_kernels)
         if self.overlap is not None:

@@ -100,6 +100,10 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
+    def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
+        """Decodes of a tile of shared prefixes (`Context.prefixes`); 0: it reads each by itself."""
+        return 0
+
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import triton_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
@@ -49,10 +49,11 @@ class TritonBackend(TritonStore):
     def __init__(self) -> None:
         from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
         from nanovllm.kernels.paged_prefill import paged_prefill
+        from nanovllm.kernels.paged_prefix import members_of_tile
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
-        self._choose_num_splits = choose_num_splits
+        self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
 
     def prefill(
         self,
@@ -97,6 +98,9 @@ class TritonBackend(TritonStore):
             prefixes=None if scoring.window else context.prefixes,
         )
 
+    def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
+        return self._members_of_tile(num_heads, num_kv_heads)
+
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
@@ -115,4 +119,7 @@ class TritonBackend(TritonStore):
             for i in range(most_splits.bit_length()):
                 decode = partial(self._decode, q, cache, table, lens[:1], **how)
                 calls.append(partial(decode, num_splits=1 << i))
+            if not scoring.window:  # of the full batches that share prefixes
+                prefixes = Prefixes(*lens[:1].expand(4, 1))
+                calls.append(partial(decode, num_splits=1, prefixes=prefixes))
         return calls

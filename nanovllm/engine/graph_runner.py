@@ -3,18 +3,21 @@
 import bisect
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.engine.plan import Batch
+from nanovllm.engine.prefixes import most_tiles
 from nanovllm.engine.step_inputs import Computed, StepInputs
 from nanovllm.layers.sampler import SamplingMetadata
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import capturing
 from nanovllm.utils.progress import startup_bar
 
-NUM_ROWS = 8  # of the static buffer, before the block tables
+NUM_ROWS = 12  # of the static buffer, before the block tables
+PADDING = (0, 0, -1, 0, None, 0, 0, 0, 0, 0, 0, 0)  # of each row; None: past the last slot
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -47,12 +50,15 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
             batch.temperatures.view(np.int32),
             *batch.random_keys,
         )
-        for row, value in zip(rows, values, strict=True):
+        for row, value in zip(rows, values, strict=False):
             row[:n] = value
+        rows[8:, :size] = 0
+        for row, value in zip(rows[8:], batch.prefixes or (), strict=False):
+            row[: len(value)] = value
         tables[:n, :width] = batch.block_tables
         tables[:n, width:] = 0
-    for row, value in zip(rows, (0, 0, -1, 0, rows.shape[1], 0, 0, 0), strict=True):
-        row[n:size] = value
+    for row, value in zip(rows[: 8 if n else NUM_ROWS], PADDING, strict=False):
+        row[n:size] = rows.shape[1] if value is None else value
     tables[n:size] = 0
 
 
@@ -71,6 +77,7 @@ class StaticInputs:
     Laid out as NUM_ROWS rows of B = `max_num_seqs`, then the block tables [B, W]:
 
         input_ids | positions | slot_mapping | context_lens | slots | temperatures | 2 key words
+        | the 4 arrays of `SharedPrefixes`
 
     A step fills a twin and copies it in one go. There are two twins, taken in turn, and before one
     is filled again its last copy is waited for: the host may be a step ahead of the device.
@@ -98,31 +105,41 @@ class StaticInputs:
         rows = buffer[: NUM_ROWS * self._B].reshape(NUM_ROWS, self._B)
         return rows, buffer[NUM_ROWS * self._B :].reshape(self._B, self._W)
 
-    def views(self, size: int) -> StepInputs:
-        """The device's inputs of a batch of `size`."""
+    def views(self, size: int, num_tiles: int) -> StepInputs:
+        """The device's inputs of a batch of `size`, with so many tiles of shared prefixes."""
         rows = self._device[: NUM_ROWS * self._B].view(NUM_ROWS, self._B)[:, :size]
         input_ids, positions, slot_mapping, context_lens, slots, temperatures = rows[:6]
         tables = self._device[NUM_ROWS * self._B :].view(self._B, self._W)[:size]
+        lens, own, begins, ends = rows[8:]
+        prefixes = Prefixes(lens, own, begins[:num_tiles], ends[:num_tiles])
         return StepInputs(
             input_ids=input_ids,
             positions=positions,
-            context=Context(size, slot_mapping, context_lens, tables),
+            context=Context(
+                size,
+                slot_mapping,
+                context_lens,
+                tables,
+                prefixes=prefixes if num_tiles else None,
+            ),
             decode_slots=slots,
             sample_rows=None,
             sampling=SamplingMetadata(
-                temperatures.view(torch.float32), rows[6:], context_lens, slots
+                temperatures.view(torch.float32), rows[6:8], context_lens, slots
             ),
         )
 
 
 class DecodeGraphs:
     """Captures the decode step, from the tokens' embedding to the next tokens, and replays it.
+    Steps that share prefixes have graphs of their own, captured when the first of their size comes.
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
         device: a CUDA device.
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
+        members: decodes of a tile of shared prefixes.
     """
 
     def __init__(
@@ -131,32 +148,38 @@ class DecodeGraphs:
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
+        members: int,
     ) -> None:
         self.sizes = bucket_sizes(max_num_seqs)
         self.num_replays = 0
+        self._compute, self._device, self._members = compute, device, members
         self._inputs = StaticInputs(device, max_num_seqs, table_width)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._computed: dict[int, Computed] = {}
-        pool, stream = None, _capture_stream(device)
-        self._inputs.fill(None, max_num_seqs)
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Computed]] = {}
+        self._pool: Any = None
         # Largest first: the others fit into its memory.
         with startup_bar(self.sizes[::-1], "Capturing CUDA graphs", "graph") as bar:
             for size in bar:
-                inputs = self._inputs.views(size)
-                compute(inputs)  # kernels compile, libraries allocate
-                graph = torch.cuda.CUDAGraph()
-                # Other threads, those that watch the workers, may use CUDA meanwhile.
-                mode = "thread_local"
-                with capturing, torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
-                    self._computed[size] = compute(inputs)
-                self._graphs[size] = graph
-                pool = pool or graph.pool()
+                self._capture(size, False)
+
+    def _capture(self, size: int, shares: bool) -> tuple[torch.cuda.CUDAGraph, Computed]:
+        self._inputs.fill(None, size)
+        inputs = self._inputs.views(size, most_tiles(size, self._members) if shares else 0)
+        self._compute(inputs)  # kernels compile, libraries allocate
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+        # Other threads, those that watch the workers, may use CUDA meanwhile.
+        mode = "thread_local"
+        with capturing, torch.cuda.graph(graph, self._pool, stream, capture_error_mode=mode):
+            computed = self._compute(inputs)
+        self._pool = self._pool or graph.pool()
+        self._graphs[size, shares] = graph, computed
+        return graph, computed
 
     def replay(self, batch: Batch) -> Computed:
         """What the step computes for a decode batch of n sequences, until the next replay."""
-        n = len(batch.input_ids)
+        n, shares = len(batch.input_ids), batch.prefixes is not None
         size = self.sizes[bisect.bisect_left(self.sizes, n)]
+        graph, computed = self._graphs.get((size, shares)) or self._capture(size, shares)
         self._inputs.fill(batch, size)
-        self._graphs[size].replay()
+        graph.replay()
         self.num_replays += 1
-        return Computed(*(part[:n] for part in self._computed[size]))
+        return Computed(*(part[:n] for part in computed))

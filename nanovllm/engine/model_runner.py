@@ -32,6 +32,7 @@ from nanovllm.engine.step_inputs import (
     to_device,
 )
 from nanovllm.engine.variants import attention_variants, sampling_variants
+from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.fp8_weight import dequantize
@@ -123,6 +124,9 @@ class ModelRunner:
         quantization = choose_quantization(config.quantization, found, has_experts)
         how = self.dtype, self.fused, group, self.backend, self.max_model_len
         self.build = Build(*how, self.cache_dtype, quantization)
+        shares = config.share_prefixes and config.enable_prefix_caching
+        self._members = members_of_tile(model_config, self.build) if shares else 0
+        self.num_shared_steps = 0
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
@@ -268,9 +272,8 @@ class ModelRunner:
 
     def capture_cudagraph(self) -> None:
         """Capture the decode step for all buckets of batch sizes."""
-        self.graphs = DecodeGraphs(
-            self.run_model, self.device, self.config.max_num_seqs, self._max_blocks
-        )
+        sizes = self.config.max_num_seqs, self._max_blocks, self._members
+        self.graphs = DecodeGraphs(self.run_model, self.device, *sizes)
 
     def _log_backend(self) -> None:
         if self.graphs is not None:
@@ -291,6 +294,7 @@ class ModelRunner:
             "all_reduce": self.group.describe(),
             "cuda_graphs": 0 if self.graphs is None else len(self.graphs.sizes),
             "num_graph_replays": 0 if self.graphs is None else self.graphs.num_replays,
+            "num_shared_prefix_steps": self.num_shared_steps,
         }
 
     # -- a step ---------------------------------------------------------------------------------
@@ -309,7 +313,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch the model for a step, the same on all ranks, and sample without controls."""
         self._table.update(plan)
-        batch = build_batch(plan, self._table, self.config.kvcache_block_size)
+        batch = build_batch(plan, self._table, self.config.kvcache_block_size, self._members)
+        self.num_shared_steps += batch.prefixes is not None
         with self._scope():
             if batch.is_decode and self.graphs is not None:
                 return LaunchedStep(plan, batch, self.graphs.replay(batch))

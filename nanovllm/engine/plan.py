@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.engine.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.layers.controls import Int32
 
@@ -131,6 +132,7 @@ class Batch(NamedTuple):
     sample_rows: Int32  # [n], rows of [T] of those n sequences
     temperatures: NDArray[np.float32]  # [B]
     random_keys: Int32  # [2, B], two words for each sequence (uint32 in the bits of int32)
+    prefixes: SharedPrefixes | None = None  # of the decodes
 
     @property
     def is_decode(self) -> bool:
@@ -159,8 +161,12 @@ class SlotTable:
         self.random_keys[:, plan.joined] = plan.random_keys
 
 
-def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
-    """Arrays for a step, whose changes are in `table` already."""
+def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int = 0) -> Batch:
+    """Arrays for a step, whose changes are in `table` already.
+
+    Args:
+        members: decodes that a tile of shared prefixes has at most; 0: none are looked for.
+    """
     counts, starts, samples = plan.num_tokens, plan.starts, plan.samples  # [B]
     is_prefill = counts > 1
     num_decodes = int(is_prefill.argmax()) if is_prefill.any() else len(counts)
@@ -171,6 +177,9 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
     width = -(-int(context_lens.max()) // block_size)
     used = np.arange(width) * block_size < context_lens[:, None]
     block_tables = np.where(used, table.block_tables[plan.slots, :width], np.int32(0))
+    prefixes, n = None, num_decodes
+    if members:
+        prefixes = find_shared_prefixes(block_tables[:n], context_lens[:n], block_size, members)
     slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
     return Batch(
         num_decodes=num_decodes,
@@ -186,6 +195,7 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int) -> Batch:
         sample_rows=(ends[samples] - 1).astype(np.int32),
         temperatures=table.temperatures[plan.slots],
         random_keys=table.random_keys[:, plan.slots],
+        prefixes=prefixes,
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nanovllm.engine.plan import Batch, StepPlan
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import runs_kernels, upload
 
 
@@ -41,7 +41,7 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
     Args:
         every_row: the hidden states of rows that sample nothing are wanted, too.
     """
-    ids, positions, slots, lens, tables, decode_slots, cu_q, cu_k, rows, *sampling = upload(
+    ids, positions, slots, lens, tables, decode_slots, cu_q, cu_k, rows, *rest = upload(
         device,
         batch.input_ids,
         batch.positions,
@@ -53,11 +53,13 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
         batch.cu_seqlens_k,
         batch.sample_rows,
         *_sampling(batch, batch.samples),
+        *(batch.prefixes or ()),
     )
+    sampling, prefixes = rest[:4], Prefixes(*rest[4:]) if batch.prefixes else None
     sample_rows = None if len(rows) == len(ids) else rows
     # Where no row samples, all are computed: kernels want some.
     kept = None if every_row or not len(rows) else sample_rows
-    context = Context(batch.num_decodes, slots, lens, tables, kept_rows=kept)
+    context = Context(batch.num_decodes, slots, lens, tables, kept_rows=kept, prefixes=prefixes)
     if len(batch.cu_seqlens_q) > 1:  # some prefill
         q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
         context = dataclasses.replace(

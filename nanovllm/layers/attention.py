@@ -8,7 +8,7 @@ import torch
 from nanovllm.attention.base import Scoring
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import QKVParallelLinear
+from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import get_context
@@ -22,6 +22,16 @@ def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
     if window >= max_model_len:  # nothing to hide
         window = 0
     return Scoring(config.attention_multiplier, window, softcap)
+
+
+def members_of_tile(config: ModelConfig, build: Build) -> int:
+    """Decodes that read what they share as one tile, see `SharedPrefixes`; 0: none do."""
+    if all(scoring_of(config, i, build.max_model_len).window for i in range(len(config.layers))):
+        return 0
+    num_kv_heads = len(local_kv_heads(config.num_key_value_heads, build.group))
+    return build.backend.members_of_tile(
+        config.num_attention_heads // build.group.size, num_kv_heads
+    )
 
 
 class Attention(Layer):
