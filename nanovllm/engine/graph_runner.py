@@ -17,7 +17,6 @@ from nanovllm.utils.device import capturing
 from nanovllm.utils.progress import startup_bar
 
 NUM_ROWS = 12  # of the static buffer, before the block tables
-PADDING = (0, 0, -1, 0, None, 0, 0, 0, 0, 0, 0, 0)  # of each row; None: past the last slot
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -38,7 +37,8 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
         batch: None for padding only.
         size: at most B.
     """
-    n = 0
+    n, rows, prefixes = 0, rows[:8], rows[8:]
+    prefixes[:, :size] = 0
     if batch is not None:
         n, width = batch.block_tables.shape
         values = (
@@ -50,15 +50,14 @@ def lay_out(rows: np.ndarray, tables: np.ndarray, batch: Batch | None, size: int
             batch.temperatures.view(np.int32),
             *batch.random_keys,
         )
-        for row, value in zip(rows, values, strict=False):
+        for row, value in zip(rows, values, strict=True):
             row[:n] = value
-        rows[8:, :size] = 0
-        for row, value in zip(rows[8:], batch.prefixes or (), strict=False):
+        for row, value in zip(prefixes, batch.prefixes or (), strict=False):
             row[: len(value)] = value
         tables[:n, :width] = batch.block_tables
         tables[:n, width:] = 0
-    for row, value in zip(rows[: 8 if n else NUM_ROWS], PADDING, strict=False):
-        row[n:size] = rows.shape[1] if value is None else value
+    for row, value in zip(rows, (0, 0, -1, 0, rows.shape[1], 0, 0, 0), strict=True):
+        row[n:size] = value
     tables[n:size] = 0
 
 
@@ -105,7 +104,7 @@ class StaticInputs:
         rows = buffer[: NUM_ROWS * self._B].reshape(NUM_ROWS, self._B)
         return rows, buffer[NUM_ROWS * self._B :].reshape(self._B, self._W)
 
-    def views(self, size: int, num_tiles: int) -> StepInputs:
+    def views(self, size: int, num_tiles: int = 0) -> StepInputs:
         """The device's inputs of a batch of `size`, with so many tiles of shared prefixes."""
         rows = self._device[: NUM_ROWS * self._B].view(NUM_ROWS, self._B)[:, :size]
         input_ids, positions, slot_mapping, context_lens, slots, temperatures = rows[:6]

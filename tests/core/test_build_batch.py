@@ -48,7 +48,8 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert batch.temperatures.tolist() == temperatures
     keys = [seq.random_key for seq, *_ in scheduled]
     assert batch.random_keys.view(np.uint32).T.tolist() == [list(key) for key in keys]
-    floats = ("samples", "temperatures", "num_decodes")
+    floats = ("samples", "temperatures", "num_decodes", "prefixes")
+    assert batch.prefixes is None
     assert all(x.dtype == np.int32 for k, x in batch._asdict().items() if k not in floats)
     assert len(set(slots)) == len(slots), "two tokens in one slot"
 

@@ -14,6 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
 from nanovllm.engine.plan import Batch, build_batch
+from nanovllm.engine.prefixes import SharedPrefixes
 from nanovllm.engine.step_inputs import Computed, to_device
 from nanovllm.utils import device
 
@@ -35,10 +36,12 @@ def check_layout(rows, tables, before, batch: Batch, size: int) -> None:
     wanted = [batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.slots]
     assert [row[:n].tolist() for row in rows[:5]] == [value.tolist() for value in wanted]
     assert rows[5, :n].view(np.float32).tolist() == batch.temperatures.tolist()
-    assert rows[6:, :n].tolist() == batch.random_keys.tolist()
+    assert rows[6:8, :n].tolist() == batch.random_keys.tolist()
+    for row, value in zip(rows[8:], batch.prefixes or [[]] * 4, strict=True):
+        assert row[:size].tolist() == [*value, *[0] * (size - len(value))]
     assert (tables[:n, :width] == batch.block_tables).all()
     assert not tables[:n, width:].any(), "stale columns"
-    assert rows[:, n:size].T.tolist() == [[0, 0, -1, 0, B, 0, 0, 0]] * (size - n)
+    assert rows[:8, n:size].T.tolist() == [[0, 0, -1, 0, B, 0, 0, 0]] * (size - n)
     assert not tables[n:size].any(), "stale tables of padding"
     assert (rows[:, size:] == before[0][:, size:]).all() and (
         tables[size:] == before[1][size:]
@@ -69,6 +72,9 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed):
         if batch.is_decode:
             n, before = len(scheduled), (rows.copy(), tables.copy())
             size = sizes[bisect_left(sizes, n)]
+            if rng.random() < 0.5:
+                lens = noise.integers(1, 99, (4, n), np.int32)
+                batch = batch._replace(prefixes=SharedPrefixes(*lens[:2], *lens[2:, : n // 2]))
             lay_out(rows, tables, batch, size)
             check_layout(rows, tables, before, batch, size)
             seen.add((n, size))

@@ -675,3 +675,29 @@ def test_what_reads_a_large_upload_waits_for_it() -> None:
     with torch.cuda.stream(_side_stream(torch.device("cuda", 0))):
         torch.cuda._sleep(10**8)
     assert upload_numbers(range(20, 24)).tolist() == [20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_shared_prefixes_give_the_same_tokens(options: dict[str, Any], tmp_path: Path) -> None:
+    """Samples of one prompt, prompts that begin alike, others between them; some end early."""
+    path = make_checkpoint(tmp_path / "model", head_dim=32, max_position_embeddings=2048)
+    rng = random.Random(SEED)
+
+    def some(n: int) -> list[int]:
+        return [rng.randrange(100) for _ in range(n)]
+
+    common, other = some(700), some(300)
+    prompts = [common + some(rng.randint(1, 40)) for _ in range(20)]
+    prompts += [other + some(9) for _ in range(9)] + [some(50) for _ in range(5)]
+    rng.shuffle(prompts)
+    params = [SamplingParams(temperature=0, max_tokens=rng.randint(4, 40)) for _ in prompts]
+    found = []
+    for shares in (True, False):
+        sizes = {"max_model_len": 1024, "kvcache_block_size": 16, "num_kvcache_blocks": 1024}
+        with LLM(path, dtype="float32", share_prefixes=shares, **sizes, **options) as llm:
+            llm.generate([common, other], SamplingParams(max_tokens=1), use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert (llm.metrics()["num_shared_prefix_steps"] > 10) == shares
+            assert bool(llm.metrics()["num_graph_replays"]) == (not options)
+    assert found[0] == found[1]
