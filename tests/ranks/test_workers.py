@@ -273,12 +273,12 @@ def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
 
-    def copy(name, *args):
+    def fill(shard, name, source):
         loaded.append(name)
         loading.touch()
         wait_until(lambda: executors[0]._group._is_aborted)
 
-    monkeypatch.setattr("nanovllm.models.loader._copy", copy)
+    monkeypatch.setattr("nanovllm.layers.shard.Shard.fill", fill)
     with pytest.raises(WorkerError, match="injected"):
         LLM(checkpoint, **TP2)
     assert len(loaded) == 1
