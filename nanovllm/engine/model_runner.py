@@ -114,12 +114,8 @@ class ModelRunner:
                 fp8=self.cache_dtype == FP8,
             ),
         )
-        self.fused = (
-            config.fused_kernels
-            and not on_cpu
-            and triton_refusal(self.device) is None
-            and model_config.head_dim in HEAD_DIMS
-        )
+        can_fuse = not on_cpu and triton_refusal(self.device) is None
+        self.fused = config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS
         found, has_experts = model_config.quantization, model_config.experts is not None
         quantization = choose_quantization(config.quantization, found, has_experts)
         how = self.dtype, self.fused, group, self.backend, self.max_model_len
@@ -130,9 +126,8 @@ class ModelRunner:
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
         # past the last is for padding.
-        self.last_tokens = torch.zeros(
-            config.max_num_seqs + 1, dtype=torch.int32, device=self.device
-        )
+        num_rows = config.max_num_seqs + 1
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.graphs: DecodeGraphs | None = None
         with self._scope(), CompileAhead(self.device) as ahead:
             self._build(ahead, connect)

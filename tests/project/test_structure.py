@@ -11,8 +11,8 @@ CEILINGS = {
     "functions": 244,
     "files": 38,
     "files_in_circles": 0,
-    "core_lines": 4650,
-    "package_lines": 16_900,
+    "core_lines": 4720,
+    "package_lines": 17_200,
     "longest_file": 371,
     "model_lines": 123,
 }
