@@ -11,8 +11,12 @@ from typing import Any
 
 from nanovllm.utils.files import read_value
 
-METHODS = ("fp8", "compressed-tensors")
-PLAIN = ("lm_head",)  # always so
+# Tensors' names end so. Activations are quantised by what they are, keys and values likewise.
+NOT_READ = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+# What config.json calls the modules that are not quantised, and which of them must be.
+PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
+QUANTIZED = ("_proj", "self_attn", "mlp")
+OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,10 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
     found = raw.get("quantization_config")
     if not found:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        raise _refusal(found)
+    method = found.get("quant_method")
+    _check_all_are(found)
     if method == "fp8":
         return _read_fp8(found)
     if method == "compressed-tensors":
@@ -71,8 +78,20 @@ def _refusal(method: Any) -> ValueError:
     )
 
 
+def _check_all_are(found: dict[str, Any]) -> None:
+    """Refuse checkpoints in which some linear layers are not quantised."""
+    for key in PLAIN_KEYS:
+        for name in found.get(key) or ():
+            is_other = any(part in str(name) for part in OF_OTHER_PARTS)
+            if any(part in str(name) for part in QUANTIZED) and not is_other:
+                raise ValueError(
+                    f"config.json: `{key}` leaves {name} as it is, which is not supported: take a "
+                    "checkpoint in which all linear layers are quantised, or the original weights"
+                )
+
+
 def _read_fp8(found: dict[str, Any]) -> Quantization:
-    if found.get("fmt", "e4m3") != "e4m3":
+    if (found.get("fmt") or "e4m3") != "e4m3":
         raise _refusal(f"fp8, {found['fmt']}")
     block = found.get("weight_block_size")
     if block is None:
@@ -83,7 +102,7 @@ def _read_fp8(found: dict[str, Any]) -> Quantization:
 def _read_compressed(found: dict[str, Any]) -> Quantization:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _refusal("compressed-tensors with several groups")
+        raise _refusal("compressed-tensors without one group of layers")
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
@@ -101,5 +120,7 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
 
 def _read_block(block: Any) -> tuple[int, int]:
     if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
-        raise ValueError(f"config.json: blocks must be [rows, columns], got {block!r}")
+        raise ValueError(
+            f"config.json: blocks of FP8 weights must be [rows, columns], got {block!r}"
+        )
     return block[0], block[1]

@@ -35,7 +35,7 @@ from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
-from nanovllm.layers.fp8_weight import dequantize
+from nanovllm.layers.fp8_weight import dequantize, held_in
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -283,7 +283,7 @@ class ModelRunner:
             "attention_backend": self.backend.name,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization": "fp8" if self.build.quantization else "none",
+            "quantization": held_in(self.model),
             "kv_cache_dtype": str(self.cache_dtype).removeprefix("torch."),
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),

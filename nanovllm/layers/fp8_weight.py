@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.shard import Part, Shard, check_plain
 from nanovllm.layers.weight import Weight
 from nanovllm.quantization import Quantization
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes
@@ -46,7 +46,7 @@ class ScalesShard(Shard):
 
 @dataclass(frozen=True)
 class QuantizingShard(Shard):
-    """Numbers that become codes, with a scale for each row of this rank.
+    """Numbers that become codes, with a scale for each row, the same on all ranks.
 
     Attributes:
         scales: [rows, 1], which this fills, too.
@@ -58,11 +58,22 @@ class QuantizingShard(Shard):
     def targets(self) -> tuple[torch.Tensor, ...]:
         return self.target, self.scales
 
+    def fill(self, name: str, source: Any) -> None:
+        rows, cols = self.parts
+        whole = Shard(self.target, (rows, Part.whole(cols.total))).read(source)
+        check_plain(name, whole)
+        assert isinstance(cols.held, range), "ranks divide columns evenly"
+        self._quantize(whole, whole[:, cols.held.start : cols.held.stop])
+
     def put(self, numbers: torch.Tensor) -> None:
-        numbers = numbers.to(self.target.device, torch.float32)
-        scales = (numbers.abs().amax(1, keepdim=True) / LARGEST).clamp(min=2.0**-100)
-        self.scales.copy_(scales)
-        self.target.copy_((numbers / scales).clamp(-LARGEST, LARGEST))
+        self._quantize(numbers, numbers)  # dummies
+
+    def _quantize(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
+        """`numbers` by the largest of `rows`, which have those of the other ranks, too."""
+        most = rows.to(self.target.device).abs().amax(1, keepdim=True).float()
+        self.scales.copy_((most / LARGEST).clamp(min=2.0**-100))
+        numbers = numbers.to(self.target.device, torch.float32) / self.scales
+        self.target.copy_(numbers.clamp(-LARGEST, LARGEST))
 
 
 class Fp8Weight(Weight):
@@ -131,9 +142,9 @@ class Fp8Weight(Weight):
 
     def plain(self) -> Weight:
         """What the codes mean."""
-        N, K = self.data.shape
-        weight = Weight(N, K, self.dtype, self.fused)
-        weight.data.data = self.codes.numbers().to(self.dtype)
+        K = self.data.shape[1]
+        weight = Weight(0, K, self.dtype, self.fused)
+        weight.data = nn.Parameter(self.codes.numbers().to(self.dtype), False)
         return weight
 
     def multiply(
@@ -169,6 +180,8 @@ class Fp8Weight(Weight):
         gelu: bool = False,
         x_block: int | None = None,
     ) -> dict[Hashable, Callable[[], object]]:
+        if self.x_block is None:  # it does not multiply
+            return {}
         from nanovllm.kernels.fp8_linear import variants
 
         return variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
@@ -182,6 +195,12 @@ def dequantize(model: nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Fp8Weight) and weight.x_block is None:
             module.weight = weight.plain()
+
+
+def held_in(model: nn.Module) -> str:
+    """What a model's matrices are held in, beside their dtype: "fp8" or "none"."""
+    held = (isinstance(getattr(module, "weight", None), Fp8Weight) for module in model.modules())
+    return "fp8" if any(held) else "none"
 
 
 def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
@@ -198,6 +217,6 @@ def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
 
 def _cut(module: str, block: tuple[int, int]) -> ValueError:
     return ValueError(
-        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} cannot be divided within a "
-        "block: take another tensor_parallel_size"
+        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} want whole blocks of each "
+        "projection on each rank: take another tensor_parallel_size, or the original weights"
     )

@@ -95,10 +95,15 @@ class Shard:
             ValueError: naming the tensor, if it is stored in another way.
         """
         tensor = self.read(source)
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ValueError(f"tensor {name} is {tensor.dtype}: config.json does not say so")
+        check_plain(name, tensor)
         self.put(tensor)
 
     def put(self, numbers: torch.Tensor) -> None:
         """Fill the target with numbers of its shape."""
         self.target.copy_(numbers)
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of codes where numbers are wanted."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ValueError(f"tensor {name} is {tensor.dtype}: config.json does not say so")

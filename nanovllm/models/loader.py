@@ -16,6 +16,7 @@ from torch import nn
 
 from nanovllm.layers.base import Layer
 from nanovllm.layers.shard import Shard
+from nanovllm.quantization import NOT_READ
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -138,7 +139,7 @@ def load_model(
         targets = {names.get(own, own): shard for own, shard in targets.items()}
         head = names.get(head, head)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
-    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
     if is_tied:
         ignored.add(head)
     problems = []

@@ -140,6 +140,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
         yield options | {"shape": shape, "tensor_parallel_size": size}
     yield options | {"shape": "0.6B", "max_model_len": 40960}
     yield options | {"shape": "0.6B", "fused_kernels": False}
+    yield options | {"shape": "0.6B", "quantization": "fp8"}
+    yield options | {"shape": "0.6B", "quantization": "fp8", "fused_kernels": False}
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}

@@ -4,6 +4,7 @@ The oracle is transformers with the numbers that the codes mean, which this file
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, 
             codes, scales, plain[name] = quantize(x, rows, cols)
             packed[name] = codes
             shape = [] if way == "tensor" else list(scales.shape)
-            packed[name.removesuffix("weight") + name_of_scales] = scales.reshape(shape)
+            module = name.removesuffix("weight")
+            packed[module + name_of_scales] = scales.reshape(shape)
+            if way == "tensor":
+                packed |= {f"{module}input_scale": torch.ones(())}  # of activations: not read
     save_file(plain, exact / "model.safetensors")
     save_file(packed, quantised / "model.safetensors")
     return quantised, exact
@@ -90,6 +94,16 @@ def test_tokens_are_those_of_the_same_numbers(way: str, family: str, tmp_path: P
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
 
 
+def test_without_triton_the_numbers_are_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.fp8_linear", None)
+    quantised, exact = checkpoints(tmp_path, "rows")
+    with LLM(quantised, **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+        assert llm.metrics()["quantization"] == "none"
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_read_their_parts(way: str, tmp_path: Path) -> None:
@@ -99,8 +113,10 @@ def test_two_ranks_read_their_parts(way: str, tmp_path: Path) -> None:
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
 
 
-def test_numbers_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
-    """A scale for each row, as "rows" has."""
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_numbers_are_quantised_while_they_are_loaded(num_ranks: int, tmp_path: Path) -> None:
+    """A scale for each row, as "rows" has, also where ranks have parts of it."""
     path = make_checkpoint(tmp_path / "plain")
     tensors = load_file(path / "model.safetensors")
     exact = copy_checkpoint(path, tmp_path / "exact")
@@ -110,10 +126,9 @@ def test_numbers_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     save_file(tensors, exact / "model.safetensors")
     text = [(7 * i) % 127 for i in range(60)]
     wanted = reference_logprobs(exact, text)[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
-    with LLM(path, quantization="fp8", **SMALL) as llm:
+    with LLM(path, quantization="fp8", tensor_parallel_size=num_ranks, **SMALL) as llm:
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
         [score] = llm.score([text], use_tqdm=False)
-        assert llm.metrics()["quantization"] == "fp8"
     torch.testing.assert_close(torch.tensor(score.logprobs), wanted, atol=1e-4, rtol=0)
 
 
@@ -122,7 +137,7 @@ def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "blocks")
     config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
-    with pytest.raises(ValueError, match="128 x 16 cannot be divided within a block: take another"):
+    with pytest.raises(ValueError, match="128 x 16 want whole blocks of each projection on each"):
         LLM(quantised, tensor_parallel_size=2, **SMALL)
 
 
@@ -132,7 +147,12 @@ def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4}, "'awq' is not supported: take a checkpoint in FP8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8, e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be \[rows, columns\], got"),
-        (COMPRESSED, "several groups"),
+        (COMPRESSED, "without one group"),
+        ("fp8", "'fp8' is not supported"),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.down_proj"]},
+            "`ignored_layers` leaves model.layers.1.mlp.down_proj as it is",
+        ),
         (
             COMPRESSED
             | {
@@ -149,6 +169,22 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
     edit_json(path / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=message):
         LLM(path, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (torch.ones(95, 1), r"weight_scale has shape \[95, 1\], config.json implies \[96, 1\]"),
+        (None, "missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale"),
+    ],
+)
+def test_scales_that_are_missing_or_do_not_fit(
+    scales: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    quantised, _ = checkpoints(tmp_path, "rows")
+    edit_tensors(quantised, **{"model.layers.0.mlp.up_proj.weight_scale": scales})
+    with pytest.raises(ValueError, match=message):
+        LLM(quantised, **SMALL)
 
 
 def test_experts_are_not_quantised(tmp_path: Path) -> None:
