@@ -270,14 +270,20 @@ def achieved(
     metrics = llm.metrics()
     itemsize = 4 if metrics["dtype"] == "float32" else 2
     lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
-    is_fp8 = metrics["kv_cache_dtype"].startswith("float8")
-    kv_itemsize = 1 + 1 / llm.model_config.head_dim if is_fp8 else itemsize  # with exponents
-    linear_itemsize = 1 if metrics["quantization"] == "fp8" else itemsize
     config = llm.model_config
-    work = limits.work(config, itemsize, *lens, num_shared, kv_itemsize, linear_itemsize)
+    formats = (
+        kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
+        1 if metrics["quantization"] == "fp8" else itemsize,
+    )
+    work = limits.work(config, itemsize, *lens, num_shared, *formats)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, args.bandwidth, args.flops)
     return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
+
+
+def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
+    """Bytes of a number in a KV cache, with its share of an exponent."""
+    return 1 + 1 / head_dim if "8" in dtype else itemsize
 
 
 @contextmanager

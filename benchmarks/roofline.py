@@ -49,13 +49,18 @@ def main() -> None:
         f"{bench.model_name(args)}: {hardware.bandwidth / 1e12:g} TB/s, "
         f"{hardware.flops / 1e12:g} TFLOP/s"
     )
+    fp8 = args.quantization == "fp8" or config.quantization is not None
+    formats = (
+        bench.kv_itemsize(args.kv_cache_dtype, config.head_dim, itemsize),
+        1 if fp8 else itemsize,
+    )
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:
         count, length, output = args.uniform
         workloads["uniform"] = uniform([[0] * length] * count, output, True)
     for name, workload in workloads.items():
         lens = [len(p) for p in workload.prompts], bench.num_new_tokens(workload.params)
-        work = limits.work(config, itemsize, *lens, workload.num_shared)
+        work = limits.work(config, itemsize, *lens, workload.num_shared, *formats)
         prefill, decode = work.seconds(hardware)
         limit = f"{prefill + decode:7.3f} s"
         if workload.per_second:

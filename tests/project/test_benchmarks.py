@@ -47,23 +47,27 @@ LAYER = 64 * (4 + 2 + 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96  # q, k, v; o; gate, u
 HEAD = 128 * 64
 
 
-@pytest.mark.parametrize(("num_shared", "kv_itemsize"), [(0, None), (8, 1.25)])
+@pytest.mark.parametrize(
+    ("num_shared", "kv_itemsize", "linear"), [(0, None, None), (8, 1.25, None), (0, 1.25, 1)]
+)
 def test_work_is_the_sum_over_tokens(
-    config: ModelConfig, num_shared: int, kv_itemsize: float | None
+    config: ModelConfig, num_shared: int, kv_itemsize: float | None, linear: int | None
 ) -> None:
-    """Counted here token by token, with Python's integers."""
+    """Counted here token by token, with Python's integers; products in 8 bits count as half."""
     prompts, outputs = [10, 12, 9], [4, 1, 6]
-    prefill = sum(2 * 2 * LAYER * (n - num_shared) + 2 * HEAD for n in prompts)
+    layer = LAYER if linear == 1 else 2 * LAYER  # operations
+    prefill = sum(2 * layer * (n - num_shared) + 2 * HEAD for n in prompts)
     # q k^T and p v: 2 operations a product, 4 heads of 32, 2 layers; n^2 / 2 pairs as is usual
     prefill += sum(2 * 2 * 4 * 32 * 2 * (n * n - num_shared**2) // 2 for n in prompts)
     flops, sizes = [], []
     for step in range(1, 6):
         contexts = [n + step for n, out in zip(prompts, outputs, strict=True) if out > step]
-        flops.append(sum(2 * (2 * LAYER + HEAD) + 4 * 4 * 32 * 2 * n for n in contexts))
+        flops.append(sum(2 * (layer + HEAD) + 4 * 4 * 32 * 2 * n for n in contexts))
         read = sum(n - num_shared for n in contexts) + num_shared
         size = kv_itemsize or 2  # bytes
-        sizes.append(2 * (2 * LAYER + HEAD) + size * (2 * 2 * 2 * 32) * read)
-    work = limits.work(config, 2, prompts, outputs, num_shared, kv_itemsize)
+        weights = (linear or 2) * 2 * LAYER + 2 * HEAD
+        sizes.append(weights + size * (2 * 2 * 2 * 32) * read)
+    work = limits.work(config, 2, prompts, outputs, num_shared, kv_itemsize, linear)
     assert work.prefill_flops == prefill
     assert work.step_flops.tolist() == flops
     assert work.step_bytes.tolist() == sizes

@@ -12,7 +12,7 @@ CEILINGS = {
     "files": 38,
     "files_in_circles": 0,
     "core_lines": 4720,
-    "package_lines": 17_200,
+    "package_lines": 17_250,
     "longest_file": 371,
     "model_lines": 123,
 }
