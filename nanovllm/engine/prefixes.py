@@ -69,5 +69,6 @@ def _groups(first: Int32, whole: NDArray[np.bool_]) -> list[NDArray[np.intp]]:
     order = there[np.argsort(first[there], kind="stable")]
     if len(order) < MIN_MEMBERS:
         return []
-    cuts = np.flatnonzero(np.diff(first[order])) + 1
-    return [group for group in np.split(order, cuts) if len(group) >= MIN_MEMBERS]
+    bounds = np.flatnonzero(np.diff(first[order], prepend=-1, append=-1))
+    large = np.flatnonzero(np.diff(bounds) >= MIN_MEMBERS)
+    return [order[bounds[i] : bounds[i + 1]] for i in large]
