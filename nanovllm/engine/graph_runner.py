@@ -147,7 +147,7 @@ class DecodeGraphs:
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
-        members: int,
+        members: int = 0,
     ) -> None:
         self.sizes = bucket_sizes(max_num_seqs)
         self.num_replays = 0

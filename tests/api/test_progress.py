@@ -45,7 +45,7 @@ def test_bar_of_a_load_that_fails_is_closed(tmp_path, capfd, no_delay):
     down_proj = torch.zeros(64, 96, dtype=torch.int8)
     edit_tensors(path, model__layers__1__mlp__down_proj__weight=down_proj)
     capfd.readouterr()
-    with pytest.raises(ValueError, match="quantised") as error:
+    with pytest.raises(ValueError, match="does not say so") as error:
         LLM(path, **SMALL)
     err = capfd.readouterr().err
     assert error.tb, "which keeps the bar alive"
@@ -54,7 +54,7 @@ def test_bar_of_a_load_that_fails_is_closed(tmp_path, capfd, no_delay):
 
 def test_every_graph_is_counted(monkeypatch, capfd, no_delay):
     """Without CUDA: what is captured stands in for itself."""
-    stub = SimpleNamespace(fill=lambda *args: None, views=lambda size: size)
+    stub = SimpleNamespace(fill=lambda *args: None, views=lambda size, num_tiles: size)
     monkeypatch.setattr(graph_runner, "StaticInputs", lambda *args: stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
