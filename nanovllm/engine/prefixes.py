@@ -44,7 +44,7 @@ def find_shared_prefixes(
     Returns:
         None where too little is shared.
     """
-    # The last token's block is its own: what is cached is whole, and lies before it.
+    # A decode writes to its last block, which no other decode shares; those before it are full.
     num_whole = (context_lens - 1) // block_size
     lens = np.zeros(len(context_lens), np.int32)
     rows: list[NDArray[np.intp]] = []

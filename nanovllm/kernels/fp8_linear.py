@@ -44,6 +44,11 @@ def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
     return known and dtype in HALF and N % 16 == K % 16 == 0
 
 
+def x_block_of(weight: Codes) -> int:
+    """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
+    return 0 if weight.block[0] == 1 else BLOCK
+
+
 @triton.jit
 def _fp8_row_kernel(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
@@ -118,7 +123,7 @@ def one_row(
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _fp8_row_kernel[(triton.cdiv(N, BLOCK_N),)](
         x, weight.codes, weight.scales, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
-        SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        SCALE_BLOCK=x_block_of(weight), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
         num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out
@@ -186,15 +191,10 @@ def _by_tiles(
     _fp8_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // BLOCK_N, S)](
         describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
         describe(weight.codes, BLOCK_N, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
-        SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,
+        SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,
         BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(x.codes),
     )  # fmt: skip
     return out
-
-
-def x_block_of(weight: Codes) -> int:
-    """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
-    return 0 if weight.block[0] == 1 else BLOCK
 
 
 def linear(

@@ -1,5 +1,7 @@
 """Attention of prompts, of any lengths, over the paged KV cache."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -201,6 +203,15 @@ def _prefill_kernel(
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
 
 
+def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple[Any, Any] | None:
+    """Descriptors of tiles of `rows` keys or values of a head, of matrices [n, Hkv D]; None where
+    the hardware takes none.
+    """
+    if triton.next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
+        return None
+    return describe(k, rows, D), describe(v, rows, D)
+
+
 def prefill_tiles(q: torch.Tensor, G: int, max_seqlen_q: int) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence.
 
@@ -262,10 +273,9 @@ def paged_prefill(
     from_cache = cache if fp8 and has_cached_context else (None,) * 4
     k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     stride_row = k_source.stride(0)
-    described = D == D_PAD and (fp8 or S >= BLOCK_N)
-    described = described and can_describe(k_source) and can_describe(v_source)
-    if described:
-        k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
+    tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None
+    if tiles is not None:
+        k_source, v_source = tiles
         num_warps = 4 if from_cache[0] is None else num_warps
     # Two tiles are loaded ahead; one stage more looks up their blocks.
     num_stages = 2 if D > 128 or (fp8 and not has_cached_context) else 3
@@ -274,7 +284,7 @@ def paged_prefill(
         cu_seqlens_k, sinks, scale * LOG2E.value,
         q.stride(0), out.stride(0), stride_row, Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=described, FRESH=fp8,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None, FRESH=fp8,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     return out

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import can_describe, describe, launch_dependents, pdl_options, wait
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST, before_keys, metadata
-from nanovllm.kernels.paged_prefill import prefill_span
+from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
@@ -145,15 +145,14 @@ def paged_prefix(
     m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     BLOCK_M, BLOCK_N = max(16, triton.next_power_of_2(members * G)), 32 if wide else 64
     k_source, v_source = (x.view(-1, Hkv * D) for x in (cache.k, cache.v))
-    described = D == D_PAD and not fp8 and S >= BLOCK_N
-    described = described and can_describe(k_source) and can_describe(v_source)
-    if described:
-        k_source, v_source = describe(k_source, BLOCK_N, D), describe(v_source, BLOCK_N, D)
+    tiles = None
+    if not fp8 and S >= BLOCK_N:
+        tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     _prefix_kernel[(Hkv, num_tiles, splits)](
-        q, k_source, v_source, *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
+        q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
         scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        SPLITS=splits, DESCRIBED=described, num_warps=4, num_stages=3 if not wide else 2,
+        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=4, num_stages=3 if not wide else 2,
         **pdl_options(q),
     )  # fmt: skip
     return Seen(prefixes.lens, acc, m, l)

@@ -62,14 +62,14 @@ class LinearBase(Layer):
         partial: whether `forward`, if built with `fused`, may return partial results [S, T, out].
     """
 
-    partial, is_gated, gelu, is_plain = False, False, False, False
+    partial, is_gated, gelu = False, False, False
     next_block: int | None = None
 
     def __init__(self, inputs: Part, outputs: dict[str, Part], bias: bool, build: Build) -> None:
         super().__init__()
         self.inputs, self.outputs, self.build = inputs, outputs, build
         num_rows = sum(len(rows.held) for rows in outputs.values())
-        if build.quantization is None or self.is_plain:
+        if build.quantization is None:
             self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
         else:
             shape = num_rows, len(inputs.held)
@@ -107,9 +107,7 @@ class LinearBase(Layer):
 
 
 class ReplicatedLinear(LinearBase):
-    """The same on every rank, and never quantised: routers are."""
-
-    is_plain = True
+    """The same on every rank."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__(Part.whole(input_size), {"": Part.whole(output_size)}, bias, build)

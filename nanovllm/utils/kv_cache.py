@@ -47,9 +47,8 @@ class KVCache(NamedTuple):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., D] of `FP8` and exponents [...] int8 of vectors x: [..., D]."""
     most = (x.abs().amax(-1).float() / LARGEST).clamp(min=2.0**LEAST_EXPONENT)
-    mantissa, exponent = torch.frexp(
-        most.nan_to_num(2.0**127, posinf=2.0**127)
-    )  # mantissa in [0.5, 1)
+    most = most.nan_to_num(2.0**127, posinf=2.0**127)
+    mantissa, exponent = torch.frexp(most)  # mantissa in [0.5, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(x.float(), -exponent.unsqueeze(-1)).to(FP8), exponent.to(torch.int8)
 
