@@ -31,6 +31,8 @@ from typing import Any
 
 from benchmarks import limits
 from nanovllm import LLM, TINY, SamplingParams, __version__
+from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import Int4
 
 ROOT = Path(__file__).parent
 CPU_SECONDS = 45.0
@@ -44,6 +46,10 @@ QWEN3: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
+}
+DUMMY_INT4: dict[str, dict[str, Any]] = {  # as checkpoints in 4 bits are published
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
 }
 SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the published checkpoints
     "qwen3-0.6b": {
@@ -273,7 +279,7 @@ def achieved(
     config = llm.model_config
     formats = (
         kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
-        1 if metrics["quantization"] == "fp8" else itemsize,
+        linear_itemsize(metrics["quantization"], config, itemsize),
     )
     work = limits.work(config, itemsize, *lens, num_shared, *formats)
     name = hardware_name(metrics["device"])
@@ -284,6 +290,13 @@ def achieved(
 def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
     """Bytes of a number in a KV cache, with its share of an exponent."""
     return 1 + 1 / head_dim if "8" in dtype else itemsize
+
+
+def linear_itemsize(held: str, config: ModelConfig, itemsize: int) -> float:
+    """Bytes of a number in a matrix of a linear layer, with its share of a scale."""
+    if isinstance(config.quantization, Int4) and held == "int4":
+        return 0.5 + 4 / config.quantization.group
+    return 1 if held == "fp8" else itemsize
 
 
 @contextmanager
@@ -307,7 +320,10 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
         yield args.model or TINY, options
         return
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(SHAPES[args.dummy]))
+        config = SHAPES[args.dummy]
+        if args.quantization in DUMMY_INT4:
+            config = config | {"quantization_config": DUMMY_INT4[args.quantization]}
+        (Path(directory) / "config.json").write_text(json.dumps(config))
         yield directory, {**options, "load_format": "dummy"}
 
 
@@ -355,7 +371,10 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
         "--attention-backend", default="auto", help="flash_attn, triton, torch or auto"
     )
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8 or auto")
-    parser.add_argument("--quantization", help="fp8: quantise weights while they are loaded")
+    parser.add_argument(
+        "--quantization",
+        help="fp8: quantise weights while loading them; with --dummy also awq, gptq",
+    )
     parser.add_argument("--block-size", type=int, default=256, help="tokens per KV block (256)")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="the synchronous loop")

@@ -113,7 +113,7 @@ def work(
     output_lens: Sequence[int],
     num_shared: int = 0,
     kv_itemsize: float | None = None,
-    linear_itemsize: int | None = None,
+    linear_itemsize: float | None = None,
 ) -> Work:
     """The work of prompts that generate outputs; the first token of each comes from prefill.
 

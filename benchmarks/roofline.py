@@ -17,6 +17,7 @@ import bench
 from benchmarks import limits
 from benchmarks.workloads import WORKLOADS, Workload, make, uniform
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import choose, format_of
 
 
 def main() -> None:
@@ -49,10 +50,10 @@ def main() -> None:
         f"{bench.model_name(args)}: {hardware.bandwidth / 1e12:g} TB/s, "
         f"{hardware.flops / 1e12:g} TFLOP/s"
     )
-    fp8 = args.quantization == "fp8" or config.quantization is not None
+    held = format_of(choose(args.quantization, config.quantization, config.experts is not None))
     formats = (
         bench.kv_itemsize(args.kv_cache_dtype, config.head_dim, itemsize),
-        1 if fp8 else itemsize,
+        bench.linear_itemsize(held, config, itemsize),
     )
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:

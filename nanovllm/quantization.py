@@ -1,39 +1,79 @@
-"""How the matrices of linear layers are stored in 8 bits, as config.json says it.
+"""How the matrices of linear layers are stored in 8 or 4 bits, as config.json says it.
 
 FP8 (e4m3) codes have scales for blocks of numbers. Two spellings are read: `quant_method` "fp8"
 (Qwen, DeepSeek: blocks of 128 x 128; others: one scale for a tensor), and "compressed-tensors" with
 `type` "float" (a scale for each row, for a tensor, or for blocks). Scales of activations are not
 read: activations are quantised by what they are.
+
+INT4 codes have a scale, and mostly a zero point, for groups of a row. Three spellings: "awq"
+(AutoAWQ's "gemm"), "gptq" (AutoGPTQ's, and GPTQModel's "gptq_v2"), and "compressed-tensors" with
+`type` "int".
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from nanovllm.utils.files import read_value
 
 # Tensors' names end so. Activations are quantised by what they are, keys and values likewise.
-NOT_READ = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+NOT_READ = (
+    *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+    ".weight_shape",
+)
 # What config.json calls the modules that are not quantised, and which of them must be.
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 QUANTIZED = ("_proj", "self_attn", "mlp")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
+GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
 
 
 @dataclass(frozen=True)
-class Quantization:
+class Fp8:
     """FP8 matrices.
 
     Attributes:
         block: rows and columns that share a scale; 0: all of them.
         scale: what the checkpoint calls the scales, behind the name of the module; "": it has
             none, and numbers are quantised while they are loaded.
+        method: of the checkpoint.
     """
 
     block: tuple[int, int]
     scale: str
+    method: str = "fp8"
 
 
-WHILE_LOADING = Quantization((1, 0), "")
+@dataclass(frozen=True)
+class Int4:
+    """INT4 matrices.
+
+    Attributes:
+        group: columns that share a scale and a zero point.
+        codes, scales, zeros: what the checkpoint calls them, behind the name of the module; zeros
+            "": all zero points are 8.
+        groups: the same of each column's group, which must be in order; "": it has none.
+        transposed: the tensors have columns first.
+        along_rows: an int32 has codes of eight neighbouring rows, not columns. Of zero points it
+            always has.
+        order: where in an int32 each of eight neighbours is, the lowest four bits being 0.
+        added: to stored zero points.
+        method: of the checkpoint.
+    """
+
+    group: int
+    codes: str
+    scales: str
+    zeros: str
+    groups: str = ""
+    transposed: bool = True
+    along_rows: bool = False
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    added: int = 0
+    method: str = ""
+
+
+Quantization: TypeAlias = Fp8 | Int4
+WHILE_LOADING = Fp8((1, 0), "")
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization | None:
@@ -53,6 +93,10 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
         return _read_fp8(found)
     if method == "compressed-tensors":
         return _read_compressed(found)
+    if method == "awq":
+        return _read_awq(found)
+    if method == "gptq":
+        return _read_gptq(found)
     raise _refusal(method)
 
 
@@ -60,10 +104,15 @@ def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> 
     """What a model's linear layers have, by the option and by its config.json.
 
     Raises:
-        ValueError: if experts were asked to be quantised.
+        ValueError: if that is not what was asked for, or experts were asked to be quantised.
     """
-    if asked is None or found is not None:
+    if asked is None or (found is not None and asked in (found.method, format_of(found))):
         return found
+    if found is not None or asked != WHILE_LOADING.method:
+        has = f"is quantised by {found.method!r}" if found else "is not quantised"
+        raise ValueError(
+            f"`quantization` {asked!r}: the checkpoint {has}, and is read so: leave it out"
+        )
     if has_experts:
         raise ValueError(
             f"`quantization` {asked!r} is not supported for a mixture of experts: leave it out"
@@ -71,15 +120,23 @@ def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> 
     return WHILE_LOADING
 
 
+def format_of(found: Quantization | None) -> str:
+    """ "none", "fp8" or "int4"."""
+    if found is None:
+        return "none"
+    return "fp8" if isinstance(found, Fp8) else "int4"
+
+
 def _refusal(method: Any) -> ValueError:
     return ValueError(
         f"config.json: `quantization_config` {method!r} is not supported: take a checkpoint in FP8 "
-        "(`fp8`, or `compressed-tensors` of 8-bit floats), or the original weights"
+        "(`fp8`, or `compressed-tensors` of 8-bit floats) or in INT4 (`awq`, `gptq`, or "
+        "`compressed-tensors` of 4-bit integers), or the original weights"
     )
 
 
 def _check_all_are(found: dict[str, Any]) -> None:
-    """Refuse checkpoints in which some linear layers are not quantised."""
+    """Refuse checkpoints in which some linear layers are not quantised, or others, too."""
     for key in PLAIN_KEYS:
         for name in found.get(key) or ():
             is_other = any(part in str(name) for part in OF_OTHER_PARTS)
@@ -88,15 +145,18 @@ def _check_all_are(found: dict[str, Any]) -> None:
                     f"config.json: `{key}` leaves {name} as it is, which is not supported: take a "
                     "checkpoint in which all linear layers are quantised, or the original weights"
                 )
+    for key in ("lm_head", "dynamic"):
+        if found.get(key):
+            raise _refusal(f"{found.get('quant_method')}, {key}")
 
 
-def _read_fp8(found: dict[str, Any]) -> Quantization:
+def _read_fp8(found: dict[str, Any]) -> Fp8:
     if (found.get("fmt") or "e4m3") != "e4m3":
         raise _refusal(f"fp8, {found['fmt']}")
     block = found.get("weight_block_size")
     if block is None:
-        return Quantization((0, 0), "weight_scale")
-    return Quantization(_read_block(block), "weight_scale_inv")
+        return Fp8((0, 0), "weight_scale")
+    return Fp8(_read_block(block), "weight_scale_inv")
 
 
 def _read_compressed(found: dict[str, Any]) -> Quantization:
@@ -108,14 +168,19 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
         raise _refusal("compressed-tensors of other layers than all linear ones")
     kind, bits = weights.get("type"), read_value(weights, "num_bits", int, 0)
+    strategy, method = weights.get("strategy"), "compressed-tensors"
+    if (kind, bits, strategy, found.get("format")) == ("int", 4, "group", "pack-quantized"):
+        _refuse_act_order(weights.get("actorder") in (True, "group"))
+        zeros = "" if read_value(weights, "symmetric", bool, True) else "weight_zero_point"
+        size = _read_group(weights)
+        return Int4(size, "weight_packed", "weight_scale", zeros, transposed=False, method=method)
     if (kind, bits) != ("float", 8):
-        raise _refusal(f"compressed-tensors, {bits}-bit {kind}")
-    strategy = weights.get("strategy")
+        raise _refusal(f"{method}, {bits}-bit {kind}, strategy {strategy}")
     if strategy == "block":
-        return Quantization(_read_block(weights.get("block_structure")), "weight_scale")
+        return Fp8(_read_block(weights.get("block_structure")), "weight_scale", method)
     if strategy not in ("channel", "tensor"):
-        raise _refusal(f"compressed-tensors, strategy {strategy}")
-    return Quantization((1, 0) if strategy == "channel" else (0, 0), "weight_scale")
+        raise _refusal(f"{method}, strategy {strategy}")
+    return Fp8((1, 0) if strategy == "channel" else (0, 0), "weight_scale", method)
 
 
 def _read_block(block: Any) -> tuple[int, int]:
@@ -124,3 +189,49 @@ def _read_block(block: Any) -> tuple[int, int]:
             f"config.json: blocks of FP8 weights must be [rows, columns], got {block!r}"
         )
     return block[0], block[1]
+
+
+def _read_awq(found: dict[str, Any]) -> Int4:
+    _check_bits(found)
+    if str(found.get("version") or "gemm").lower() != "gemm":
+        raise _refusal(f"awq, version {found['version']}")
+    if not read_value(found, "zero_point", bool, True):
+        raise _refusal("awq, without zero points")
+    # AutoAWQ interleaves: the codes of an int32, from the lowest, are of rows 0 2 4 6 1 3 5 7.
+    order = 0, 4, 1, 5, 2, 6, 3, 7
+    names = "qweight", "scales", "qzeros"
+    return Int4(_read_group(found), *names, along_rows=True, order=order, method="awq")
+
+
+def _read_gptq(found: dict[str, Any]) -> Int4:
+    _check_bits(found)
+    _refuse_act_order(found.get("desc_act"))
+    form = found.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise _refusal(f"gptq, {form}")
+    # The first version stores zero points less 1.
+    names = "qweight", "scales", "qzeros", "g_idx"
+    return Int4(_read_group(found), *names, added=int(form == "gptq"), method="gptq")
+
+
+def _check_bits(found: dict[str, Any]) -> None:
+    if (bits := read_value(found, "bits", int, 4)) != 4:
+        raise _refusal(f"{found['quant_method']}, {bits} bits")
+
+
+def _refuse_act_order(has: Any) -> None:
+    if has:
+        raise ValueError(
+            "config.json: act-order (`desc_act`, `actorder`) is not supported: take a checkpoint "
+            "without, or the original weights"
+        )
+
+
+def _read_group(found: dict[str, Any]) -> int:
+    size = read_value(found, "group_size", int, 128, minimum=-1)
+    if size not in GROUPS:
+        raise ValueError(
+            f"config.json: `group_size` of INT4 weights must be 32, 64 or 128, got {size}: take "
+            "another checkpoint, or the original weights"
+        )
+    return size

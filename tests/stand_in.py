@@ -215,7 +215,7 @@ def meet_nobody(self: Any) -> None:
         self._group._backend, self._group._device = MagicMock(), GPU
 
 
-def write_config(directory: str, shape: str, head_dim: int, architecture: str) -> None:
+def write_config(directory: str, shape: str, head_dim: int, architecture: str, **more: Any) -> None:
     """The config.json of a model of two layers, of which only the second has a residual."""
     M, I, Hq, Hkv, tied = SHAPES[shape]
     config = {
@@ -232,19 +232,25 @@ def write_config(directory: str, shape: str, head_dim: int, architecture: str) -
         "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
         "eos_token_id": 1,
+        **more,
     }
     Path(directory, "config.json").write_text(json.dumps(config))
 
 
 def compile_engine(
-    shape: str, head_dim: int, architecture: str = "Qwen3ForCausalLM", **options: Any
+    shape: str,
+    head_dim: int,
+    architecture: str = "Qwen3ForCausalLM",
+    quantization_config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> str:
     """Build an engine and have it do all it can."""
     from nanovllm import LLM, SamplingParams
 
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "num_kvcache_blocks": 4096}
     with tempfile.TemporaryDirectory() as directory:
-        write_config(directory, shape, head_dim, architecture)
+        more = {"quantization_config": quantization_config} if quantization_config else {}
+        write_config(directory, shape, head_dim, architecture, **more)
         with LLM(directory, load_format="dummy", **(limits | options)) as llm:
             for own in CONTROLS:  # one sort at a time, then all
                 llm.generate([[7] * 40], SamplingParams(max_tokens=3, **own), use_tqdm=False)

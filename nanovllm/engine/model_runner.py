@@ -35,8 +35,8 @@ from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build, kernel_variants
 from nanovllm.layers.controls import Controls
-from nanovllm.layers.fp8_weight import dequantize, held_in
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
+from nanovllm.layers.quantized_weight import dequantize, held_in
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class

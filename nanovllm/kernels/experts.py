@@ -22,6 +22,7 @@ from nanovllm.kernels.hopper import (
     describe,
     has_room,
     launch_dependents,
+    load_tile,
     pdl_options,
     spare_rows,
     wait,
@@ -129,20 +130,6 @@ def _tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.co
 
 
 @triton.jit
-def _load_tile(
-    source, row, end, col, COLS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """ROWS x WIDTH of a matrix with COLS columns. By a descriptor of it also rows from `end` on."""
-    if TMA:
-        return source.load([row, col])
-    else:
-        rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, WIDTH)
-        ptrs = source + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
-        return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < COLS)[None, :], other=0.0)
-
-
-@triton.jit
 def _no_sum(OUTPUTS: tl.constexpr, ROWS: tl.constexpr, LEFT: tl.constexpr):
     if LEFT:
         return tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -182,8 +169,8 @@ def _gate_up_kernel(
     gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     for k in range(0, M, BLOCK_K):
-        gate_weight = _load_tile(weight, row, end_row, k, M, BLOCK_I, BLOCK_K, TMA)
-        up_weight = _load_tile(weight, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, TMA)
+        gate_weight = load_tile(weight, row, end_row, k, M, BLOCK_I, BLOCK_K, TMA)
+        up_weight = load_tile(weight, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, TMA)
         x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
         gate = _add_product(gate, gate_weight, x, LEFT)
         up = _add_product(up, up_weight, x, LEFT)
@@ -216,8 +203,8 @@ def _down_kernel(
     row = expert * M + first
     acc = _no_sum(BLOCK_M, BLOCK_T, LEFT)
     for k in range(0, I, BLOCK_K):
-        weights = _load_tile(weight, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, TMA)
-        inner = _load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
+        weights = load_tile(weight, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, TMA)
+        inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
         acc = _add_product(acc, weights, inner, LEFT)
     if LEFT:
         acc = acc.T

@@ -87,3 +87,17 @@ def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
     there = (size - x.shape[1]) // x.stride(0) + 1
     shape = [min(wanted, there), x.shape[1]]
     return TensorDescriptor(x, shape, list(x.stride()), [rows, columns])
+
+
+@triton.jit
+def load_tile(
+    source, row, end, col, COLS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """ROWS x WIDTH of a matrix with COLS columns. By a descriptor of it also rows from `end` on."""
+    if TMA:
+        return source.load([row, col])
+    else:
+        rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, WIDTH)
+        ptrs = source + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < COLS)[None, :], other=0.0)

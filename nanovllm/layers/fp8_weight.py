@@ -1,19 +1,18 @@
 """`Fp8Weight`: the matrix of a product in 8 bits, and how checkpoints' tensors fill it.
 
-A number is a code (e4m3) times the scale of its block. See `quantization.py`. Where no kernel
-multiplies by codes they are dequantised once, behind loading.
+A number is a code (e4m3) times the scale of its block. See `quantization.py`.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.layers.shard import Part, Shard, check_plain
-from nanovllm.layers.weight import Weight
-from nanovllm.quantization import Quantization
+from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes
 
 
@@ -76,7 +75,7 @@ class QuantizingShard(Shard):
         self.target.copy_(numbers.clamp(-LARGEST, LARGEST))
 
 
-class Fp8Weight(Weight):
+class Fp8Weight(QuantizedWeight):
     """N x K numbers, which start uninitialised.
 
     Args:
@@ -91,27 +90,28 @@ class Fp8Weight(Weight):
         block: rows and columns that share a scale.
     """
 
+    name = "fp8"
+
     def __init__(
         self,
         num_rows: int,
         num_cols: int,
         dtype: torch.dtype,
         fused: bool,
-        quantization: Quantization,
+        quantization: Fp8,
     ) -> None:
-        nn.Module.__init__(self)
+        super().__init__(dtype, fused)
         rows, cols = quantization.block
         self.block = rows or 1, cols or num_cols
-        self.dtype, self.quantization = dtype, quantization
+        self.quantization = quantization
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=FP8), False)
         counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
         self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
-        self.fused = fused
         if fused:
-            from nanovllm.kernels.fp8_linear import can_multiply, x_block_of
+            from nanovllm.kernels import fp8_linear
 
-            if can_multiply(self.codes, dtype):
-                self.x_block = x_block_of(self.codes)
+            if fp8_linear.can_multiply(self.codes, dtype):
+                self.kernels, self.x_block = fp8_linear, fp8_linear.x_block_of(self.codes)
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -137,70 +137,7 @@ class Fp8Weight(Weight):
 
     @property
     def codes(self) -> Codes:
-        """All of it."""
         return Codes(self.data, self.scales, self.block)
-
-    def plain(self) -> Weight:
-        """What the codes mean."""
-        K = self.data.shape[1]
-        weight = Weight(0, K, self.dtype, self.fused)
-        weight.data = nn.Parameter(self.codes.numbers().to(self.dtype), False)
-        return weight
-
-    def multiply(
-        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
-    ) -> torch.Tensor:
-        from nanovllm.kernels.fp8_linear import linear
-
-        return linear(x, self.codes, self.dtype, bias, partial)
-
-    def multiply_gated(
-        self,
-        x: torch.Tensor | Codes,
-        bias: torch.Tensor | None = None,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> torch.Tensor | Codes:
-        from nanovllm.kernels.fp8_linear import gated_linear
-
-        return gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
-
-    def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
-    ) -> None:
-        from nanovllm.kernels.fp8_linear import multiply_into
-
-        multiply_into(out, x, self.codes, bias)
-
-    def variants(
-        self,
-        bias: torch.Tensor | None,
-        partial: bool,
-        gated: bool,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> dict[Hashable, Callable[[], object]]:
-        if self.x_block is None:  # it does not multiply
-            return {}
-        from nanovllm.kernels.fp8_linear import variants
-
-        return variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
-
-
-def dequantize(model: nn.Module) -> None:
-    """Replace filled weights that cannot multiply here, by plain ones. A CPU multiplies these
-    faster.
-    """
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Fp8Weight) and weight.x_block is None:
-            module.weight = weight.plain()
-
-
-def held_in(model: nn.Module) -> str:
-    """What a model's matrices are held in, beside their dtype: "fp8" or "none"."""
-    held = (isinstance(getattr(module, "weight", None), Fp8Weight) for module in model.modules())
-    return "fp8" if any(held) else "none"
 
 
 def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:

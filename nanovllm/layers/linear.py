@@ -14,9 +14,11 @@ from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.fp8_weight import Fp8Weight
-from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.int4_weight import Int4Weight
+from nanovllm.layers.shard import Part, Shard, ZeroShard
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
 
 
@@ -50,6 +52,14 @@ def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> to
     return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
 
 
+def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:
+    """Of a linear layer, in the format that the model has."""
+    shape, how = (num_rows, num_cols, build.dtype, build.fused), build.quantization
+    if how is None:
+        return Weight(*shape)
+    return Fp8Weight(*shape, how) if isinstance(how, Fp8) else Int4Weight(*shape, how)
+
+
 class LinearBase(Layer):
     """`x @ weight.T + bias` with this rank's part of the weight.
 
@@ -69,11 +79,7 @@ class LinearBase(Layer):
         super().__init__()
         self.inputs, self.outputs, self.build = inputs, outputs, build
         num_rows = sum(len(rows.held) for rows in outputs.values())
-        if build.quantization is None:
-            self.weight = Weight(num_rows, len(inputs.held), build.dtype, build.fused)
-        else:
-            shape = num_rows, len(inputs.held)
-            self.weight = Fp8Weight(*shape, build.dtype, build.fused, build.quantization)
+        self.weight = make_weight(num_rows, len(inputs.held), build)
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
 
     @property
@@ -95,6 +101,9 @@ class LinearBase(Layer):
             end = begin + len(rows.held)
             if self.bias is not None:
                 yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
+            elif self.build.quantization and self.build.quantization.method == "gptq":
+                # AutoGPTQ writes one for each layer.
+                yield f"{module}.bias", ZeroShard(torch.empty(0), (rows,))
             begin = end
 
     def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Shard:
     """
 
     comes_last: ClassVar[bool] = False  # it changes what another one has filled
+    is_optional: ClassVar[bool] = False  # the checkpoint may lack it, and it fills nothing
 
     target: torch.Tensor
     parts: tuple[Part, ...]
@@ -101,6 +102,16 @@ class Shard:
     def put(self, numbers: torch.Tensor) -> None:
         """Fill the target with numbers of its shape."""
         self.target.copy_(numbers)
+
+
+class ZeroShard(Shard):
+    """Numbers that this model does not have: they must be 0."""
+
+    is_optional = True
+
+    def fill(self, name: str, source: Any) -> None:
+        if source[...].any():
+            raise ValueError(f"tensor {name} is not 0, and config.json says that there is none")
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:

@@ -143,13 +143,15 @@ def load_model(
     if is_tied:
         ignored.add(head)
     problems = []
-    if missing := sorted(set(targets) - set(files)):
+    needed = {name for name, shard in targets.items() if not shard.is_optional}
+    if missing := sorted(needed - set(files)):
         problems.append(f"missing from the checkpoint: {_names(missing)}")
     if unused := sorted(set(files) - set(targets) - ignored):
         problems.append(f"not used by this model: {_names(unused)}")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
-    by_file = sorted(targets, key=lambda name: (targets[name].comes_last, files[name]))
+    there = [name for name in targets if name in files]
+    by_file = sorted(there, key=lambda name: (targets[name].comes_last, files[name]))
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
             present = set(tensors.keys())
@@ -179,14 +181,16 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
-            if shard.comes_last:
+            if shard.comes_last or shard.is_optional:
                 continue
             if name.endswith("bias"):
                 shard.target.zero_()
             elif shard.target.dim() == 1:
                 shard.target.fill_(1.0)
             else:
-                dtype = shard.target.dtype if shard.target.itemsize > 1 else torch.float32
+                dtype = shard.target.dtype
+                if not dtype.is_floating_point or dtype.itemsize == 1:  # codes
+                    dtype = torch.float32
                 shape = [part.total for part in shard.parts]
                 whole = torch.empty(shape, dtype=dtype, device=device)
                 shard.put(shard.read(whole.normal_(0.0, 0.02, generator=generator)))

@@ -142,6 +142,9 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
     yield options | {"shape": "0.6B", "fused_kernels": False}
     yield options | {"shape": "0.6B", "quantization": "fp8"}
     yield options | {"shape": "0.6B", "quantization": "fp8", "fused_kernels": False}
+    for shape, group, size in (("0.6B", 32, 1), ("0.6B", 64, 2), ("8B", 128, 1)):
+        awq = {"quant_method": "awq", "bits": 4, "group_size": group}
+        yield options | {"shape": shape, "quantization_config": awq, "tensor_parallel_size": size}
     if card in CONVERT_FP8:
         for head_dim in (32, 80, 128, 256):
             yield options | {"shape": "0.6B", "head_dim": head_dim, "kv_cache_dtype": "fp8"}

@@ -1,0 +1,226 @@
+"""`Int4Weight`: the matrix of a product in 4 bits, and how checkpoints' tensors fill it.
+
+A number is a code less the zero point of its group, times the group's scale. Checkpoints have eight
+codes, or zero points, in an int32 (`quantization.Int4`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.quantized_weight import QuantizedWeight
+from nanovllm.layers.shard import Part, Shard, check_plain
+from nanovllm.quantization import Int4
+from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
+
+IN_WORD = 8  # codes of an int32
+
+
+@dataclass(frozen=True)
+class PackedShard(Shard):
+    """Codes, eight in an int32.
+
+    Attributes:
+        packed: the dimension whose neighbours share an int32.
+        order: where in it each of eight neighbours is, the lowest four bits being 0.
+        transposed: the checkpoint has columns first.
+    """
+
+    packed: int
+    order: tuple[int, ...]
+    transposed: bool
+
+    @property
+    def full_shape(self) -> list[int]:
+        return [
+            -(-part.total // IN_WORD) if dim == self.packed else part.total
+            for dim, part in enumerate(self.parts)
+        ]
+
+    def fill(self, name: str, source: Any) -> None:
+        dim, part = self.packed, self.parts[self.packed]
+        first, last = min(part.held) // IN_WORD, max(part.held) // IN_WORD
+        in_words = list(self.parts)
+        in_words[dim] = Part(range(first, last + 1), self.full_shape[dim])
+        words = Shard(self.target, tuple(in_words)).read(source).to(self.target.device)
+        if words.dtype != torch.int32:
+            raise ValueError(f"tensor {name} is {words.dtype}: codes of 4 bits come in int32")
+        held = torch.tensor(part.held, device=words.device)
+        shifts = (
+            4 * torch.tensor(self.order, device=words.device, dtype=torch.int32)[held % IN_WORD]
+        )
+        codes = words.index_select(dim, held // IN_WORD - first)
+        codes = codes >> (shifts[:, None] if dim == 0 else shifts) & 15
+        self.put_codes(codes.T if self.transposed else codes)
+
+    def put_codes(self, codes: torch.Tensor) -> None:
+        """Fill the target: [rows, columns] int32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CodesShard(PackedShard):
+    """The matrix.
+
+    Attributes:
+        plane: see `utils.int4`.
+    """
+
+    plane: int
+
+    def put_codes(self, codes: torch.Tensor) -> None:
+        self.target.copy_(pack(codes.to(torch.uint8).contiguous(), self.plane))
+
+    def put(self, numbers: torch.Tensor) -> None:
+        numbers = numbers.T if self.transposed else numbers
+        self.put_codes((numbers / DUMMY_SCALE + ZERO).round().clamp(0, 15))
+
+
+@dataclass(frozen=True)
+class ZerosShard(PackedShard):
+    """Its zero points: target [groups, rows] (`Int4Codes.scales`).
+
+    Attributes:
+        added: to what the checkpoint has, modulo 16.
+    """
+
+    added: int
+
+    def put_codes(self, codes: torch.Tensor) -> None:
+        zeros = codes + self.added & 15
+        self.target.copy_(-(zeros + OFFSETS[self.target.dtype]).T)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        self.target.fill_(-(ZERO + OFFSETS[self.target.dtype]))  # dummies
+
+
+@dataclass(frozen=True)
+class ScalesShard(Shard):
+    """Its scales: target [groups, rows].
+
+    Attributes:
+        transposed: the checkpoint has groups first.
+        zeros: what this fills, too, where the checkpoint has no zero points.
+    """
+
+    transposed: bool
+    zeros: torch.Tensor | None
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return (self.target,) if self.zeros is None else (self.target, self.zeros)
+
+    def fill(self, name: str, source: Any) -> None:
+        scales = self.read(source)
+        check_plain(name, scales)
+        self._put(scales if self.transposed else scales.T)
+
+    def put(self, numbers: torch.Tensor) -> None:
+        self._put(torch.full_like(self.target, DUMMY_SCALE))
+
+    def _put(self, scales: torch.Tensor) -> None:
+        self.target.copy_(scales)
+        if self.zeros is not None:
+            self.zeros.fill_(-(ZERO + OFFSETS[self.target.dtype]))
+
+
+class OrderShard(Shard):
+    """Which group each column is of: the columns must be in order. It fills nothing."""
+
+    is_optional = True
+
+    def fill(self, name: str, source: Any) -> None:
+        groups = source[...].tolist()
+        size = len(groups) // (1 + max(groups))
+        if groups != [i // size for i in range(len(groups))]:
+            raise ValueError(
+                f"tensor {name}: columns in an order of their own (act-order) are not supported: "
+                "take a checkpoint without, or the original weights"
+            )
+
+
+DUMMY_SCALE = 0.02 / 3
+
+
+class Int4Weight(QuantizedWeight):
+    """N x K numbers, which start uninitialised.
+
+    Args:
+        num_rows, num_cols: N and K, of this rank.
+        dtype: of activations and results.
+        fused: see `Weight`.
+        quantization: how the checkpoint has them.
+
+    Attributes:
+        data, scales: see `Int4Codes`.
+    """
+
+    name = "int4"
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_cols: int,
+        dtype: torch.dtype,
+        fused: bool,
+        quantization: Int4,
+    ) -> None:
+        super().__init__(dtype, fused)
+        self.quantization, group = quantization, quantization.group
+        # Columns that are not whole groups are refused by `shards`.
+        data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)
+        scales = torch.empty(-(-num_cols // group), num_rows, 2, dtype=dtype)
+        self.data, self.scales = nn.Parameter(data, False), nn.Parameter(scales, False)
+        if fused:
+            from nanovllm.kernels import int4_linear
+
+            if int4_linear.can_multiply(self.codes, dtype):
+                self.kernels = int4_linear
+
+    @property
+    def codes(self) -> Int4Codes:
+        return Int4Codes(self.data, self.scales, self.quantization.group)
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        how, end = self.quantization, begin + len(rows.held)
+        assert isinstance(cols.held, range), "ranks divide columns evenly"
+        if cols.held.start % how.group or len(cols.held) % how.group:
+            raise ValueError(
+                f"{module}: INT4 weights want whole groups of {how.group} inputs on each rank: "
+                "take another tensor_parallel_size, or the original weights"
+            )
+        first = cols.held.start // how.group
+        held = range(first, first + len(cols.held) // how.group)
+        groups = Part(held, cols.total // how.group)
+        zeros, scales = self.scales.data[:, begin:end].unbind(2)
+        turned = how.transposed
+        plane = plane_size(len(cols.held), how.group)
+
+        def in_order(rows: Part, cols: Part) -> tuple[Part, ...]:
+            return (cols, rows) if turned else (rows, cols)
+
+        along_rows = 1 if turned else 0
+        codes_along = along_rows if how.along_rows else 1 - along_rows
+        codes = self.data.data[begin:end]
+        yield (
+            f"{module}.{how.codes}",
+            CodesShard(codes, in_order(rows, cols), codes_along, how.order, turned, plane),
+        )
+        if how.zeros:
+            parts = in_order(rows, groups)
+            yield (
+                f"{module}.{how.zeros}",
+                ZerosShard(zeros, parts, along_rows, how.order, turned, how.added),
+            )
+        yield (
+            f"{module}.{how.scales}",
+            ScalesShard(scales, in_order(rows, groups), turned, None if how.zeros else zeros),
+        )
+        if how.groups:
+            nothing = self.scales.data[:0, 0, 0]
+            yield f"{module}.{how.groups}", OrderShard(nothing, (Part.whole(cols.total),))

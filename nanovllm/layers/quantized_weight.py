@@ -1,0 +1,133 @@
+"""`QuantizedWeight`: the matrix of a product as codes, which kernels of its format multiply by.
+
+Where no kernel does (other GPUs, a CPU) the codes are dequantised once, behind loading.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from nanovllm.layers.weight import Weight
+from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.int4 import Int4Codes
+
+
+class Kernels(Protocol):
+    """What the module of a format's kernels has; see `kernels.fp8_linear`."""
+
+    def linear(
+        self,
+        x: Any,
+        weight: Any,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        partial: bool = False,
+    ) -> torch.Tensor: ...
+
+    def gated_linear(
+        self,
+        x: Any,
+        weight: Any,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        gelu: bool = False,
+        x_block: int | None = None,
+    ) -> torch.Tensor | Codes: ...
+
+    def multiply_into(
+        self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
+    ) -> None: ...
+
+    def variants(
+        self,
+        weight: Any,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None,
+        partial: bool,
+        gated: bool,
+        gelu: bool,
+        x_block: int | None,
+    ) -> dict[Hashable, Callable[[], object]]: ...
+
+
+class QuantizedWeight(Weight):
+    """See `Weight`.
+
+    Attributes:
+        name: of the format.
+        dtype: of activations and results.
+        kernels: what multiplies; None: nothing does.
+    """
+
+    name: ClassVar[str]
+    kernels: Kernels | None = None
+
+    def __init__(self, dtype: torch.dtype, fused: bool) -> None:
+        nn.Module.__init__(self)
+        self.dtype, self.fused = dtype, fused
+
+    @property
+    def codes(self) -> Codes | Int4Codes:
+        """All of it."""
+        raise NotImplementedError
+
+    def plain(self) -> Weight:
+        """What the codes mean."""
+        numbers = self.codes.numbers().to(self.dtype)
+        weight = Weight(0, numbers.shape[1], self.dtype, self.fused)
+        weight.data = nn.Parameter(numbers, False)
+        return weight
+
+    def multiply(
+        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
+    ) -> torch.Tensor:
+        assert self.kernels is not None, NO_KERNELS
+        return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
+
+    def multiply_gated(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        gelu: bool = False,
+        x_block: int | None = None,
+    ) -> torch.Tensor | Codes:
+        assert self.kernels is not None, NO_KERNELS
+        return self.kernels.gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
+
+    def multiply_into(
+        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
+    ) -> None:
+        assert self.kernels is not None, NO_KERNELS
+        self.kernels.multiply_into(out, x, self.codes, bias)
+
+    def variants(
+        self,
+        bias: torch.Tensor | None,
+        partial: bool,
+        gated: bool,
+        gelu: bool = False,
+        x_block: int | None = None,
+    ) -> dict[Hashable, Callable[[], object]]:
+        if self.kernels is None:
+            return {}
+        return self.kernels.variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
+
+
+NO_KERNELS = "it is dequantised behind loading"
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replace filled weights that nothing multiplies here by plain ones."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedWeight) and weight.kernels is None:
+            module.weight = weight.plain()
+
+
+def held_in(model: nn.Module) -> str:
+    """The format that a model's matrices are held in, beside their dtype: "none", "fp8", "int4"."""
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    names = (weight.name for weight in weights if isinstance(weight, QuantizedWeight))
+    return next(names, "none")

@@ -1,0 +1,74 @@
+"""`Int4Codes`: a matrix in 4 bits, in the order in which our kernels unpack it.
+
+An int16 has four codes of a row. Of each 4 P columns ("planes" of P), codes of the first plane are
+the lowest four bits, of the last the highest: what tensor cores read together lies together, and a
+mask takes one plane out of all int16s. A group's columns are whole planes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+PLANES = 4  # codes in an int16
+SIZES = (64, 32, 16, 8)  # of a plane, the best first
+ZERO = 8  # the code of 0 where no other is given
+# An exponent is put before a code's bits to make a number of them, this much too large. In 32 bits
+# codes are converted.
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
+
+
+def plane_size(num_cols: int, group: int) -> int:
+    """P for a matrix with so many columns, a multiple of `group`, which is one of 32."""
+    return next(P for P in SIZES if num_cols % (PLANES * P) == 0 and group % P == 0)
+
+
+def pack(codes: torch.Tensor, P: int) -> torch.Tensor:
+    """Codes [N, K] uint8 -> [N, K / 4] int16"""
+    N, K = codes.shape
+    planes = codes.view(N, -1, PLANES, P).to(torch.int32).unbind(2)
+    words = sum(plane << 4 * i for i, plane in enumerate(planes))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.int16).reshape(N, K // PLANES)  # the low bits of an int32
+
+
+def unpack(data: torch.Tensor, P: int) -> torch.Tensor:
+    """The reverse of `pack`."""
+    words = data.view(len(data), -1, P)
+    return torch.stack([words >> 4 * i & 15 for i in range(PLANES)], 2).to(torch.uint8).flatten(1)
+
+
+@dataclass(frozen=True)
+class Int4Codes:
+    """N x K numbers: each is a code less its group's zero point, times its group's scale.
+
+    Attributes:
+        data: [N, K / 4] int16, see above.
+        scales: [K / group, N, 2] of the numbers' dtype: minus the zero point and the offset of the
+            dtype (`OFFSETS`), and the scale. 16 bits of each are one word.
+        group: columns that share these.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K"""
+        return len(self.data), self.data.shape[1] * PLANES
+
+    @property
+    def plane(self) -> int:
+        """P"""
+        return plane_size(self.shape[1], self.group)
+
+    def numbers(self) -> torch.Tensor:
+        """[N, K] float32"""
+        N, K = self.shape
+        minus, scales = self.scales.float().transpose(0, 1).unbind(2)  # [N, K / group] each
+        minus = minus + OFFSETS[self.scales.dtype]
+        codes = unpack(self.data, self.plane).view(N, -1, self.group).float()
+        return ((codes + minus[..., None]) * scales[..., None]).view(N, K)

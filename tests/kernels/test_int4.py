@@ -1,0 +1,142 @@
+"""Products with weights in 4 bits, against float64 of the numbers that the codes mean."""
+
+import pytest
+import torch
+from attention_cases import DEVICE
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import int4_linear
+from nanovllm.kernels.activation import act_and_mul
+from nanovllm.kernels.hopper import has_room
+from nanovllm.kernels.int4_linear import (
+    can_multiply,
+    choose_tiles,
+    gated_linear,
+    linear,
+    multiply_into,
+    unpacked,
+)
+from nanovllm.utils.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
+
+SEED = 4
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
+UNIT = torch.finfo(HALF).eps / 2  # the error of rounding to it
+DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [HALF]
+
+
+def randn(*shape: int, seed: int = SEED, dtype: torch.dtype = HALF) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def weight_of(
+    N: int, K: int, group: int, dtype: torch.dtype = HALF
+) -> tuple[Int4Codes, torch.Tensor]:
+    """All codes and zero points, scales that differ widely; and the numbers, in float64."""
+    generator = torch.Generator().manual_seed(SEED)
+    codes = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (N, K // group), generator=generator)
+    scales = (torch.exp(torch.randn(N, K // group, generator=generator)) / K**0.5).to(dtype)
+    minus = -(zeros + OFFSETS[dtype]).to(dtype)
+    halves = torch.stack([minus.T, scales.T], 2).contiguous()
+    wide = codes.double().view(N, -1, group) - zeros[..., None]
+    numbers = (wide * scales.double()[..., None]).view(N, K)
+    data = pack(codes, plane_size(K, group))
+    assert unpack(data, plane_size(K, group)).equal(codes)
+    return Int4Codes(data.to(DEVICE), halves.to(DEVICE), group), numbers.to(DEVICE)
+
+
+def check_product(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    numbers: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype = HALF,
+) -> None:
+    """Numbers, of tiles, and results are rounded to 16 bits; sums are float32."""
+    unit = torch.finfo(dtype).eps / 2
+    wanted, most = x.double() @ numbers.T, x.double().abs() @ numbers.abs().T
+    if bias is not None:
+        wanted += bias
+    if out.dim() == 3:
+        assert out.dtype == torch.float32
+        out = out.sum(0)
+    least = unit if len(x) > 1 else 2.0**-16  # one row: numbers are too large by 256
+    error, bound = (out.double() - wanted).abs(), 1.1 * (least * most + unit * wanted.abs())
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("T", "N", "K", "group", "partial"),
+    [
+        (1, 48, 1280, 128, False),
+        (1, 16, 4224, 64, False),  # not all at once
+        (1, 80, 192, 32, False),
+        (2, 64, 512, 128, False),
+        (17, 64, 1024, 128, True),
+        (33, 128, 384, 128, False),  # planes of 32
+        (9, 64, 768, 64, False),
+        (5, 64, 512, 32, True),
+        (6, 64, 320, 64, False),  # planes of 16, in groups of 64
+        (70, 128, 512, 128, True),
+        (20, 144, 256, 32, True),  # no whole tiles
+        pytest.param(256, 4096, 1024, 128, True, marks=pytest.mark.slow),
+        pytest.param(300, 4096, 1024, 128, True, marks=pytest.mark.slow),
+    ],
+)
+def test_products(
+    T: int, N: int, K: int, group: int, partial: bool, has_bias: bool, dtype: torch.dtype
+) -> None:
+    x = randn(T, K + 8, dtype=dtype)[:, :K].contiguous()
+    weight, numbers = weight_of(N, K, group, dtype)
+    bias = randn(N, seed=5, dtype=dtype) if has_bias else None
+    assert can_multiply(weight, dtype)
+    out = linear(x, weight, dtype, bias, partial)
+    tiles = choose_tiles(T, N, K, weight.plane, partial, has_room(x)) if T > 1 else None
+    splits = tiles.splits if tiles else 1
+    assert out.shape == ((splits, T, N) if splits > 1 else (T, N))
+    assert splits > 1 or not partial or N % 64 or T > 256
+    check_product(out, x, numbers, bias, dtype)
+    if T > 1:
+        whole = out.new_empty(T, N, dtype=dtype)
+        multiply_into(whole, x, weight, bias)
+        check_product(whole, x, numbers, bias, dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("T", [1, 3])
+def test_gated_products(T: int, gelu: bool, has_bias: bool) -> None:
+    x, (weight, numbers) = randn(T, 256), weight_of(2 * 64, 256, 64)
+    bias = randn(128, seed=5) if has_bias else None
+    wide = x.double() @ numbers.T
+    wanted = act_and_mul((wide + bias if has_bias else wide).float(), gelu)
+    out = gated_linear(x, weight, HALF, bias, gelu)
+    torch.testing.assert_close(out.float(), wanted, rtol=16 * UNIT, atol=64 * UNIT)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_library_gets_the_numbers(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to 16 bits, a part of the rows at a time."""
+    weight, numbers = weight_of(48, 384, group)
+    out = torch.full((40, 384), torch.nan, dtype=HALF, device=DEVICE)
+    assert unpacked(weight, 16, 48, out).equal(numbers[16:].to(HALF)) and out[32:].isnan().all()
+    torch.testing.assert_close(weight.numbers().double(), numbers, rtol=1e-6, atol=0)
+    x, seen = randn(4, 384), []
+    monkeypatch.setattr(int4_linear, "UNPACKED", 16 * 384)
+    monkeypatch.setattr(
+        int4_linear, "unpacked", lambda *args: seen.append(args[1:3]) or unpacked(*args)
+    )
+    whole = x.new_empty(4, 48)
+    multiply_into(whole, x, weight, None)
+    assert seen == [(0, 16), (16, 32), (32, 48)]
+    check_product(whole, x, numbers, None)
+
+
+def test_what_no_kernel_multiplies() -> None:
+    assert not can_multiply(weight_of(16, 128, 64)[0], torch.float32)
+    assert not can_multiply(weight_of(24, 128, 64)[0], HALF)  # rows are unpacked by 16
+    assert not can_multiply(weight_of(16, 96, 32)[0], HALF)  # planes of 8
