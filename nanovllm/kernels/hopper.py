@@ -94,10 +94,17 @@ def load_tile(
     source, row, end, col, COLS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x WIDTH of a matrix with COLS columns. By a descriptor of it also rows from `end` on."""
+    """ROWS x WIDTH of a matrix with COLS columns and `end` rows; None: as many as wanted. By a
+    descriptor of it also rows from `end` on.
+    """
     if TMA:
         return source.load([row, col])
     else:
         rows, cols = row + tl.arange(0, ROWS), col + tl.arange(0, WIDTH)
         ptrs = source + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
-        return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < COLS)[None, :], other=0.0)
+        if COLS % WIDTH > 0:
+            return tl.load(ptrs, mask=(rows < end)[:, None] & (cols < COLS)[None, :], other=0.0)
+        elif end is None:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=(rows < end)[:, None], other=0.0)

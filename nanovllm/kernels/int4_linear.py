@@ -1,8 +1,9 @@
 """Matrix products with weights in INT4 (`utils.int4`) and activations in 16 bits.
 
-A single row is multiplied as it is, in float32, without tensor cores; few rows by tiles whose
-weights are unpacked on their way from shared memory to tensor cores; many by the library, with
-weights that are unpacked a part at a time (docs/experiments.md).
+A single row becomes integers, and products of integers are exact: four at a time, they are fewer
+instructions than unpacking. Few rows take tiles whose weights are unpacked on their way from shared
+memory to tensor cores; many the library, with weights that are unpacked a part at a time
+(docs/experiments.md).
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
@@ -26,16 +27,29 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
+from nanovllm.kernels.int4 import (
+    ROWS,
+    dot_planes,
+    in_bytes,
+    minus_of,
+    offset_of,
+    scale_of,
+    unpack,
+    unpacked,
+)
 from nanovllm.kernels.linear import HALF, SPLITS, load_bias
 from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.int4 import OFFSETS, PLANES, Int4Codes
+from nanovllm.utils.int4 import PLANES, Int4Codes
 
 MOST_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
 PROGRAMS = 128  # large tiles that run at once
 UNPACKED = 2**24  # numbers that are unpacked at a time, for the library: they stay in the L2 cache
-_BF16_OFFSET = tl.constexpr(OFFSETS[torch.bfloat16])
-_FP16_OFFSET = tl.constexpr(OFFSETS[torch.float16])
+ROW_CODES, ROW_WARPS = 65536, 4  # of a program for one row; measured on an H200
+_LARGEST = tl.constexpr(32767.0)  # of the integers
+_LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
+# Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -43,205 +57,113 @@ def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
     device, (N, _) = weight.data.device, weight.shape
     if device.type == "cuda" and capability(device.index) < MIN_CAPABILITY:
         return False
-    return dtype in HALF and weight.plane >= 16 and N % 16 == 0
+    return dtype in HALF and weight.plane >= 16 and N % ROWS == 0
 
 
 @triton.jit
-def _unpack(words, minus, ASM: tl.constexpr):
-    """The four codes of each int16, the lowest first, less offset and zero point, which is exact.
+def _pair(word, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in an int32, as float32."""
+    return minus_of(word, DTYPE).to(tl.float32), scale_of(word, DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _integers(
+    pairs_ptr, pair, inside,
+    CHUNKS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each chunk:
+    an error of 2 ** -16 of that.
 
     Args:
-        words: int16.
-        minus: `Int4Codes.scales` [..., 0], of the same shape, of 16 bits.
-        ASM: by the instructions of NVIDIA GPUs: two codes at a time become the last bits of
-            mantissas, which is a number that is too large by the offset.
+        pairs_ptr: int32, two numbers each.
+        pair: [CHUNKS * P / 2], of those of the first plane.
+
+    Returns:
+        upper and lower bytes; of each chunk, what 1 means, and the sum.
     """
-    if ASM and minus.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 code, one;
-                mov.b32 one, 0x3f803f80;
-                lop3.b32 code, $4, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $0, code, one, $5;
-                shr.u32 code, $4, 4;
-                lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $1, code, one, $5;
-                shr.u32 code, $4, 8;
-                lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $2, code, one, $5;
-                shr.u32 code, $4, 12;
-                lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $3, code, one, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r", [words, minus],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 code;
-                lop3.b32 code, $4, 0x000f000f, 0x64006400, 0xea;
-                add.rn.f16x2 $0, code, $5;
-                shr.u32 code, $4, 4;
-                lop3.b32 code, code, 0x000f000f, 0x64006400, 0xea;
-                add.rn.f16x2 $1, code, $5;
-                shr.u32 code, $4, 8;
-                lop3.b32 code, code, 0x000f000f, 0x64006400, 0xea;
-                add.rn.f16x2 $2, code, $5;
-                shr.u32 code, $4, 12;
-                lop3.b32 code, code, 0x000f000f, 0x64006400, 0xea;
-                add.rn.f16x2 $3, code, $5;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r", [words, minus],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        OFFSET: tl.constexpr = _BF16_OFFSET if minus.dtype == tl.bfloat16 else _FP16_OFFSET
-        lower = minus.to(tl.float32) + OFFSET
-        a, b = _code(words, 0) + lower, _code(words, 1) + lower
-        c, d = _code(words, 2) + lower, _code(words, 3) + lower
-        return a.to(minus.dtype), b.to(minus.dtype), c.to(minus.dtype), d.to(minus.dtype)
+    HALF_P: tl.constexpr = P // 2
+    a, c = _pair(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
+    b, d = _pair(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
+    most = tl.maximum(
+        tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))
+    )  # fmt: skip
+    most = tl.maximum(tl.max(tl.reshape(most, [CHUNKS, HALF_P]), 1), _LEAST)
+    unit = most / _LARGEST
+    up = tl.broadcast_to((1.0 / unit)[:, None], [CHUNKS, HALF_P])
+    up = tl.reshape(up, [CHUNKS * HALF_P])
+    a = (a * up + _ROUND).to(tl.int32, bitcast=True)
+    b = (b * up + _ROUND).to(tl.int32, bitcast=True)
+    c = (c * up + _ROUND).to(tl.int32, bitcast=True)
+    d = (d * up + _ROUND).to(tl.int32, bitcast=True)
+    upper, lower = in_bytes(a, b, c, d, ASM)
+    ones = dot_planes(lower * 0 + 0x01010101, upper, lower, False, ASM)
+    sums = tl.sum(tl.reshape(ones, [CHUNKS, HALF_P]), 1)
+    return upper, lower, unit, sums.to(tl.float32)
 
 
 @triton.jit
-def _code(words, PLANE: tl.constexpr):
-    return ((words.to(tl.int32) >> 4 * PLANE) & 15).to(tl.float32)
-
-
-@triton.jit
-def _unpack_wide(words, ASM: tl.constexpr):
-    """The same as float32, too large by 256, 16, 256 and 16, which spares half of the shifts."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 word;
-                shl.b32 word, $8, 15;
-                lop3.b32 $0, word, 0x00078000, 0x43800000, 0xea;
-                lop3.b32 $2, word, 0x00780000, 0x41800000, 0xea;
-                shr.u32 word, $8, 1;
-                lop3.b32 $1, word, 0x00078000, 0x43800000, 0xea;
-                lop3.b32 $3, word, 0x00780000, 0x41800000, 0xea;
-                shl.b32 word, $8, 7;
-                lop3.b32 $4, word, 0x00078000, 0x43800000, 0xea;
-                lop3.b32 $6, word, 0x00780000, 0x41800000, 0xea;
-                shr.u32 word, $8, 9;
-                lop3.b32 $5, word, 0x00078000, 0x43800000, 0xea;
-                lop3.b32 $7, word, 0x00780000, 0x41800000, 0xea;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        even, odd = _code(words, 0) + 256, _code(words, 1) + 16
-        return even, odd, _code(words, 2) + 256, _code(words, 3) + 16
-
-
-@triton.jit
-def _minus_of(word, DTYPE: tl.constexpr):
-    return (word & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def _scale_of(word, DTYPE: tl.constexpr):
-    return ((word >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def _row_of(planes, ROWS: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr):
-    """[ROWS, CHUNKS]: sums of each chunk's plane."""
-    return tl.sum(tl.reshape(planes, [ROWS, CHUNKS, P]), 2)
-
-
-@triton.jit
-def _add_row(
-    acc, words, xs, sums, words_ptr, chunk, mask, N,
-    GROUP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+def _add_planes(
+    acc, codes, upper, lower, unit, sums, words_ptr, group, mask, N,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr, UPPER: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc: [BLOCK_N, CHUNKS] plus what chunks of 4 P codes add to BLOCK_N outputs.
-
-    Args:
-        xs, sums: activations of each plane, and their sums over it.
-        words_ptr: [BLOCK_N, 1], of scales.
-        chunk: [CHUNKS], numbers of these chunks in the row.
-    """
-    parts = _unpack_wide(words, ASM)
-    GROUPS: tl.constexpr = max(1, 4 * P // GROUP)  # of a chunk
-    EACH: tl.constexpr = 4 // GROUPS
-    OFFSET: tl.constexpr = _BF16_OFFSET if tl.bfloat16 == DTYPE else _FP16_OFFSET
-    for i in tl.static_range(GROUPS):
-        group = (chunk * (4 * P) + i * EACH * P) // GROUP
-        word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
-        minus = _minus_of(word, DTYPE).to(tl.float32) + OFFSET  # the zero point
-        product = parts[i * EACH] * xs[i * EACH][None, :]
-        for j in tl.static_range(1, EACH):
-            product += parts[i * EACH + j] * xs[i * EACH + j][None, :]
-        total = _row_of(product, BLOCK_N, CHUNKS, P)
-        for j in tl.static_range(EACH):
-            lower = minus - (256 if (i * EACH + j) % 2 == 0 else 16)
-            total += lower * sums[i * EACH + j]
-        acc += total * _scale_of(word, DTYPE).to(tl.float32)
-    return acc
+    """acc: [BLOCK_N, CHUNKS], plus products with two planes of each chunk, which are of `group`."""
+    products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
+    totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
+    word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
+    less = minus_of(word, DTYPE).to(tl.float32) + offset_of(DTYPE)  # minus the zero point
+    scale = scale_of(word, DTYPE).to(tl.float32) * unit[None, :]
+    return acc + (totals + less * sums[None, :]) * scale
 
 
 @triton.jit
 def _int4_row_kernel(
-    x_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
+    pairs_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     GROUP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of the only row. Its first weights are read before the wait.
+    # One program: BLOCK_N outputs of the only row. Its first weights, eight codes in an int32, are
+    # read before the wait.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
-    STRIDE: tl.constexpr = 2 * N if GATED else N  # of scales
-    n, c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, CHUNKS)
-    q = tl.arange(0, BLOCK_K // 4)
-    k = q // P * (4 * P) + q % P
-    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 4) + q[None, :]
-    mask = (n < N)[:, None] & (q < K // 4)[None, :]
-    weight = tl.load(weight_ptrs, mask=mask, other=0)
+    ALL: tl.constexpr = 2 * N if GATED else N
+    n, chunk = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, CHUNKS)
+    q = tl.arange(0, BLOCK_K // 8)
+    pair = q // (P // 2) * (2 * P) + q % (P // 2)
+    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + q[None, :]
+    mask = (n < N)[:, None] & (q < K // 8)[None, :]
+    codes = tl.load(weight_ptrs, mask=mask, other=0)
     acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     if GATED:
-        up_weight = tl.load(weight_ptrs + N * (K // 4), mask=mask, other=0)
+        up_codes = tl.load(weight_ptrs + N * (K // 8), mask=mask, other=0)
         up_acc = acc
         up_bias = load_bias(bias_ptr, N + n, n < N)
     bias = load_bias(bias_ptr, n, n < N)
     wait(PDL)
     for start in tl.static_range(0, K, BLOCK_K):
         if start > 0:
-            mask = (n < N)[:, None] & (start // 4 + q < K // 4)[None, :]
-            weight = tl.load(weight_ptrs + start // 4, mask=mask, other=0)
+            mask = (n < N)[:, None] & (start // 8 + q < K // 8)[None, :]
+            codes = tl.load(weight_ptrs + start // 8, mask=mask, other=0)
             if GATED:
-                up_weight = tl.load(weight_ptrs + N * (K // 4) + start // 4, mask=mask, other=0)
-        inside, ptrs = start + k < K, x_ptr + start + k
-        x0 = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-        x1 = tl.load(ptrs + P, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(ptrs + 2 * P, mask=inside, other=0.0).to(tl.float32)
-        x3 = tl.load(ptrs + 3 * P, mask=inside, other=0.0).to(tl.float32)
-        xs = x0, x1, x2, x3
-        sums = (
-            _row_of(x0, 1, CHUNKS, P), _row_of(x1, 1, CHUNKS, P),
-            _row_of(x2, 1, CHUNKS, P), _row_of(x3, 1, CHUNKS, P),
-        )  # fmt: skip
-        chunk = start // (4 * P) + c
-        mask = (n < N)[:, None] & (chunk * (4 * P) < K)[None, :]
-        acc = _add_row(
-            acc, weight, xs, sums, words_ptr + n[:, None], chunk, mask, STRIDE,
-            GROUP, P, BLOCK_N, CHUNKS, DTYPE, ASM,
-        )  # fmt: skip
-        if GATED:
-            up_acc = _add_row(
-                up_acc, up_weight, xs, sums, words_ptr + N + n[:, None], chunk, mask, STRIDE,
-                GROUP, P, BLOCK_N, CHUNKS, DTYPE, ASM,
+                up_codes = tl.load(weight_ptrs + N * (K // 8) + start // 8, mask=mask, other=0)
+        there = (n < N)[:, None] & (start + chunk * (4 * P) < K)[None, :]
+        for half in tl.static_range(2):
+            upper, lower, unit, sums = _integers(
+                pairs_ptr + start // 2 + half * P, pair, start // 8 + q < K // 8,
+                CHUNKS, P, DTYPE, ASM,
             )  # fmt: skip
+            group = (start + chunk * (4 * P) + half * 2 * P) // GROUP
+            acc = _add_planes(
+                acc, codes, upper, lower, unit, sums, words_ptr + n[:, None], group, there, ALL,
+                BLOCK_N, CHUNKS, P, half == 1, DTYPE, ASM,
+            )  # fmt: skip
+            if GATED:
+                up_acc = _add_planes(
+                    up_acc, up_codes, upper, lower, unit, sums, words_ptr + N + n[:, None], group,
+                    there, ALL, BLOCK_N, CHUNKS, P, half == 1, DTYPE, ASM,
+                )  # fmt: skip
     out = tl.sum(acc, 1) + bias
     if GATED:
         out = activate_and_mul(out, tl.sum(up_acc, 1) + up_bias, GELU, 0)
@@ -259,55 +181,25 @@ def _int4_tiles_kernel(
     # weights are neighbours, so one of them reads these from memory.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    GROUPS: tl.constexpr = max(1, 4 * P // GROUP)  # of a chunk
-    EACH: tl.constexpr = 4 // GROUPS
     t, n, split = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     wait(PDL)
     for chunk in range(split * SPAN, (split + 1) * SPAN):
-        packed = load_tile(weight, n, N, chunk * P, K // 4, BLOCK_N, P, TMA)
-        for i in tl.static_range(GROUPS):
-            group = (chunk * (4 * P) + i * EACH * P) // GROUP
-            word = tl.load(words_ptr + group * N + outputs)
-            minus, codes = tl.broadcast(_minus_of(word, DTYPE)[:, None], packed)
-            parts = _unpack(codes, minus, ASM)
-            scale = _scale_of(word, DTYPE)[:, None]
-            for j in tl.static_range(EACH):
-                k = chunk * (4 * P) + (i * EACH + j) * P
-                part = load_tile(x, t, T, k, K, BLOCK_T, P, TMA)
-                acc = tl.dot(parts[i * EACH + j] * scale, part.T, acc)
+        packed = load_tile(weight, n, None, chunk * P, K // 4, BLOCK_N, P, TMA)
+        for half in tl.static_range(2):
+            k = chunk * (4 * P) + half * 2 * P
+            word = tl.load(words_ptr + k // GROUP * N + outputs)
+            scale = scale_of(word, DTYPE)[:, None]
+            minus, codes = tl.broadcast(minus_of(word, DTYPE)[:, None], packed)
+            first, second = unpack(codes, minus, half == 1, ASM)
+            acc = tl.dot(first * scale, load_tile(x, t, T, k, K, BLOCK_T, P, TMA).T, acc)
+            acc = tl.dot(second * scale, load_tile(x, t, T, k + P, K, BLOCK_T, P, TMA).T, acc)
     if bias_ptr is not None:  # a summand of the first part
         bias = tl.load(bias_ptr + outputs).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
     out_ptrs = out_ptr + (split * T + rows[None, :]).to(tl.int64) * N + outputs[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
-
-
-@triton.jit
-def _int4_numbers_kernel(
-    weight_ptr, words_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program: 4 P columns of BLOCK_N rows; words_ptr has N in all.
-    launch_dependents(PDL)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = max(1, 4 * P // GROUP)
-    EACH: tl.constexpr = 4 // GROUPS
-    chunk = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
-    q = tl.arange(0, P)
-    packed = tl.load(weight_ptr + n[:, None] * (K // 4) + chunk * P + q[None, :])
-    wait(PDL)
-    for i in tl.static_range(GROUPS):
-        group = (chunk * (4 * P) + i * EACH * P) // GROUP
-        word = tl.load(words_ptr + group * N + n)
-        minus, codes = tl.broadcast(_minus_of(word, DTYPE)[:, None], packed)
-        parts = _unpack(codes, minus, ASM)
-        for j in tl.static_range(EACH):
-            number = parts[i * EACH + j] * _scale_of(word, DTYPE)[:, None]
-            k = chunk * (4 * P) + (i * EACH + j) * P + q
-            tl.store(out_ptr + n[:, None] * K + k[None, :], number)
 
 
 def one_row(
@@ -326,14 +218,13 @@ def one_row(
     N, K = weight.shape
     if gated:
         N //= 2
-    # 32,768 codes for each program at a time; measured on an H200.
     BLOCK_K = min(4096, triton.next_power_of_2(K))
-    BLOCK_N = min(16, 32768 // BLOCK_K) // (2 if gated else 1)
+    BLOCK_N = min(32, ROW_CODES // BLOCK_K) // (2 if gated else 1)
     out = torch.empty(1, N, dtype=x.dtype, device=x.device)
     _int4_row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight.data, weight.scales.view(torch.int32), bias, out, N=N, K=K, GATED=gated,
-        GELU=gelu, GROUP=weight.group, P=weight.plane, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        ASM=x.is_cuda, num_warps=4, **pdl_options(x),
+        x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
+        out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, ASM=x.is_cuda, num_warps=ROW_WARPS, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -445,7 +336,7 @@ def multiply_into(
 ) -> None:
     """`linear` of many rows into `out`: [T, N], by the library, a part of the weight at a time."""
     N, K = weight.shape
-    step = max(16, UNPACKED // K // 16 * 16)
+    step = max(ROWS, UNPACKED // K // ROWS * ROWS)
     numbers = torch.empty(min(step, N), K, dtype=out.dtype, device=out.device)
     for begin in range(0, N, step):
         end = min(begin + step, N)
@@ -454,17 +345,6 @@ def multiply_into(
             torch.mm(x, part, out=into)
         else:
             torch.addmm(bias[begin:end], x, part, out=into)
-
-
-def unpacked(weight: Int4Codes, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-    """The numbers of these rows, a multiple of 16, in the first ones of `out`."""
-    (N, K), P = weight.shape, weight.plane
-    words = weight.scales.view(torch.int32)
-    _int4_numbers_kernel[((end - begin) // 16, K // (PLANES * P))](
-        weight.data[begin:], words[:, begin:], out, N,
-        K=K, GROUP=weight.group, P=P, BLOCK_N=16, ASM=out.is_cuda, num_warps=4, **pdl_options(out),
-    )  # fmt: skip
-    return out[: end - begin]
 
 
 def variants(

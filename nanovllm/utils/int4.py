@@ -1,8 +1,8 @@
 """`Int4Codes`: a matrix in 4 bits, in the order in which our kernels unpack it.
 
-An int16 has four codes of a row. Of each 4 P columns ("planes" of P), codes of the first plane are
-the lowest four bits, of the last the highest: what tensor cores read together lies together, and a
-mask takes one plane out of all int16s. A group's columns are whole planes.
+An int16 has four codes of a row, one of each "plane": 4 P columns are four planes of P. A mask
+takes one plane out of all int16s, as tensor cores want it. The first two planes are in the lower
+halves of bytes, the others in the upper ones. Two planes are of one group.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 PLANES = 4  # codes in an int16
+SHIFTS = (0, 8, 4, 12)  # where each plane's begins
 SIZES = (64, 32, 16, 8)  # of a plane, the best first
 ZERO = 8  # the code of 0 where no other is given
 # An exponent is put before a code's bits to make a number of them, this much too large. In 32 bits
@@ -19,14 +20,14 @@ OFFSETS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 
 def plane_size(num_cols: int, group: int) -> int:
     """P for a matrix with so many columns, a multiple of `group`, which is one of 32."""
-    return next(P for P in SIZES if num_cols % (PLANES * P) == 0 and group % P == 0)
+    return next(P for P in SIZES if num_cols % (PLANES * P) == group % (2 * P) == 0)
 
 
 def pack(codes: torch.Tensor, P: int) -> torch.Tensor:
     """Codes [N, K] uint8 -> [N, K / 4] int16"""
     N, K = codes.shape
     planes = codes.view(N, -1, PLANES, P).to(torch.int32).unbind(2)
-    words = sum(plane << 4 * i for i, plane in enumerate(planes))
+    words = sum(plane << shift for plane, shift in zip(planes, SHIFTS, strict=True))
     assert isinstance(words, torch.Tensor)
     return words.to(torch.int16).reshape(N, K // PLANES)  # the low bits of an int32
 
@@ -34,7 +35,7 @@ def pack(codes: torch.Tensor, P: int) -> torch.Tensor:
 def unpack(data: torch.Tensor, P: int) -> torch.Tensor:
     """The reverse of `pack`."""
     words = data.view(len(data), -1, P)
-    return torch.stack([words >> 4 * i & 15 for i in range(PLANES)], 2).to(torch.uint8).flatten(1)
+    return torch.stack([words >> shift & 15 for shift in SHIFTS], 2).to(torch.uint8).flatten(1)
 
 
 @dataclass(frozen=True)
