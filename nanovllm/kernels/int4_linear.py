@@ -45,7 +45,10 @@ MOST_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
 PROGRAMS = 128  # large tiles that run at once
 UNPACKED = 2**24  # numbers that are unpacked at a time, for the library: they stay in the L2 cache
-ROW_CODES, ROW_WARPS = 65536, 4  # of a program for one row; measured on an H200
+# Of products of one row, plain and gated: outputs of a program at a time, and programs that run at
+# once; measured on an H200.
+ROW_BLOCKS, GATED_BLOCKS = (8, 528), (8, 396)
+ROW_SPLITS = 2, 3, 4  # of its sum
 _LARGEST = tl.constexpr(32767.0)  # of the integers
 _LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
 # Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
@@ -103,11 +106,14 @@ def _integers(
 
 @triton.jit
 def _add_planes(
-    acc, codes, upper, lower, unit, sums, words_ptr, group, mask, N,
+    acc, codes, x, words_ptr, group, mask, N,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr, UPPER: tl.constexpr,
     DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc: [BLOCK_N, CHUNKS], plus products with two planes of each chunk, which are of `group`."""
+    """acc: [BLOCK_N, CHUNKS], plus products of two planes of each chunk, which are of `group`, with
+    x as `_integers` gives it.
+    """
+    upper, lower, unit, sums = x
     products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
     totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
     word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
@@ -117,57 +123,86 @@ def _add_planes(
 
 
 @triton.jit
+def _load_codes(
+    weight_ptr, block, begin, q,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Eight in an int32: of a block of rows, the inputs from `begin` on."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < N)[:, None] & (begin // 8 + q < K // 8)[None, :]
+    ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + begin // 8 + q[None, :]
+    return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
 def _int4_row_kernel(
     pairs_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     GROUP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of the only row. Its first weights, eight codes in an int32, are
-    # read before the wait.
+    # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
+    # next codes are on their way while it multiplies, the first ones before the wait.
     launch_dependents(PDL)
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
     ALL: tl.constexpr = 2 * N if GATED else N
-    n, chunk = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, CHUNKS)
-    q = tl.arange(0, BLOCK_K // 8)
+    first, split = tl.program_id(0), tl.program_id(1)
+    chunk, q = tl.arange(0, CHUNKS), tl.arange(0, BLOCK_K // 8)
     pair = q // (P // 2) * (2 * P) + q % (P // 2)
-    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + q[None, :]
-    mask = (n < N)[:, None] & (q < K // 8)[None, :]
-    codes = tl.load(weight_ptrs, mask=mask, other=0)
-    acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+    begin = split * STEPS * BLOCK_K
+    up_ptr = weight_ptr + N * (K // 8)
+    codes = _load_codes(weight_ptr, first, begin, q, N, K, BLOCK_N)
     if GATED:
-        up_codes = tl.load(weight_ptrs + N * (K // 8), mask=mask, other=0)
-        up_acc = acc
-        up_bias = load_bias(bias_ptr, N + n, n < N)
-    bias = load_bias(bias_ptr, n, n < N)
+        up_codes = _load_codes(up_ptr, first, begin, q, N, K, BLOCK_N)
     wait(PDL)
-    for start in tl.static_range(0, K, BLOCK_K):
-        if start > 0:
-            mask = (n < N)[:, None] & (start // 8 + q < K // 8)[None, :]
-            codes = tl.load(weight_ptrs + start // 8, mask=mask, other=0)
-            if GATED:
-                up_codes = tl.load(weight_ptrs + N * (K // 8) + start // 8, mask=mask, other=0)
-        there = (n < N)[:, None] & (start + chunk * (4 * P) < K)[None, :]
-        for half in tl.static_range(2):
-            upper, lower, unit, sums = _integers(
-                pairs_ptr + start // 2 + half * P, pair, start // 8 + q < K // 8,
-                CHUNKS, P, DTYPE, ASM,
-            )  # fmt: skip
-            group = (start + chunk * (4 * P) + half * 2 * P) // GROUP
+    inside = begin // 8 + q < K // 8
+    a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
+    b = _integers(pairs_ptr + begin // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
+    for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+        up_acc = acc
+        for step in tl.static_range(STEPS):
+            start = begin + step * BLOCK_K
+            if step + 1 < STEPS:
+                behind, where = start + BLOCK_K, block
+            else:
+                behind, where = begin, block + tl.num_programs(0)
+            next_codes = _load_codes(weight_ptr, where, behind, q, N, K, BLOCK_N)
+            if STEPS > 1:
+                inside = start // 8 + q < K // 8
+                a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
+                b = _integers(pairs_ptr + start // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
+            lower_group = (start + chunk * (4 * P)) // GROUP
+            upper_group = (start + chunk * (4 * P) + 2 * P) // GROUP
+            there = (n < N)[:, None] & (start + chunk * (4 * P) < K)[None, :]
+            ptrs = words_ptr + n[:, None]
             acc = _add_planes(
-                acc, codes, upper, lower, unit, sums, words_ptr + n[:, None], group, there, ALL,
-                BLOCK_N, CHUNKS, P, half == 1, DTYPE, ASM,
+                acc, codes, a, ptrs, lower_group, there, ALL,
+                BLOCK_N, CHUNKS, P, False, DTYPE, ASM,
             )  # fmt: skip
+            acc = _add_planes(
+                acc, codes, b, ptrs, upper_group, there, ALL,
+                BLOCK_N, CHUNKS, P, True, DTYPE, ASM,
+            )  # fmt: skip
+            codes = next_codes
             if GATED:
+                next_codes = _load_codes(up_ptr, where, behind, q, N, K, BLOCK_N)
                 up_acc = _add_planes(
-                    up_acc, up_codes, upper, lower, unit, sums, words_ptr + N + n[:, None], group,
-                    there, ALL, BLOCK_N, CHUNKS, P, half == 1, DTYPE, ASM,
+                    up_acc, up_codes, a, ptrs + N, lower_group, there, ALL,
+                    BLOCK_N, CHUNKS, P, False, DTYPE, ASM,
                 )  # fmt: skip
-    out = tl.sum(acc, 1) + bias
-    if GATED:
-        out = activate_and_mul(out, tl.sum(up_acc, 1) + up_bias, GELU, 0)
-    tl.store(out_ptr + n, out.to(DTYPE), mask=n < N)
+                up_acc = _add_planes(
+                    up_acc, up_codes, b, ptrs + N, upper_group, there, ALL,
+                    BLOCK_N, CHUNKS, P, True, DTYPE, ASM,
+                )  # fmt: skip
+                up_codes = next_codes
+        out = tl.sum(acc, 1) + tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
+        if GATED:
+            up = tl.sum(up_acc, 1) + load_bias(bias_ptr, N + n, n < N)
+            out = activate_and_mul(out, up, GELU, 0)
+        tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -209,22 +244,30 @@ def one_row(
     *,
     gated: bool = False,
     gelu: bool = False,
+    partial: bool = False,
 ) -> torch.Tensor:
     """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
 
     Returns:
-        [1, N], if `gated` of half as many.
+        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
     """
     N, K = weight.shape
     if gated:
         N //= 2
     BLOCK_K = min(4096, triton.next_power_of_2(K))
-    BLOCK_N = min(32, ROW_CODES // BLOCK_K) // (2 if gated else 1)
-    out = torch.empty(1, N, dtype=x.dtype, device=x.device)
-    _int4_row_kernel[(triton.cdiv(N, BLOCK_N),)](
+    BLOCK_N, most = GATED_BLOCKS if gated else ROW_BLOCKS
+    steps = triton.cdiv(K, BLOCK_K)
+    splits = steps if partial and steps in ROW_SPLITS else 1
+    blocks = triton.cdiv(N, BLOCK_N)
+    # Each program has as many blocks.
+    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, most))
+    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _int4_row_kernel[(programs, splits)](
         x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
         out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, ASM=x.is_cuda, num_warps=ROW_WARPS, **pdl_options(x),
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STEPS=steps // splits, BF16=x.dtype == torch.bfloat16,
+        ASM=x.is_cuda, num_warps=4, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -249,7 +292,8 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
     """
     if T <= FEW_ROWS or not room:
         block_t = max(16, min(FEW_ROWS, triton.next_power_of_2(T)))
-        tiles = Tiles(block_t, 64, 1, 4, 4 if block_t <= 32 and room else 2)
+        stages = {16: 4, 32: 3}.get(block_t, 2) if room else 2
+        tiles = Tiles(block_t, 64, 1, 4, stages)
         programs_at_once = 4 * PROGRAMS
     else:
         tiles = Tiles(TILE_ROWS, 128, 1, 8, 3)
@@ -307,7 +351,7 @@ def linear(
     """
     T, (N, K) = len(x), weight.shape
     if T == 1:
-        return one_row(x, weight, bias)
+        return one_row(x, weight, bias, partial=partial)
     tiles = choose_tiles(T, N, K, weight.plane, partial, has_room(x))
     if tiles is not None:
         return _by_tiles(x, weight, bias, tiles)

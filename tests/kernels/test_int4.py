@@ -76,6 +76,7 @@ def check_product(
     [
         (1, 48, 1280, 128, False),
         (1, 16, 4224, 64, False),  # not all at once
+        (1, 16, 8192, 128, True),
         (1, 80, 192, 32, False),
         (2, 64, 512, 128, False),
         (17, 64, 1024, 128, True),
@@ -98,7 +99,7 @@ def test_products(
     assert can_multiply(weight, dtype)
     out = linear(x, weight, dtype, bias, partial)
     tiles = choose_tiles(T, N, K, weight.plane, partial, has_room(x)) if T > 1 else None
-    splits = tiles.splits if tiles else 1
+    splits = tiles.splits if tiles else 2 if T == 1 and partial else 1
     assert out.shape == ((splits, T, N) if splits > 1 else (T, N))
     assert splits > 1 or not partial or N % 64 or T > 256
     check_product(out, x, numbers, bias, dtype)
@@ -106,6 +107,17 @@ def test_products(
         whole = out.new_empty(T, N, dtype=dtype)
         multiply_into(whole, x, weight, bias)
         check_product(whole, x, numbers, bias, dtype)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_program_for_one_row_has_several_blocks(
+    partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4_linear, "ROW_BLOCKS", (8, 3))
+    N, K = 80, 8192 if partial else 128
+    x, (weight, numbers) = randn(1, K), weight_of(N, K, 128)
+    bias = randn(N, seed=5)
+    check_product(linear(x, weight, HALF, bias, partial), x, numbers, bias)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
