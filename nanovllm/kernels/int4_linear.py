@@ -1,9 +1,8 @@
 """Matrix products with weights in INT4 (`utils.int4`) and activations in 16 bits.
 
-A single row becomes integers, and products of integers are exact: four at a time, they are fewer
-instructions than unpacking. Few rows take tiles whose weights are unpacked on their way from shared
-memory to tensor cores; many the library, with weights that are unpacked a part at a time
-(docs/experiments.md).
+Few rows take tiles whose weights are unpacked on their way from shared memory to tensor cores; many
+the library, with weights that are unpacked a part at a time (docs/experiments.md). A single row is
+`int4_row.py`'s.
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
@@ -16,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul, activate_and_mul
+from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -27,17 +26,9 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.int4 import (
-    ROWS,
-    dot_planes,
-    in_bytes,
-    minus_of,
-    offset_of,
-    scale_of,
-    unpack,
-    unpacked,
-)
-from nanovllm.kernels.linear import HALF, SPLITS, load_bias
+from nanovllm.kernels.int4 import ROWS, minus_of, scale_of, unpack, unpacked
+from nanovllm.kernels.int4_row import one_row
+from nanovllm.kernels.linear import HALF, SPLITS
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.int4 import PLANES, Int4Codes
 
@@ -45,14 +36,6 @@ MOST_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
 PROGRAMS = 128  # large tiles that run at once
 UNPACKED = 2**24  # numbers that are unpacked at a time, for the library: they stay in the L2 cache
-# Of products of one row, plain and gated: outputs of a program at a time, and programs that run at
-# once; measured on an H200.
-ROW_BLOCKS, GATED_BLOCKS = (8, 528), (8, 396)
-ROW_SPLITS = 2, 3, 4  # of its sum
-_LARGEST = tl.constexpr(32767.0)  # of the integers
-_LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
-# Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
-_ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -61,148 +44,6 @@ def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
     if device.type == "cuda" and capability(device.index) < MIN_CAPABILITY:
         return False
     return dtype in HALF and weight.plane >= 16 and N % ROWS == 0
-
-
-@triton.jit
-def _pair(word, DTYPE: tl.constexpr):
-    """The two numbers of 16 bits in an int32, as float32."""
-    return minus_of(word, DTYPE).to(tl.float32), scale_of(word, DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _integers(
-    pairs_ptr, pair, inside,
-    CHUNKS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each chunk:
-    an error of 2 ** -16 of that.
-
-    Args:
-        pairs_ptr: int32, two numbers each.
-        pair: [CHUNKS * P / 2], of those of the first plane.
-
-    Returns:
-        upper and lower bytes; of each chunk, what 1 means, and the sum.
-    """
-    HALF_P: tl.constexpr = P // 2
-    a, c = _pair(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
-    b, d = _pair(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
-    most = tl.maximum(
-        tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))
-    )  # fmt: skip
-    most = tl.maximum(tl.max(tl.reshape(most, [CHUNKS, HALF_P]), 1), _LEAST)
-    unit = most / _LARGEST
-    up = tl.broadcast_to((1.0 / unit)[:, None], [CHUNKS, HALF_P])
-    up = tl.reshape(up, [CHUNKS * HALF_P])
-    a = (a * up + _ROUND).to(tl.int32, bitcast=True)
-    b = (b * up + _ROUND).to(tl.int32, bitcast=True)
-    c = (c * up + _ROUND).to(tl.int32, bitcast=True)
-    d = (d * up + _ROUND).to(tl.int32, bitcast=True)
-    upper, lower = in_bytes(a, b, c, d, ASM)
-    ones = dot_planes(lower * 0 + 0x01010101, upper, lower, False, ASM)
-    sums = tl.sum(tl.reshape(ones, [CHUNKS, HALF_P]), 1)
-    return upper, lower, unit, sums.to(tl.float32)
-
-
-@triton.jit
-def _add_planes(
-    acc, codes, x, words_ptr, group, mask, N,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr, UPPER: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """acc: [BLOCK_N, CHUNKS], plus products of two planes of each chunk, which are of `group`, with
-    x as `_integers` gives it.
-    """
-    upper, lower, unit, sums = x
-    products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
-    totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
-    word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
-    less = minus_of(word, DTYPE).to(tl.float32) + offset_of(DTYPE)  # minus the zero point
-    scale = scale_of(word, DTYPE).to(tl.float32) * unit[None, :]
-    return acc + (totals + less * sums[None, :]) * scale
-
-
-@triton.jit
-def _load_codes(
-    weight_ptr, block, begin, q,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Eight in an int32: of a block of rows, the inputs from `begin` on."""
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (n < N)[:, None] & (begin // 8 + q < K // 8)[None, :]
-    ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + begin // 8 + q[None, :]
-    return tl.load(ptrs, mask=mask, other=0)
-
-
-@triton.jit
-def _int4_row_kernel(
-    pairs_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    GROUP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
-    # next codes are on their way while it multiplies, the first ones before the wait.
-    launch_dependents(PDL)
-    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
-    ALL: tl.constexpr = 2 * N if GATED else N
-    first, split = tl.program_id(0), tl.program_id(1)
-    chunk, q = tl.arange(0, CHUNKS), tl.arange(0, BLOCK_K // 8)
-    pair = q // (P // 2) * (2 * P) + q % (P // 2)
-    begin = split * STEPS * BLOCK_K
-    up_ptr = weight_ptr + N * (K // 8)
-    codes = _load_codes(weight_ptr, first, begin, q, N, K, BLOCK_N)
-    if GATED:
-        up_codes = _load_codes(up_ptr, first, begin, q, N, K, BLOCK_N)
-    wait(PDL)
-    inside = begin // 8 + q < K // 8
-    a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
-    b = _integers(pairs_ptr + begin // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
-    for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
-        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
-        up_acc = acc
-        for step in tl.static_range(STEPS):
-            start = begin + step * BLOCK_K
-            if step + 1 < STEPS:
-                behind, where = start + BLOCK_K, block
-            else:
-                behind, where = begin, block + tl.num_programs(0)
-            next_codes = _load_codes(weight_ptr, where, behind, q, N, K, BLOCK_N)
-            if STEPS > 1:
-                inside = start // 8 + q < K // 8
-                a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
-                b = _integers(pairs_ptr + start // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
-            lower_group = (start + chunk * (4 * P)) // GROUP
-            upper_group = (start + chunk * (4 * P) + 2 * P) // GROUP
-            there = (n < N)[:, None] & (start + chunk * (4 * P) < K)[None, :]
-            ptrs = words_ptr + n[:, None]
-            acc = _add_planes(
-                acc, codes, a, ptrs, lower_group, there, ALL,
-                BLOCK_N, CHUNKS, P, False, DTYPE, ASM,
-            )  # fmt: skip
-            acc = _add_planes(
-                acc, codes, b, ptrs, upper_group, there, ALL,
-                BLOCK_N, CHUNKS, P, True, DTYPE, ASM,
-            )  # fmt: skip
-            codes = next_codes
-            if GATED:
-                next_codes = _load_codes(up_ptr, where, behind, q, N, K, BLOCK_N)
-                up_acc = _add_planes(
-                    up_acc, up_codes, a, ptrs + N, lower_group, there, ALL,
-                    BLOCK_N, CHUNKS, P, False, DTYPE, ASM,
-                )  # fmt: skip
-                up_acc = _add_planes(
-                    up_acc, up_codes, b, ptrs + N, upper_group, there, ALL,
-                    BLOCK_N, CHUNKS, P, True, DTYPE, ASM,
-                )  # fmt: skip
-                up_codes = next_codes
-        out = tl.sum(acc, 1) + tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
-        if GATED:
-            up = tl.sum(up_acc, 1) + load_bias(bias_ptr, N + n, n < N)
-            out = activate_and_mul(out, up, GELU, 0)
-        tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -235,41 +76,6 @@ def _int4_tiles_kernel(
         acc += tl.where(split == 0, bias, 0.0)[:, None]
     out_ptrs = out_ptr + (split * T + rows[None, :]).to(tl.int64) * N + outputs[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
-
-
-def one_row(
-    x: torch.Tensor,
-    weight: Int4Codes,
-    bias: torch.Tensor | None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-    partial: bool = False,
-) -> torch.Tensor:
-    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
-
-    Returns:
-        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
-    """
-    N, K = weight.shape
-    if gated:
-        N //= 2
-    BLOCK_K = min(4096, triton.next_power_of_2(K))
-    BLOCK_N, most = GATED_BLOCKS if gated else ROW_BLOCKS
-    steps = triton.cdiv(K, BLOCK_K)
-    splits = steps if partial and steps in ROW_SPLITS else 1
-    blocks = triton.cdiv(N, BLOCK_N)
-    # Each program has as many blocks.
-    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, most))
-    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    _int4_row_kernel[(programs, splits)](
-        x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
-        out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STEPS=steps // splits, BF16=x.dtype == torch.bfloat16,
-        ASM=x.is_cuda, num_warps=4, **pdl_options(x),
-    )  # fmt: skip
-    return out
 
 
 class Tiles(NamedTuple):

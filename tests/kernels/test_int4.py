@@ -6,7 +6,7 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import int4_linear
+from nanovllm.kernels import int4_linear, int4_row
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import has_room
 from nanovllm.kernels.int4_linear import (
@@ -113,7 +113,7 @@ def test_products(
 def test_a_program_for_one_row_has_several_blocks(
     partial: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4_linear, "ROW_BLOCKS", (8, 3))
+    monkeypatch.setattr(int4_row, "BLOCKS", (8, 3))
     N, K = 80, 8192 if partial else 128
     x, (weight, numbers) = randn(1, K), weight_of(N, K, 128)
     bias = randn(N, seed=5)

@@ -1,0 +1,211 @@
+"""The product of a single row with weights in INT4 (`utils.int4`).
+
+The row becomes integers of 16 bits, whose products with codes are exact: four of them are one
+instruction, and nothing is unpacked. A program keeps the row's integers for several blocks of
+outputs (docs/experiments.md).
+
+Letters: N outputs, K inputs, P columns of a plane.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.activation import activate_and_mul
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.int4 import dot_planes, in_bytes, minus_of, offset_of, scale_of
+from nanovllm.kernels.linear import load_bias
+from nanovllm.utils.int4 import Int4Codes
+
+BLOCK_K = 4096
+# Outputs of a block, and programs that run at once; measured on an H200.
+BLOCKS, GATED_BLOCKS = (8, 528), (8, 396)
+SPLITS = 2, 3, 4  # of the sum
+_LARGEST = tl.constexpr(32767.0)  # of the integers
+_LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
+# Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _pair(word, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in an int32, as float32."""
+    return minus_of(word, DTYPE).to(tl.float32), scale_of(word, DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _integers(
+    pairs_ptr, pair, inside,
+    CHUNKS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each chunk:
+    an error of 2 ** -16 of that.
+
+    Args:
+        pairs_ptr: int32, two numbers each.
+        pair: [CHUNKS * P / 2], of those of the first plane.
+
+    Returns:
+        upper and lower bytes; of each chunk, what 1 means, and the sum.
+    """
+    HALF_P: tl.constexpr = P // 2
+    a, c = _pair(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
+    b, d = _pair(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
+    most = tl.maximum(
+        tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))
+    )  # fmt: skip
+    most = tl.maximum(tl.max(tl.reshape(most, [CHUNKS, HALF_P]), 1), _LEAST)
+    unit = most / _LARGEST
+    up = tl.broadcast_to((1.0 / unit)[:, None], [CHUNKS, HALF_P])
+    up = tl.reshape(up, [CHUNKS * HALF_P])
+    a = (a * up + _ROUND).to(tl.int32, bitcast=True)
+    b = (b * up + _ROUND).to(tl.int32, bitcast=True)
+    c = (c * up + _ROUND).to(tl.int32, bitcast=True)
+    d = (d * up + _ROUND).to(tl.int32, bitcast=True)
+    upper, lower = in_bytes(a, b, c, d, ASM)
+    ones = dot_planes(lower * 0 + 0x01010101, upper, lower, False, ASM)
+    sums = tl.sum(tl.reshape(ones, [CHUNKS, HALF_P]), 1)
+    return upper, lower, unit, sums.to(tl.float32)
+
+
+@triton.jit
+def _add_planes(
+    acc, codes, x, words_ptr, group, mask, N,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr, UPPER: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    upper, lower, unit, sums = x
+    products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
+    totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
+    word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
+    less = minus_of(word, DTYPE).to(tl.float32) + offset_of(DTYPE)  # minus the zero point
+    scale = scale_of(word, DTYPE).to(tl.float32) * unit[None, :]
+    return acc + (totals + less * sums[None, :]) * scale
+
+
+@triton.jit
+def _add_codes(
+    acc, codes, a, b, words_ptr, n, begin,
+    N: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
+    DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc: [BLOCK_N, CHUNKS] of N outputs, plus products of the codes of these chunks of inputs,
+    which begin at `begin`, with a and b, which are `_integers` of their planes.
+
+    Args:
+        words_ptr: of scales, of which there are ALL for each group.
+    """
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    CHUNKS: tl.constexpr = acc.shape[1]
+    k = begin + tl.arange(0, CHUNKS) * (4 * P)
+    mask, ptrs = (n < N)[:, None] & (k < K)[None, :], words_ptr + n[:, None]
+    acc = _add_planes(
+        acc, codes, a, ptrs, k // GROUP, mask, ALL, BLOCK_N, CHUNKS, P, False, DTYPE, ASM
+    )  # fmt: skip
+    return _add_planes(
+        acc, codes, b, ptrs, (k + 2 * P) // GROUP, mask, ALL, BLOCK_N, CHUNKS, P, True, DTYPE, ASM
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_codes(
+    weight_ptr, block, begin, q,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Eight in an int32: of a block of rows, the inputs from `begin` on."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < N)[:, None] & (begin // 8 + q < K // 8)[None, :]
+    ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + begin // 8 + q[None, :]
+    return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
+def _int4_row_kernel(
+    pairs_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    GROUP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
+    # next codes are on their way while it multiplies, the first ones before the wait.
+    launch_dependents(PDL)
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
+    ALL: tl.constexpr = 2 * N if GATED else N
+    first, split = tl.program_id(0), tl.program_id(1)
+    q = tl.arange(0, BLOCK_K // 8)
+    pair = q // (P // 2) * (2 * P) + q % (P // 2)
+    begin = split * STEPS * BLOCK_K
+    up_ptr = weight_ptr + N * (K // 8)
+    codes = _load_codes(weight_ptr, first, begin, q, N, K, BLOCK_N)
+    if GATED:
+        up_codes = _load_codes(up_ptr, first, begin, q, N, K, BLOCK_N)
+    wait(PDL)
+    inside = begin // 8 + q < K // 8
+    a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
+    b = _integers(pairs_ptr + begin // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
+    for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+        up_acc = acc
+        for step in tl.static_range(STEPS):
+            start = begin + step * BLOCK_K
+            if step + 1 < STEPS:
+                behind, where = start + BLOCK_K, block
+            else:
+                behind, where = begin, block + tl.num_programs(0)
+            next_codes = _load_codes(weight_ptr, where, behind, q, N, K, BLOCK_N)
+            if STEPS > 1:
+                inside = start // 8 + q < K // 8
+                a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
+                b = _integers(pairs_ptr + start // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
+            acc = _add_codes(
+                acc, codes, a, b, words_ptr, n, start, N, ALL, K, GROUP, P, DTYPE, ASM
+            )  # fmt: skip
+            codes = next_codes
+            if GATED:
+                next_codes = _load_codes(up_ptr, where, behind, q, N, K, BLOCK_N)
+                up_acc = _add_codes(
+                    up_acc, up_codes, a, b, words_ptr + N, n, start, N, ALL, K, GROUP, P, DTYPE, ASM
+                )  # fmt: skip
+                up_codes = next_codes
+        out = tl.sum(acc, 1) + tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
+        if GATED:
+            up = tl.sum(up_acc, 1) + load_bias(bias_ptr, N + n, n < N)
+            out = activate_and_mul(out, up, GELU, 0)
+        tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def one_row(
+    x: torch.Tensor,
+    weight: Int4Codes,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+    partial: bool = False,
+) -> torch.Tensor:
+    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
+
+    Returns:
+        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
+    """
+    N, K = weight.shape
+    if gated:
+        N //= 2
+    block_k = min(BLOCK_K, triton.next_power_of_2(K))
+    block_n, most = GATED_BLOCKS if gated else BLOCKS
+    steps = triton.cdiv(K, block_k)
+    splits = steps if partial and steps in SPLITS else 1
+    blocks = triton.cdiv(N, block_n)
+    # Each program has as many blocks.
+    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, most))
+    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _int4_row_kernel[(programs, splits)](
+        x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
+        out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
+        BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps // splits, BF16=x.dtype == torch.bfloat16,
+        ASM=x.is_cuda, num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return out
