@@ -9,23 +9,34 @@ of a token's log-probability, the perplexity, and how often the likeliest token 
 Prints a table; the last line is JSON.
 
 Texts are computed as prompts are. Of these an FP8 cache has the same numbers as in decoding, but
-the kernels of decoding are not run.
+the kernels of decoding are not run. INT4 here is each number rounded to the nearest code, in groups
+of 128 (of fewer where layers are narrower); published checkpoints are made with more care.
 """
 
 import argparse
+import json
 import random
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bench
 from nanovllm import LLM, TINY, SamplingParams
+from nanovllm.models.loader import find_weights
+from nanovllm.quantization import GROUPS
 
-REFERENCE = "float32"
+REFERENCE, INT4 = "float32", "bfloat16, INT4 weights"
 SETTINGS: dict[str, dict[str, Any]] = {
     REFERENCE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -34,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "bfloat16, FP8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
     "bfloat16, FP8 both": {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "fp8"},
+    INT4: {"dtype": "bfloat16"},
 }
 
 
@@ -88,6 +100,59 @@ def compare(found: Measured, exact: Measured) -> dict[str, float]:
     }
 
 
+def round_to_int4(model: Path, out: Path) -> None:
+    """Write a copy of a checkpoint whose projections are in 4 bits, as compressed-tensors does."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, file in find_weights(model).items():
+        with safe_open(file, framework="pt") as opened:
+            tensors[name] = opened.get_tensor(name)
+    matrices = [name for name in tensors if name.endswith("_proj.weight")]
+    group = next(
+        size
+        for size in reversed(GROUPS)
+        if all(tensors[name].shape[1] % size == 0 for name in matrices)
+    )
+    for name in matrices:
+        x, module = tensors.pop(name).float(), name.removesuffix(".weight")
+        parts = x.view(len(x), -1, group)
+        least, most = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+        scales = ((most - least) / 15).clamp(min=1e-6).half()
+        zeros = (-least / scales).round().clamp(0, 15)
+        codes = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, 15).view_as(x)
+        tensors[f"{module}.weight_packed"] = in_words(codes)
+        tensors[f"{module}.weight_zero_point"] = in_words(zeros.T).T.contiguous()
+        tensors[f"{module}.weight_scale"] = scales
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, out / "model.safetensors")
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights | {"symmetric": False}}
+        },
+    }
+    (out / "config.json").write_text(json.dumps(config))
+
+
+@contextmanager
+def directory(setting: str, model: str) -> Iterator[str]:
+    """Of the checkpoint that a setting takes."""
+    if setting != INT4:
+        yield model
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        round_to_int4(Path(model), Path(scratch, "int4"))
+        yield str(Path(scratch, "int4"))
+
+
+def in_words(codes: torch.Tensor) -> torch.Tensor:
+    """Eight neighbours of a row in an int32."""
+    shifts = 4 * torch.arange(8)
+    return (codes.long().view(len(codes), -1, 8) << shifts).sum(2).to(torch.int32)
+
+
 def main() -> None:
     """Measure every setting and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -108,7 +173,10 @@ def main() -> None:
     wanted = [name for name in SETTINGS if name in {REFERENCE, *args.settings}]
     print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
-        with LLM(args.model, device=args.device, **SETTINGS[name]) as llm:
+        with (
+            directory(name, args.model) as model,
+            LLM(model, device=args.device, **SETTINGS[name]) as llm,
+        ):
             prompts = pieces(llm, text, min(args.length, llm.max_model_len - 1))
             if not prompts:
                 parser.error("the text, or --length, has not two tokens")

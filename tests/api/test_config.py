@@ -399,7 +399,7 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(checkpoin
             "OwnFor.* Python code of the checkpoint by `auto_map`, and no code",
         ),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported: silu, gelu_"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' is not supported: take a"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported: take a"),
         ({"layer_types": ["full_attention", "linear"]}, "`layer_types` 'linear' is not supported"),
         ({"layer_types": ["full_attention"]}, "`layer_types` must be a list of .* values, 2, got"),
         ({"dtype": "float8_e4m3fn"}, "`dtype` 'float8_e4m3fn' is not supported, only bfloat16"),

@@ -38,8 +38,8 @@ from nanovllm.attention.triton_backend import HEAD_DIMS, TritonBackend
 from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.base import Build
-from nanovllm.layers.fp8_weight import dequantize
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.quantized_weight import dequantize
 from nanovllm.layers.rotary_embedding import frequencies
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import LayerConfig, ModelConfig

@@ -144,7 +144,10 @@ def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "'awq' is not supported: take a checkpoint in FP8"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "'bitsandbytes' is not supported: take a",
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8, e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be \[rows, columns\], got"),
         (COMPRESSED, "without one group"),

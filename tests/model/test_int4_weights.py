@@ -4,6 +4,8 @@ here by hand.
 The oracle is transformers with the numbers that the codes mean, which this file computes.
 """
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,17 @@ from checkpoints import (
     PROMPTS,
     SMALL,
     copy_checkpoint,
+    edit_json,
     make_checkpoint,
     references,
     tokens,
 )
 from nanovllm import LLM
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+)
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "desc_act": False}
 INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -123,3 +129,92 @@ def test_tokens_are_those_of_the_same_numbers(way: str, tmp_path: Path) -> None:
     with LLM(quantised, **SMALL) as llm:
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
         assert llm.metrics()["quantization"] == "none"  # nothing here multiplies by codes
+
+
+def test_packed_projections(tmp_path: Path) -> None:
+    """Phi-3 has query, key and value as one module, gate and up as another."""
+    quantised, exact = checkpoints(tmp_path, "awq", "phi3")
+    with LLM(quantised, quantization="awq", **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("way", ["awq", "gptq", "compressed, zeros"])
+def test_two_ranks_read_their_parts(way: str, tmp_path: Path) -> None:
+    quantised, exact = checkpoints(tmp_path, way)
+    with LLM(quantised, tensor_parallel_size=2, **SMALL) as llm:
+        assert len(ranks_of(llm).runners) == 2
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_group_cannot_be_cut(tmp_path: Path) -> None:
+    quantised, _ = checkpoints(tmp_path, "gptq, symmetric")  # o_proj has one group of 128 inputs
+    with pytest.raises(ValueError, match="o_proj: INT4 weights want whole groups of 128 inputs"):
+        LLM(quantised, tensor_parallel_size=2, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("g_idx", lambda x: x.flip(0), r"q_proj.g_idx: columns in an order of their own"),
+        ("bias", lambda x: x + 1, r"q_proj.bias is not 0, and config.json says that there is none"),
+        ("qweight", lambda x: x.long(), r"q_proj.qweight is torch.int64: codes of 4 bits come in"),
+        ("scales", lambda x: x.to(torch.int8), r"q_proj.scales is torch.int8: config.json does"),
+        ("qzeros", lambda x: x[:, :-1], r"q_proj.qzeros has shape \[4, 15\], config.json implies"),
+        ("scales", lambda x: None, r"missing from the checkpoint: model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    name: str, change: Callable[[torch.Tensor], Any], message: str, tmp_path: Path
+) -> None:
+    quantised, _ = checkpoints(tmp_path, "gptq")
+    file = quantised / "model.safetensors"
+    tensors, key = load_file(file), f"model.layers.0.self_attn.q_proj.{name}"
+    changed = change(tensors.pop(key))
+    if changed is not None:
+        tensors[key] = changed.contiguous()
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=message):
+        LLM(quantised, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPTQ | {"desc_act": True}, "act-order .* is not supported"),
+        (compressed(actorder="group"), "act-order .* is not supported"),
+        (GPTQ | {"group_size": -1}, "`group_size` of INT4 weights must be 32, 64 or 128, got -1"),
+        (GPTQ | {"bits": 8}, "'gptq, 8 bits' is not supported"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "'gptq, marlin' is not supported"),
+        (GPTQ | {"lm_head": True}, "'gptq, lm_head' is not supported"),
+        (AWQ | {"version": "gemv"}, "'awq, version gemv' is not supported"),
+        (AWQ | {"zero_point": False}, "'awq, without zero points' is not supported"),
+        (AWQ | {"modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj as it is"),
+        (compressed(num_bits=8), "'compressed-tensors, 8-bit int, strategy group' is not"),
+    ],
+)
+def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "plain")
+    edit_json(path / "config.json", quantization_config=config)
+    with pytest.raises(ValueError, match=message):
+        LLM(path, **SMALL)
+
+
+def test_the_option_must_say_what_the_checkpoint_is(tmp_path: Path) -> None:
+    quantised, _ = checkpoints(tmp_path, "awq")
+    with pytest.raises(ValueError, match="'fp8': the checkpoint is quantised by 'awq'"):
+        LLM(quantised, quantization="fp8", **SMALL)
+    plain = make_checkpoint(tmp_path / "plain")
+    with pytest.raises(ValueError, match="'awq': the checkpoint is not quantised"):
+        LLM(plain, quantization="awq", **SMALL)
+
+
+def test_without_triton_the_numbers_are_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("int4", "int4_linear", "int4_row"):
+        monkeypatch.setitem(sys.modules, f"nanovllm.kernels.{module}", None)
+    quantised, exact = checkpoints(tmp_path, "gptq")
+    with LLM(quantised, **SMALL) as llm:
+        assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
