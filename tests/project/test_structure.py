@@ -11,8 +11,8 @@ CEILINGS = {
     "functions": 244,
     "files": 38,
     "files_in_circles": 0,
-    "core_lines": 4720,
-    "package_lines": 17_250,
+    "core_lines": 4730,
+    "package_lines": 18_400,
     "longest_file": 371,
     "model_lines": 123,
 }
