@@ -159,15 +159,14 @@ def _numbers_kernel(
         tl.store(ptrs + P, second * scale)
 
 
-def unpacked(weight: Int4Codes, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-    """The numbers of these rows, a multiple of 16, in the first ones of `out`: [N, K] of 16 bits,
-    to which they are rounded.
-    """
+def unpacked(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
+    """The numbers of these rows, a multiple of 16, rounded to the 16 bits of `dtype`."""
     (N, K), P = weight.shape, weight.plane
+    out = torch.empty(end - begin, K, dtype=dtype, device=weight.data.device)
     words = weight.scales.view(torch.int32)
     _numbers_kernel[((end - begin) // ROWS, K // (PLANES * P))](
         weight.data[begin:], words[:, begin:], out, N,
         K=K, GROUP=weight.group, P=P, BLOCK_N=ROWS, ASM=out.is_cuda, num_warps=4,
         **pdl_options(out),
     )  # fmt: skip
-    return out[: end - begin]
+    return out

@@ -28,14 +28,13 @@ from nanovllm.kernels.hopper import (
 )
 from nanovllm.kernels.int4 import ROWS, minus_of, scale_of, unpack, unpacked
 from nanovllm.kernels.int4_row import one_row
-from nanovllm.kernels.linear import HALF, SPLITS
+from nanovllm.kernels.linear import HALF, SPLITS, multiply_parts
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.int4 import PLANES, Int4Codes
 
 MOST_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
 PROGRAMS = 128  # large tiles that run at once
-UNPACKED = 2**24  # numbers that are unpacked at a time, for the library: they stay in the L2 cache
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -185,16 +184,7 @@ def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Int4Codes, bias: torch.Tensor | None
 ) -> None:
     """`linear` of many rows into `out`: [T, N], by the library, a part of the weight at a time."""
-    N, K = weight.shape
-    step = max(ROWS, UNPACKED // K // ROWS * ROWS)
-    numbers = torch.empty(min(step, N), K, dtype=out.dtype, device=out.device)
-    for begin in range(0, N, step):
-        end = min(begin + step, N)
-        part, into = unpacked(weight, begin, end, numbers).T, out[:, begin:end]
-        if bias is None:
-            torch.mm(x, part, out=into)
-        else:
-            torch.addmm(bias[begin:end], x, part, out=into)
+    multiply_parts(out, x, bias, functools.partial(unpacked, weight, out.dtype), ROWS)
 
 
 def variants(

@@ -31,6 +31,7 @@ BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 PROGRAMS = 128  # that run at once
 MOST_ROWS = 256  # of a product by tiles
+PART = 2**24  # numbers of `multiply_parts` that stay in the L2 cache
 SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of two
 
 
@@ -239,6 +240,30 @@ def gated_linear(
     if len(x) == 1 and x.dtype in HALF:
         return one_row(x, weight, bias, gated=True, gelu=gelu)
     return act_and_mul(linear(x, weight, bias), gelu)
+
+
+def multiply_parts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    numbers: Callable[[int, int], torch.Tensor],
+    multiple: int,
+) -> None:
+    """`x @ weight.T + bias` into `out`: [T, N], by the library, a part of the weight at a time.
+
+    Args:
+        numbers: of rows of the weight, by the first and the end.
+        multiple: of rows that a part has.
+    """
+    N, K = out.shape[1], x.shape[1]
+    step = max(multiple, PART // K // multiple * multiple)
+    for begin in range(0, N, step):
+        end = min(begin + step, N)
+        part, into = numbers(begin, end).T, out[:, begin:end]
+        if bias is None:
+            torch.mm(x, part, out=into)
+        else:
+            torch.addmm(bias[begin:end], x, part, out=into)
 
 
 def split_numbers(like: torch.Tensor) -> tuple[int, ...]:

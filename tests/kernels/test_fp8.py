@@ -6,7 +6,8 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import fp8_linear
+from nanovllm.kernels import fp8_half, fp8_linear
+from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.fp8_linear import choose_tiles, gated_linear, linear, multiply_into
@@ -149,3 +150,32 @@ def test_what_the_library_lacks_is_multiplied_all_the_same(monkeypatch: pytest.M
     check_product(linear(x, weight, HALF), x, weight, None)
     monkeypatch.setattr(fp8_linear, "can_describe", lambda x: False)
     check_product(linear(x, weight, HALF), x, weight, None)
+
+
+@X_BLOCKS
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("T", "N", "K"), [(1, 80, 528), (17, 192, 256), (70, 64, 272), (260, 256, 384)]
+)
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPUs without FP8 products run it")
+def test_products_in_16_bits(
+    T: int, N: int, K: int, has_bias: bool, x_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_linear, "PART", 128 * K)
+    x, weight = randn(T, K), weight_of(N, K, x_block)
+    weight.codes.view(torch.uint8)[0, :256] = torch.arange(256, dtype=torch.uint8)  # all but NaN
+    weight.codes.view(torch.uint8)[0, [127, 255]] = 0
+    bias = randn(N, seed=4) if has_bias else None
+    assert fp8_half.can_multiply(weight, HALF)
+    out = fp8_half.linear(x, weight, HALF, bias, True)
+    assert out.shape == (T, N)
+    wide, matrix = x.double(), weight.numbers().double()
+    wanted, most = wide @ matrix.T, wide.abs() @ matrix.abs().T
+    if bias is not None:
+        wanted += bias
+    unit = torch.finfo(HALF).eps / 2  # of results; of many rows also of the weights
+    bound = unit * wanted.abs() + (unit if T > fp8_half.MOST_ROWS else 2.0**-20) * most
+    assert ((out.double() - wanted).abs() <= 1.1 * bound).all()
+    if N % 128 == 0:
+        gated = fp8_half.gated_linear(x, weight, HALF, bias)
+        assert gated.equal(act_and_mul(out))

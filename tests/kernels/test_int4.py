@@ -7,6 +7,7 @@ from attention_cases import DEVICE
 pytest.importorskip("triton")
 
 from nanovllm.kernels import int4_linear, int4_row
+from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import has_room
 from nanovllm.kernels.int4_linear import (
@@ -139,13 +140,12 @@ def test_gated_products(T: int, gelu: bool, has_bias: bool) -> None:
 def test_the_library_gets_the_numbers(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to 16 bits, a part of the rows at a time."""
     weight, numbers = weight_of(48, 384, group)
-    out = torch.full((40, 384), torch.nan, dtype=HALF, device=DEVICE)
-    assert unpacked(weight, 16, 48, out).equal(numbers[16:].to(HALF)) and out[32:].isnan().all()
+    assert unpacked(weight, HALF, 16, 48).equal(numbers[16:].to(HALF))
     torch.testing.assert_close(weight.numbers().double(), numbers, rtol=1e-6, atol=0)
     x, seen = randn(4, 384), []
-    monkeypatch.setattr(int4_linear, "UNPACKED", 16 * 384)
+    monkeypatch.setattr(kernels_linear, "PART", 16 * 384)
     monkeypatch.setattr(
-        int4_linear, "unpacked", lambda *args: seen.append(args[1:3]) or unpacked(*args)
+        int4_linear, "unpacked", lambda *args: seen.append(args[2:]) or unpacked(*args)
     )
     whole = x.new_empty(4, 48)
     multiply_into(whole, x, weight, None)
