@@ -17,6 +17,7 @@ from nanovllm.quantization import Int4
 from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
 IN_WORD = 8  # codes of an int32
+DUMMY_SCALE = 0.02 / 3  # codes from 0 to 15 reach over two and a half standard deviations of 0.02
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,9 @@ class PackedShard(Shard):
         if words.dtype != torch.int32:
             raise ValueError(f"tensor {name} is {words.dtype}: codes of 4 bits come in int32")
         held = torch.tensor(part.held, device=words.device)
-        shifts = (
-            4 * torch.tensor(self.order, device=words.device, dtype=torch.int32)[held % IN_WORD]
-        )
-        codes = words.index_select(dim, held // IN_WORD - first)
-        codes = codes >> (shifts[:, None] if dim == 0 else shifts) & 15
+        places = torch.tensor(self.order, device=words.device).int()[held % IN_WORD]
+        shifts = 4 * (places[:, None] if dim == 0 else places)
+        codes = (words.index_select(dim, held // IN_WORD - first) >> shifts) & 15
         self.put_codes(codes.T if self.transposed else codes)
 
     def put_codes(self, codes: torch.Tensor) -> None:
@@ -90,7 +89,7 @@ class ZerosShard(PackedShard):
     added: int
 
     def put_codes(self, codes: torch.Tensor) -> None:
-        zeros = codes + self.added & 15
+        zeros = (codes + self.added) & 15
         self.target.copy_(-(zeros + OFFSETS[self.target.dtype]).T)
 
     def put(self, numbers: torch.Tensor) -> None:
@@ -140,9 +139,6 @@ class OrderShard(Shard):
                 f"tensor {name}: columns in an order of their own (act-order) are not supported: "
                 "take a checkpoint without, or the original weights"
             )
-
-
-DUMMY_SCALE = 0.02 / 3
 
 
 class Int4Weight(QuantizedWeight):
