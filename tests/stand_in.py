@@ -199,6 +199,10 @@ def put_in(card: Card) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"):
         setattr(cuda, name, MagicMock())
     cuda.CUDAGraph = cuda.graph = MagicMock()
+    scaled_mm = torch._scaled_mm  # which has no shapes for what it writes in place
+    torch._scaled_mm = lambda *args, out=None, **how: (
+        scaled_mm(*args, **how) if out is None else out
+    )
     cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     cuda.Stream = Stream
     model_runner.CompileAhead = AtOnce
