@@ -107,11 +107,10 @@ def round_to_int4(model: Path, out: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             tensors[name] = opened.get_tensor(name)
     matrices = [name for name in tensors if name.endswith("_proj.weight")]
-    group = next(
-        size
-        for size in reversed(GROUPS)
-        if all(tensors[name].shape[1] % size == 0 for name in matrices)
-    )
+    fitting = [size for size in GROUPS if all(tensors[m].shape[1] % size == 0 for m in matrices)]
+    if not (matrices and fitting):
+        raise SystemExit(f"{INT4}: wants projections of multiples of 32 inputs; choose --settings")
+    group = fitting[-1]
     for name in matrices:
         x, module = tensors.pop(name).float(), name.removesuffix(".weight")
         parts = x.view(len(x), -1, group)

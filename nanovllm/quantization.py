@@ -20,6 +20,7 @@ NOT_READ = (
     *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
     ".weight_shape",
 )
+PACKED = (".qweight", ".weight_packed")  # of codes of 4 bits
 # What config.json calls the modules that are not quantised, and which of them must be.
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 QUANTIZED = ("_proj", "self_attn", "mlp")
@@ -138,16 +139,19 @@ def _refusal(method: Any) -> ValueError:
 def _check_all_are(found: dict[str, Any]) -> None:
     """Refuse checkpoints in which some linear layers are not quantised, or others, too."""
     for key in PLAIN_KEYS:
-        for name in found.get(key) or ():
+        names = found.get(key) or []
+        if not isinstance(names, list):
+            raise ValueError(f"config.json: `{key}` must be a list of modules, got {names!r}")
+        for name in names:
             is_other = any(part in str(name) for part in OF_OTHER_PARTS)
             if any(part in str(name) for part in QUANTIZED) and not is_other:
                 raise ValueError(
                     f"config.json: `{key}` leaves {name} as it is, which is not supported: take a "
                     "checkpoint in which all linear layers are quantised, or the original weights"
                 )
-    for key in ("lm_head", "dynamic"):
+    for key, effect in (("lm_head", "the LM head"), ("dynamic", "some layers otherwise")):
         if found.get(key):
-            raise _refusal(f"{found.get('quant_method')}, {key}")
+            raise _refusal(f"{found.get('quant_method')}, {key} (which quantises {effect})")
 
 
 def _read_fp8(found: dict[str, Any]) -> Fp8:
@@ -169,8 +173,12 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
         raise _refusal("compressed-tensors of other layers than all linear ones")
     kind, bits = weights.get("type"), read_value(weights, "num_bits", int, 0)
     strategy, method = weights.get("strategy"), "compressed-tensors"
-    if (kind, bits, strategy, found.get("format")) == ("int", 4, "group", "pack-quantized"):
-        _refuse_act_order(weights.get("actorder") in (True, "group"))
+    if (kind, bits) == ("int", 4):
+        form = group.get("format") or found.get("format")
+        if (strategy, form) != ("group", "pack-quantized"):
+            raise _refusal(f"{method}, 4-bit int, strategy {strategy}, format {form}")
+        order = weights.get("actorder") or ""
+        _refuse_act_order(str(order).lower() not in ("", "weight", "static"))
         zeros = "" if read_value(weights, "symmetric", bool, True) else "weight_zero_point"
         size = _read_group(weights)
         return Int4(size, "weight_packed", "weight_scale", zeros, transposed=False, method=method)
@@ -193,8 +201,9 @@ def _read_block(block: Any) -> tuple[int, int]:
 
 def _read_awq(found: dict[str, Any]) -> Int4:
     _check_bits(found)
-    if str(found.get("version") or "gemm").lower() != "gemm":
-        raise _refusal(f"awq, version {found['version']}")
+    version = found.get("version") or found.get("checkpoint_format") or found.get("format")
+    if str(version or "gemm").lower() != "gemm":
+        raise _refusal(f"awq, version {version}")
     if not read_value(found, "zero_point", bool, True):
         raise _refusal("awq, without zero points")
     # AutoAWQ interleaves: the codes of an int32, from the lowest, are of rows 0 2 4 6 1 3 5 7.
@@ -206,7 +215,8 @@ def _read_awq(found: dict[str, Any]) -> Int4:
 def _read_gptq(found: dict[str, Any]) -> Int4:
     _check_bits(found)
     _refuse_act_order(found.get("desc_act"))
-    form = found.get("checkpoint_format") or "gptq"
+    form = found.get("checkpoint_format") or found.get("format") or "gptq"
+    form = "marlin" if found.get("is_marlin_format") else form
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(f"gptq, {form}")
     # The first version stores zero points less 1.

@@ -56,7 +56,7 @@ def scale_of(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unpack(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
+def unpack_pair(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
     """Two planes, of 0 to 3 the first two or the others, less zero point: exact, of minus's dtype.
 
     Args:
@@ -153,13 +153,13 @@ def _numbers_kernel(
         word = tl.load(words_ptr + k // GROUP * N + n)
         scale = scale_of(word, DTYPE)[:, None]
         minus, codes = tl.broadcast(minus_of(word, DTYPE)[:, None], packed)
-        first, second = unpack(codes, minus, half == 1, ASM)
+        first, second = unpack_pair(codes, minus, half == 1, ASM)
         ptrs = out_ptr + n[:, None] * K + k + q[None, :]
         tl.store(ptrs, first * scale)
         tl.store(ptrs + P, second * scale)
 
 
-def unpacked(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
+def numbers_of(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
     """The numbers of these rows, a multiple of 16, rounded to the 16 bits of `dtype`."""
     (N, K), P = weight.shape, weight.plane
     out = torch.empty(end - begin, K, dtype=dtype, device=weight.data.device)

@@ -26,7 +26,7 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.int4 import ROWS, minus_of, scale_of, unpack, unpacked
+from nanovllm.kernels.int4 import ROWS, minus_of, numbers_of, scale_of, unpack_pair
 from nanovllm.kernels.int4_row import one_row
 from nanovllm.kernels.linear import HALF, SPLITS, multiply_parts
 from nanovllm.utils.device import MIN_CAPABILITY, capability
@@ -45,7 +45,7 @@ def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
     return dtype in HALF and weight.plane >= 16 and N % ROWS == 0
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "SPAN"])
 def _int4_tiles_kernel(
     x, weight, words_ptr, bias_ptr, out_ptr, T, N, K: tl.constexpr, SPAN,
     GROUP: tl.constexpr, P: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -67,7 +67,7 @@ def _int4_tiles_kernel(
             word = tl.load(words_ptr + k // GROUP * N + outputs)
             scale = scale_of(word, DTYPE)[:, None]
             minus, codes = tl.broadcast(minus_of(word, DTYPE)[:, None], packed)
-            first, second = unpack(codes, minus, half == 1, ASM)
+            first, second = unpack_pair(codes, minus, half == 1, ASM)
             acc = tl.dot(first * scale, load_tile(x, t, T, k, K, BLOCK_T, P, TMA).T, acc)
             acc = tl.dot(second * scale, load_tile(x, t, T, k + P, K, BLOCK_T, P, TMA).T, acc)
     if bias_ptr is not None:  # a summand of the first part
@@ -88,14 +88,15 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> Tiles | None:
-    """Tiles for T rows, or None where the library is faster (measured on an H200).
+    """Tiles for T rows, or None where the library is faster (measured on an H200) or tiles do not
+    fit.
 
     Args:
-        N, K: of the weight.
+        N, K, P: of the weight.
         partial: whether partial results are welcome.
         room: see `has_room`.
     """
-    if T <= FEW_ROWS or not room:
+    if T <= FEW_ROWS or not room or N % 128:
         block_t = max(16, min(FEW_ROWS, triton.next_power_of_2(T)))
         stages = {16: 4, 32: 3}.get(block_t, 2) if room else 2
         tiles = Tiles(block_t, 64, 1, 4, stages)
@@ -184,7 +185,7 @@ def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Int4Codes, bias: torch.Tensor | None
 ) -> None:
     """`linear` of many rows into `out`: [T, N], by the library, a part of the weight at a time."""
-    multiply_parts(out, x, bias, functools.partial(unpacked, weight, out.dtype), ROWS)
+    multiply_parts(out, x, bias, functools.partial(numbers_of, weight, out.dtype), ROWS)
 
 
 def variants(

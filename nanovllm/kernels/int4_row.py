@@ -34,12 +34,17 @@ def _pair(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _integers(
     pairs_ptr, pair, inside,
     CHUNKS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each chunk:
-    an error of 2 ** -16 of that.
+    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each 2 P:
+    an error of 2 ** -16 of that. NaN and infinity stay in what 1 means.
 
     Args:
         pairs_ptr: int32, two numbers each.
@@ -51,10 +56,8 @@ def _integers(
     HALF_P: tl.constexpr = P // 2
     a, c = _pair(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
     b, d = _pair(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
-    most = tl.maximum(
-        tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))
-    )  # fmt: skip
-    most = tl.maximum(tl.max(tl.reshape(most, [CHUNKS, HALF_P]), 1), _LEAST)
+    most = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
+    most = _larger(tl.reduce(tl.reshape(most, [CHUNKS, HALF_P]), 1, _larger), _LEAST)
     unit = most / _LARGEST
     up = tl.broadcast_to((1.0 / unit)[:, None], [CHUNKS, HALF_P])
     up = tl.reshape(up, [CHUNKS * HALF_P])

@@ -41,22 +41,29 @@ class PackedShard(Shard):
             for dim, part in enumerate(self.parts)
         ]
 
+    def check(self, name: str, source: Any) -> None:
+        super().check(name, source)
+        if (dtype := source.get_dtype()) != "I32":
+            raise ValueError(f"tensor {name} is {dtype}: codes of 4 bits come in I32 (int32)")
+
     def fill(self, name: str, source: Any) -> None:
         dim, part = self.packed, self.parts[self.packed]
         first, last = min(part.held) // IN_WORD, max(part.held) // IN_WORD
         in_words = list(self.parts)
         in_words[dim] = Part(range(first, last + 1), self.full_shape[dim])
         words = Shard(self.target, tuple(in_words)).read(source).to(self.target.device)
-        if words.dtype != torch.int32:
-            raise ValueError(f"tensor {name} is {words.dtype}: codes of 4 bits come in int32")
         held = torch.tensor(part.held, device=words.device)
-        places = torch.tensor(self.order, device=words.device).int()[held % IN_WORD]
-        shifts = 4 * (places[:, None] if dim == 0 else places)
-        codes = (words.index_select(dim, held // IN_WORD - first) >> shifts) & 15
+        places = torch.tensor(self.order, device=words.device)[held % IN_WORD]
+        stored = words.contiguous().view(torch.uint8)  # four bytes of each along the last dimension
+        if dim == 0:
+            stored = stored.view(*words.shape, 4).transpose(1, 2).flatten(0, 1)
+        index = (held // IN_WORD - first) * 4 + places // 2
+        shifts = (4 * (places % 2)).to(torch.uint8)
+        codes = stored.index_select(dim, index) >> (shifts[:, None] if dim == 0 else shifts) & 15
         self.put_codes(codes.T if self.transposed else codes)
 
     def put_codes(self, codes: torch.Tensor) -> None:
-        """Fill the target: [rows, columns] int32."""
+        """Fill the target: [rows, columns] uint8."""
         raise NotImplementedError
 
 
@@ -71,11 +78,11 @@ class CodesShard(PackedShard):
     plane: int
 
     def put_codes(self, codes: torch.Tensor) -> None:
-        self.target.copy_(pack(codes.to(torch.uint8).contiguous(), self.plane))
+        self.target.copy_(pack(codes.contiguous(), self.plane))
 
     def put(self, numbers: torch.Tensor) -> None:
         numbers = numbers.T if self.transposed else numbers
-        self.put_codes((numbers / DUMMY_SCALE + ZERO).round().clamp(0, 15))
+        self.put_codes((numbers / DUMMY_SCALE + ZERO).round().clamp(0, 15).to(torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class ZerosShard(PackedShard):
 
     def put_codes(self, codes: torch.Tensor) -> None:
         zeros = (codes + self.added) & 15
-        self.target.copy_(-(zeros + OFFSETS[self.target.dtype]).T)
+        self.target.copy_(-(zeros.T.to(self.target.dtype) + OFFSETS[self.target.dtype]))
 
     def put(self, numbers: torch.Tensor) -> None:
         self.target.fill_(-(ZERO + OFFSETS[self.target.dtype]))  # dummies
@@ -126,15 +133,22 @@ class ScalesShard(Shard):
             self.zeros.fill_(-(ZERO + OFFSETS[self.target.dtype]))
 
 
+@dataclass(frozen=True)
 class OrderShard(Shard):
-    """Which group each column is of: the columns must be in order. It fills nothing."""
+    """Which group each column is of: the columns must be in order. It fills nothing.
+
+    Attributes:
+        group: columns of one.
+    """
 
     is_optional = True
 
-    def fill(self, name: str, source: Any) -> None:
-        groups = source[...].tolist()
-        size = len(groups) // (1 + max(groups))
-        if groups != [i // size for i in range(len(groups))]:
+    group: int
+
+    def check(self, name: str, source: Any) -> None:
+        super().check(name, source)
+        groups = source[...].long()
+        if not groups.equal(torch.arange(len(groups)) // self.group):
             raise ValueError(
                 f"tensor {name}: columns in an order of their own (act-order) are not supported: "
                 "take a checkpoint without, or the original weights"
@@ -185,10 +199,11 @@ class Int4Weight(QuantizedWeight):
     ) -> Iterator[tuple[str, Shard]]:
         how, end = self.quantization, begin + len(rows.held)
         assert isinstance(cols.held, range), "ranks divide columns evenly"
-        if cols.held.start % how.group or len(cols.held) % how.group:
+        if len(cols.held) % how.group:
+            remedy = "" if cols.total % how.group else "another tensor_parallel_size, or "
             raise ValueError(
                 f"{module}: INT4 weights want whole groups of {how.group} inputs on each rank: "
-                "take another tensor_parallel_size, or the original weights"
+                f"take {remedy}the original weights"
             )
         first = cols.held.start // how.group
         held = range(first, first + len(cols.held) // how.group)
@@ -219,4 +234,7 @@ class Int4Weight(QuantizedWeight):
         )
         if how.groups:
             nothing = self.scales.data[:0, 0, 0]
-            yield f"{module}.{how.groups}", OrderShard(nothing, (Part.whole(cols.total),))
+            yield (
+                f"{module}.{how.groups}",
+                OrderShard(nothing, (Part.whole(cols.total),), how.group),
+            )

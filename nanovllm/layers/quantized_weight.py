@@ -1,6 +1,6 @@
 """`QuantizedWeight`: the matrix of a product as codes, which kernels of its format multiply by.
 
-Where no kernel does (other GPUs, a CPU) the codes are dequantised once, behind loading.
+Where no kernel does (a CPU, other GPUs, odd sizes) the codes are dequantised once, behind loading.
 """
 
 from collections.abc import Callable, Hashable
@@ -118,12 +118,19 @@ class QuantizedWeight(Weight):
 NO_KERNELS = "it is dequantised behind loading"
 
 
-def dequantize(model: nn.Module) -> None:
-    """Replace filled weights that nothing multiplies here by plain ones."""
+def dequantize(model: nn.Module) -> int:
+    """Replace filled weights that nothing multiplies here by plain ones.
+
+    Returns:
+        how many they were.
+    """
+    count = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, QuantizedWeight) and weight.kernels is None:
             module.weight = weight.plain()
+            count += 1
+    return count
 
 
 def held_in(model: nn.Module) -> str:

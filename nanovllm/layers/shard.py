@@ -76,6 +76,18 @@ class Shard:
         """Whether the checkpoint's tensor may have this shape."""
         return shape == self.full_shape
 
+    def check(self, name: str, source: Any) -> None:
+        """Refuse a tensor of the checkpoint, given as a slice of safetensors, before any is read.
+
+        Raises:
+            ValueError: naming it.
+        """
+        shape = list(source.get_shape())
+        if not self.fits(shape):
+            raise ValueError(
+                f"tensor {name} has shape {shape}, config.json implies {self.full_shape}"
+            )
+
     def read(self, source: Any) -> torch.Tensor:
         """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
         spans = [
@@ -109,7 +121,8 @@ class ZeroShard(Shard):
 
     is_optional = True
 
-    def fill(self, name: str, source: Any) -> None:
+    def check(self, name: str, source: Any) -> None:
+        super().check(name, source)
         if source[...].any():
             raise ValueError(f"tensor {name} is not 0, and config.json says that there is none")
 

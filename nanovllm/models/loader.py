@@ -16,7 +16,7 @@ from torch import nn
 
 from nanovllm.layers.base import Layer
 from nanovllm.layers.shard import Shard
-from nanovllm.quantization import NOT_READ
+from nanovllm.quantization import NOT_READ, PACKED
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -148,6 +148,8 @@ def load_model(
         problems.append(f"missing from the checkpoint: {_names(missing)}")
     if unused := sorted(set(files) - set(targets) - ignored):
         problems.append(f"not used by this model: {_names(unused)}")
+    if problems and any(name.endswith(PACKED) for name in set(files) - set(targets)):
+        problems.append("it has weights in 4 bits, which `quantization_config` must describe")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     there = [name for name in targets if name in files]
@@ -158,19 +160,15 @@ def load_model(
             for name in of_file:
                 if name not in present:
                     raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
-                _check_shape(name, tensors.get_slice(name), targets[name])
+                targets[name].check(name, tensors.get_slice(name))
     with startup_bar(by_file, "Loading weights", "tensor") as bar:
         for file, of_file in groupby(bar, key=files.__getitem__):
             with _open(file) as tensors:
                 for name in of_file:
                     check()
+                    if targets[name].is_optional:
+                        continue
                     targets[name].fill(name, tensors.get_slice(name))
-
-
-def _check_shape(name: str, source: Any, shard: Shard) -> None:
-    shape = list(source.get_shape())
-    if not shard.fits(shape):
-        raise ValueError(f"tensor {name} has shape {shape}, config.json implies {shard.full_shape}")
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

@@ -26,10 +26,10 @@ def plane_size(num_cols: int, group: int) -> int:
 def pack(codes: torch.Tensor, P: int) -> torch.Tensor:
     """Codes [N, K] uint8 -> [N, K / 4] int16"""
     N, K = codes.shape
-    planes = codes.view(N, -1, PLANES, P).to(torch.int32).unbind(2)
-    words = sum(plane << shift for plane, shift in zip(planes, SHIFTS, strict=True))
-    assert isinstance(words, torch.Tensor)
-    return words.to(torch.int16).reshape(N, K // PLANES)  # the low bits of an int32
+    words = torch.zeros(N, K // PLANES // P, P, dtype=torch.int16, device=codes.device)
+    for plane, shift in zip(codes.view(N, -1, PLANES, P).unbind(2), SHIFTS, strict=True):
+        words |= plane.to(torch.int16) << shift  # the last into the sign
+    return words.view(N, K // PLANES)
 
 
 def unpack(data: torch.Tensor, P: int) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Products with weights in 4 bits, against float64 of the numbers that the codes mean."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from attention_cases import DEVICE
@@ -16,7 +19,7 @@ from nanovllm.kernels.int4_linear import (
     gated_linear,
     linear,
     multiply_into,
-    unpacked,
+    numbers_of,
 )
 from nanovllm.utils.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
 
@@ -54,6 +57,7 @@ def check_product(
     numbers: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype = HALF,
+    plane: int = 8,
 ) -> None:
     """Numbers, of tiles, and results are rounded to 16 bits; sums are float32."""
     unit = torch.finfo(dtype).eps / 2
@@ -64,8 +68,10 @@ def check_product(
         assert out.dtype == torch.float32
         out = out.sum(0)
     least = unit * most
-    if len(x) == 1:  # integers of 16 bits by the largest number, and sums in float32
-        least = 2.0**-16 * x.double().abs().max() * numbers.abs().sum(1) + 2.0**-20 * most
+    if len(x) == 1:  # integers of 16 bits by the largest of 2 P numbers, and sums in float32
+        parts = numbers.abs().view(len(numbers), -1, 2 * plane).sum(2)
+        largest = x.double().abs().view(-1, 2 * plane).amax(1)
+        least = 2.0**-16 * parts @ largest + 2.0**-20 * most
     error, bound = (out.double() - wanted).abs(), 1.1 * (least + unit * wanted.abs())
     assert (error <= bound).all(), (error / bound).max()
 
@@ -94,7 +100,9 @@ def check_product(
 def test_products(
     T: int, N: int, K: int, group: int, partial: bool, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    x = randn(T, K + 8, dtype=dtype)[:, :K].contiguous()
+    x = randn(T, K + 8, dtype=dtype)[:, :K]
+    x[:, 17] *= 1000  # a single group has it
+    x[:, -64:] = 0
     weight, numbers = weight_of(N, K, group, dtype)
     bias = randn(N, seed=5, dtype=dtype) if has_bias else None
     assert can_multiply(weight, dtype)
@@ -103,7 +111,7 @@ def test_products(
     splits = tiles.splits if tiles else 2 if T == 1 and partial else 1
     assert out.shape == ((splits, T, N) if splits > 1 else (T, N))
     assert splits > 1 or not partial or N % 64 or T > 256
-    check_product(out, x, numbers, bias, dtype)
+    check_product(out, x, numbers, bias, dtype, weight.plane)
     if T > 1:
         whole = out.new_empty(T, N, dtype=dtype)
         multiply_into(whole, x, weight, bias)
@@ -118,7 +126,18 @@ def test_a_program_for_one_row_has_several_blocks(
     N, K = 80, 8192 if partial else 128
     x, (weight, numbers) = randn(1, K), weight_of(N, K, 128)
     bias = randn(N, seed=5)
-    check_product(linear(x, weight, HALF, bias, partial), x, numbers, bias)
+    check_product(linear(x, weight, HALF, bias, partial), x, numbers, bias, plane=weight.plane)
+
+
+@pytest.mark.parametrize("T", [1, 2, 300])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none(value: float, T: int) -> None:
+    x, (weight, _) = randn(T, 512), weight_of(64, 512, 64)
+    x[0, 300] = value
+    out = linear(x, weight, HALF)
+    if T > 1:
+        assert out[1:].isfinite().all()
+    assert not out[0].isfinite().any()
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
@@ -140,17 +159,55 @@ def test_gated_products(T: int, gelu: bool, has_bias: bool) -> None:
 def test_the_library_gets_the_numbers(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded to 16 bits, a part of the rows at a time."""
     weight, numbers = weight_of(48, 384, group)
-    assert unpacked(weight, HALF, 16, 48).equal(numbers[16:].to(HALF))
+    assert numbers_of(weight, HALF, 16, 48).equal(numbers[16:].to(HALF))
     torch.testing.assert_close(weight.numbers().double(), numbers, rtol=1e-6, atol=0)
     x, seen = randn(4, 384), []
     monkeypatch.setattr(kernels_linear, "PART", 16 * 384)
     monkeypatch.setattr(
-        int4_linear, "unpacked", lambda *args: seen.append(args[2:]) or unpacked(*args)
+        int4_linear, "numbers_of", lambda *args: seen.append(args[2:]) or numbers_of(*args)
     )
-    whole = x.new_empty(4, 48)
-    multiply_into(whole, x, weight, None)
+    whole, bias = x.new_empty(4, 48), randn(48, seed=5)
+    multiply_into(whole, x, weight, bias)
     assert seen == [(0, 16), (16, 32), (32, 48)]
-    check_product(whole, x, numbers, None)
+    check_product(whole, x, numbers, bias)
+
+
+def test_products_of_every_number_of_rows_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What tells kernels apart is listed: launches of others find none that is new."""
+    launched: list[tuple[object, ...]] = []
+
+    def launch(kernel: object, *grid: object) -> Callable[..., None]:
+        return lambda *args, **how: launched.append((kernel, dtypes(args), constants(how)))
+
+    def dtypes(args: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(x.dtype if isinstance(x, torch.Tensor) else x is None for x in args)
+
+    def constants(how: dict[str, object]) -> tuple[object, ...]:
+        return tuple(sorted((name, str(value)) for name, value in how.items()))
+
+    for module, name in ((int4_linear, "_int4_tiles_kernel"), (int4_row, "_int4_row_kernel")):
+        kernel = type(name, (), {"__class_getitem__": functools.partial(launch, name)})
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(int4_linear, "multiply_into", lambda out, x, weight, bias: None)
+    for N, K in ((192, 1024), (6144, 1024), (128, 1024)):
+        weight = Int4Codes(
+            torch.empty(N, K // 4, dtype=torch.int16, device=DEVICE),
+            torch.empty(K // 128, N, 2, dtype=HALF, device=DEVICE),
+            128,
+        )
+        for partial in (False, True):
+            launched.clear()
+            how = partial, False, False, None
+            for call in int4_linear.variants(weight, HALF, None, *how).values():
+                call()
+            made = set(launched)
+            assert len(made) >= 4
+            for T in range(1, 270):
+                x = torch.empty(T, K, dtype=HALF, device=DEVICE)
+                linear(x, weight, HALF, None, partial)
+            assert set(launched) == made
 
 
 def test_what_no_kernel_multiplies() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoints import (
@@ -26,6 +27,14 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build
+from nanovllm.layers.int4_weight import Int4Weight
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.shard import Part
+from nanovllm.models.loader import load_dummy
+from nanovllm.quantization import Int4, read_quantization
 
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -89,9 +98,10 @@ def quantize(x: torch.Tensor, way: str, group: int) -> tuple[dict[str, torch.Ten
             "qweight": packed(codes).T,
             "qzeros": packed(stored.T),
             "scales": scales.T.astype(np.float16),
-            "g_idx": (np.arange(x.shape[1]) // group).astype(np.int32),
-            "bias": np.zeros(len(x), np.float16),  # AutoGPTQ writes one for every layer
         }
+        if way != "gptq_v2":  # GPTQModel leaves these out
+            tensors["g_idx"] = (np.arange(x.shape[1]) // group).astype(np.int32)
+            tensors["bias"] = np.zeros(len(x), np.float16)  # AutoGPTQ: one for every layer
     else:
         tensors = {
             "weight_packed": packed(codes),
@@ -158,8 +168,10 @@ def test_a_group_cannot_be_cut(tmp_path: Path) -> None:
     ("name", "change", "message"),
     [
         ("g_idx", lambda x: x.flip(0), r"q_proj.g_idx: columns in an order of their own"),
+        ("g_idx", lambda x: x * 0, r"q_proj.g_idx: columns in an order of their own"),
+        ("g_idx", lambda x: x * 0 - 1, r"q_proj.g_idx: columns in an order of their own"),
         ("bias", lambda x: x + 1, r"q_proj.bias is not 0, and config.json says that there is none"),
-        ("qweight", lambda x: x.long(), r"q_proj.qweight is torch.int64: codes of 4 bits come in"),
+        ("qweight", lambda x: x.long(), r"q_proj.qweight is I64: codes of 4 bits come in I32"),
         ("scales", lambda x: x.to(torch.int8), r"q_proj.scales is torch.int8: config.json does"),
         ("qzeros", lambda x: x[:, :-1], r"q_proj.qzeros has shape \[4, 15\], config.json implies"),
         ("scales", lambda x: None, r"missing from the checkpoint: model.layers.0.self_attn.q_proj"),
@@ -179,15 +191,29 @@ def test_what_does_not_fit_is_named(
         LLM(quantised, **SMALL)
 
 
+def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
+    quantised, _ = checkpoints(tmp_path, "awq")
+    edit_json(quantised / "config.json", quantization_config=None)
+    with pytest.raises(ValueError, match="4 bits, which `quantization_config` must describe"):
+        LLM(quantised, **SMALL)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (GPTQ | {"desc_act": True}, "act-order .* is not supported"),
         (compressed(actorder="group"), "act-order .* is not supported"),
+        (compressed(actorder="Dynamic"), "act-order .* is not supported"),
+        (compressed() | {"format": "marlin-24"}, "strategy group, format marlin-24' is not"),
+        (GPTQ | {"group_size": 16}, "must be 32, 64 or 128, got 16"),
+        (GPTQ | {"is_marlin_format": True}, "'gptq, marlin' is not supported"),
+        (AWQ | {"version": None, "format": "gemv_fast"}, "'awq, version gemv_fast' is not"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "must be a list of modules, got 'mlp'"),
         (GPTQ | {"group_size": -1}, "`group_size` of INT4 weights must be 32, 64 or 128, got -1"),
         (GPTQ | {"bits": 8}, "'gptq, 8 bits' is not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "'gptq, marlin' is not supported"),
-        (GPTQ | {"lm_head": True}, "'gptq, lm_head' is not supported"),
+        (GPTQ | {"lm_head": True}, "'gptq, lm_head .*' is not supported"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "'gptq, dynamic .*' is not supported"),
         (AWQ | {"version": "gemv"}, "'awq, version gemv' is not supported"),
         (AWQ | {"zero_point": False}, "'awq, without zero points' is not supported"),
         (AWQ | {"modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj as it is"),
@@ -218,3 +244,40 @@ def test_without_triton_the_numbers_are_multiplied(
     quantised, exact = checkpoints(tmp_path, "gptq")
     with LLM(quantised, **SMALL) as llm:
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_in_16_bits(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Rows in an order of their own, the second half of the columns; zero points 0 and 15."""
+    generator = torch.Generator().manual_seed(6)
+    quantization = read_quantization({"quantization_config": WAYS[way][0]})
+    assert isinstance(quantization, Int4)
+    N, K = 48, 256
+    x = torch.randn(N, K, generator=generator)
+    x[:4], x[4:8] = x[:4].abs(), -x[4:8].abs()
+    tensors, numbers = quantize(x, way, quantization.group)
+    save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "t")
+    rows = torch.randperm(N, generator=generator)[:29].tolist()
+    weight = Int4Weight(40, K // 2, dtype, False, quantization)
+    cols = Part(range(K // 2, K), K)
+    with safe_open(tmp_path / "t", framework="pt") as opened:
+        for name, shard in weight.shards("m", 8, Part(rows, N), cols):
+            if not shard.is_optional:
+                shard.check(name, opened.get_slice(name))
+                shard.fill(name, opened.get_slice(name))
+    wanted = numbers[rows][:, K // 2 :]
+    unit = torch.finfo(dtype).eps / 2  # of scales
+    torch.testing.assert_close(weight.codes.numbers()[8:37], wanted, rtol=1.01 * unit, atol=1e-7)
+
+
+def test_dummies_are_of_the_usual_size() -> None:
+    build = Build(torch.bfloat16, False, Group(), TorchBackend(), 64)
+    how = read_quantization({"quantization_config": WAYS["gptq"][0]})
+    layer = ReplicatedLinear(256, 128, False, build._replace(quantization=how))
+    load_dummy(layer, seed=0)
+    assert isinstance(layer.weight, Int4Weight)
+    numbers = layer.weight.codes.numbers()
+    assert (
+        0.018 < numbers.std() < 0.022 and numbers.abs().max() < 0.06 and numbers.mean().abs() < 1e-3
+    )
