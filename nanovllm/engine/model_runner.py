@@ -199,12 +199,7 @@ class ModelRunner:
         else:
             is_part = self.model_config.is_part
             load_model(self.model, Path(self.config.model), self.group.check, is_part=is_part)
-        if count := dequantize(self.model):
-            logger.info(
-                "weights: %d quantised matrices became %s, as no kernel here multiplies by codes",
-                count,
-                str(self.dtype).removeprefix("torch."),
-            )
+        dequantize(self.model)
         if self.config.fused_kernels and can_use_onednn(self.device, self.dtype):
             use_onednn(self.model)
         logger.info(

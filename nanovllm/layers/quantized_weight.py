@@ -3,6 +3,7 @@
 Where no kernel does (a CPU, other GPUs, odd sizes) the codes are dequantised once, behind loading.
 """
 
+import logging
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +13,10 @@ from torch import nn
 from nanovllm.layers.weight import Weight
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.int4 import Int4Codes
+
+logger = logging.getLogger(__name__)
+
+NO_KERNELS = "it is dequantised behind loading"
 
 
 class Kernels(Protocol):
@@ -115,22 +120,16 @@ class QuantizedWeight(Weight):
         return self.kernels.variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
 
 
-NO_KERNELS = "it is dequantised behind loading"
-
-
-def dequantize(model: nn.Module) -> int:
-    """Replace filled weights that nothing multiplies here by plain ones.
-
-    Returns:
-        how many they were.
-    """
+def dequantize(model: nn.Module) -> None:
+    """Replace filled weights that nothing multiplies here by plain ones."""
     count = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, QuantizedWeight) and weight.kernels is None:
             module.weight = weight.plain()
             count += 1
-    return count
+    if count:
+        logger.info("%d quantised matrices became plain: no kernel here takes their codes", count)
 
 
 def held_in(model: nn.Module) -> str:

@@ -134,9 +134,12 @@ def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_same_numbers(way: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_same_numbers(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quantised, exact = checkpoints(tmp_path, way)
-    with LLM(quantised, **SMALL) as llm:
+    with caplog.at_level("INFO", "nanovllm"), LLM(quantised, **SMALL) as llm:
+        assert "quantised matrices became plain" in caplog.text
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
         assert llm.metrics()["quantization"] == "none"  # nothing here multiplies by codes
 
