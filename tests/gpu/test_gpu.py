@@ -20,6 +20,7 @@ import torch
 import train_tiny
 from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
+from int4_checkpoints import checkpoints as int4_checkpoints
 from stand_in import CONTROLS
 from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
@@ -324,16 +325,48 @@ def test_log_probabilities_of_other_families(
         assert 0 < ours <= 1.2 * theirs, errors
 
 
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("llama, biases", "awq"),
+        ("qwen2", "gptq"),
+        ("phi 3", "compressed, zeros"),
+        ("gemma 2", "gptq, symmetric"),
+    ],
+)
+def test_log_probabilities_of_int4_weights(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of the numbers that codes mean: one row, tiles, and the library for prompts."""
+    family, changes = OTHERS[name]
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10240}
+    shape |= {"initializer_range": 0.05, "max_position_embeddings": 4096, **changes}
+    quantised, exact = int4_checkpoints(tmp_path, way, family, **shape)
+    lengths = [[n] for n in (1, 20, 300)] + [list(range(300, 0, -13)), list(range(140, 0, -1))]
+    errors = mean_errors(str(quantised), lengths, monkeypatch, str(exact), dtype="bfloat16")
+    for ours, theirs in errors.values():
+        assert 0 < ours <= 1.2 * theirs, errors
+
+
 def mean_errors(
-    path: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch, **options: Any
+    path: str,
+    lengths: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: str | None = None,
+    **options: Any,
 ) -> dict[int, tuple[float, float]]:
     """For each size of the batches of prompts of these lengths: how far log-probabilities of greedy
-    tokens are from transformers' in float64, ours and transformers' in bf16.
+    tokens are from transformers' in float64, ours and transformers' in bf16; of the checkpoint
+    `reference`, if that is another.
     """
     rng = random.Random(SEED)
     exact, rounded = (
         AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+            reference or path,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
         ).cuda()
         for dtype in (torch.float64, torch.bfloat16)
     )
@@ -357,6 +390,8 @@ def mean_errors(
                     sums[len(prompts)][i] += (found - wanted)[steps, out].abs().sum()
                 sums[len(prompts)][2] += len(out)
         assert llm.metrics()["num_graph_replays"] > 0
+        if reference is not None:
+            assert llm.metrics()["quantization"] == "int4"
     errors = {size: tuple((part[:2] / part[2]).tolist()) for size, part in sums.items()}
     for size, (ours, theirs) in errors.items():
         print(f"{size} sequences: ours {ours:.2e}, transformers {theirs:.2e}")
