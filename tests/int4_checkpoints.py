@@ -1,4 +1,4 @@
-"""Checkpoints in 4 bits, written by hand as AutoAWQ, AutoGPTQ and compressed-tensors publish them."""
+"""Checkpoints in 4 bits, written by hand as AutoAWQ, AutoGPTQ and compressed-tensors publish."""
 
 from pathlib import Path
 from typing import Any

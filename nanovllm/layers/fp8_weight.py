@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.layers.shard import Part, Shard, check_plain
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes
 
@@ -19,11 +19,10 @@ from nanovllm.utils.fp8 import FP8, LARGEST, Codes
 class CodesShard(Shard):
     """A tensor of codes."""
 
-    def fill(self, name: str, source: Any) -> None:
-        tensor = self.read(source)
-        if tensor.dtype != FP8:
-            raise ValueError(f"tensor {name} is {tensor.dtype}: config.json says float8_e4m3fn")
-        self.target.copy_(tensor)
+    dtypes = ("F8_E4M3",)
+
+    def fill(self, source: Any) -> None:
+        self.target.copy_(self.read(source))
 
     def put(self, numbers: torch.Tensor) -> None:
         self.target.copy_((numbers * 2.0**10).clamp(-LARGEST, LARGEST))  # dummies
@@ -35,9 +34,9 @@ class ScalesShard(Shard):
     def fits(self, shape: list[int]) -> bool:
         return [n for n in shape if n != 1] == [n for n in self.full_shape if n != 1]
 
-    def fill(self, name: str, source: Any) -> None:
+    def fill(self, source: Any) -> None:
         whole = source[...] if source.get_shape() else source[()]
-        super().fill(name, whole.reshape(self.full_shape))
+        super().fill(whole.reshape(self.full_shape))
 
     def put(self, numbers: torch.Tensor) -> None:
         self.target.copy_(numbers)  # the scale of a tensor is that of each of its rows
@@ -57,10 +56,9 @@ class QuantizingShard(Shard):
     def targets(self) -> tuple[torch.Tensor, ...]:
         return self.target, self.scales
 
-    def fill(self, name: str, source: Any) -> None:
+    def fill(self, source: Any) -> None:
         rows, cols = self.parts
         whole = Shard(self.target, (rows, Part.whole(cols.total))).read(source)
-        check_plain(name, whole)
         assert isinstance(cols.held, range), "ranks divide columns evenly"
         self._quantize(whole, whole[:, cols.held.start : cols.held.stop])
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.layers.shard import Part, Shard, check_plain
+from nanovllm.layers.shard import Part, Shard
 from nanovllm.quantization import Int4
 from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
@@ -30,6 +30,8 @@ class PackedShard(Shard):
         transposed: the checkpoint has columns first.
     """
 
+    dtypes = ("I32",)
+
     packed: int
     order: tuple[int, ...]
     transposed: bool
@@ -41,12 +43,7 @@ class PackedShard(Shard):
             for dim, part in enumerate(self.parts)
         ]
 
-    def check(self, name: str, source: Any) -> None:
-        super().check(name, source)
-        if (dtype := source.get_dtype()) != "I32":
-            raise ValueError(f"tensor {name} is {dtype}: codes of 4 bits come in I32 (int32)")
-
-    def fill(self, name: str, source: Any) -> None:
+    def fill(self, source: Any) -> None:
         dim, part = self.packed, self.parts[self.packed]
         first, last = min(part.held) // IN_WORD, max(part.held) // IN_WORD
         in_words = list(self.parts)
@@ -119,9 +116,8 @@ class ScalesShard(Shard):
     def targets(self) -> tuple[torch.Tensor, ...]:
         return (self.target,) if self.zeros is None else (self.target, self.zeros)
 
-    def fill(self, name: str, source: Any) -> None:
+    def fill(self, source: Any) -> None:
         scales = self.read(source)
-        check_plain(name, scales)
         self._put(scales if self.transposed else scales.T)
 
     def put(self, numbers: torch.Tensor) -> None:
@@ -141,7 +137,7 @@ class OrderShard(Shard):
         group: columns of one.
     """
 
-    is_optional = True
+    is_optional, dtypes = True, ("I32", "I64")
 
     group: int
 

@@ -18,17 +18,16 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth i
 class BlocksShard(Shard):
     """The numbers of a tensor [E, rows, columns] as E2M1."""
 
+    dtypes = "U8", "I8", "F8_E8M0"  # bytes
+
     @property
     def full_shape(self) -> list[int]:
         *shape, columns = super().full_shape
         return [*shape, columns // BLOCK, BLOCK // 2]
 
-    def fill(self, name: str, source: Any) -> None:
+    def fill(self, source: Any) -> None:
         for i, target in enumerate(self.target):  # a matrix at a time: unpacked ones are large
-            stored = source[i]
-            if stored.element_size() != 1:
-                raise ValueError(f"tensor {name} is {stored.dtype}: of MXFP4 it must be of bytes")
-            numbers = self.decode(stored.view(torch.uint8).to(target.device))
+            numbers = self.decode(source[i].view(torch.uint8).to(target.device))
             self.put_matrix(target, Shard(target, self.parts[1:]).read(numbers))
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:

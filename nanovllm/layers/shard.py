@@ -53,6 +53,7 @@ class Shard:
 
     comes_last: ClassVar[bool] = False  # it changes what another one has filled
     is_optional: ClassVar[bool] = False  # the checkpoint may lack it, and it fills nothing
+    dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
 
     target: torch.Tensor
     parts: tuple[Part, ...]
@@ -87,6 +88,9 @@ class Shard:
             raise ValueError(
                 f"tensor {name} has shape {shape}, config.json implies {self.full_shape}"
             )
+        if (dtype := source.get_dtype()) not in self.dtypes:
+            wanted = " or ".join(self.dtypes)
+            raise ValueError(f"tensor {name} is {dtype}, config.json implies {wanted}")
 
     def read(self, source: Any) -> torch.Tensor:
         """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
@@ -101,15 +105,9 @@ class Shard:
                 tensor = tensor.index_select(dim, index)
         return tensor
 
-    def fill(self, name: str, source: Any) -> None:
-        """Fill the target from `source`, a slice of safetensors.
-
-        Raises:
-            ValueError: naming the tensor, if it is stored in another way.
-        """
-        tensor = self.read(source)
-        check_plain(name, tensor)
-        self.put(tensor)
+    def fill(self, source: Any) -> None:
+        """Fill the target from `source`, a slice of safetensors."""
+        self.put(self.read(source))
 
     def put(self, numbers: torch.Tensor) -> None:
         """Fill the target with numbers of its shape."""
@@ -125,9 +123,3 @@ class ZeroShard(Shard):
         super().check(name, source)
         if source[...].any():
             raise ValueError(f"tensor {name} is not 0, and config.json says that there is none")
-
-
-def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor of codes where numbers are wanted."""
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise ValueError(f"tensor {name} is {tensor.dtype}: config.json does not say so")

@@ -168,7 +168,7 @@ def load_model(
                     check()
                     if targets[name].is_optional:
                         continue
-                    targets[name].fill(name, tensors.get_slice(name))
+                    targets[name].fill(tensors.get_slice(name))
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

@@ -206,5 +206,5 @@ def test_tensors_that_config_json_does_not_describe(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "rows")
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensors(quantised, **{name: torch.zeros(96, 64)})
-    with pytest.raises(ValueError, match=f"{name} is torch.float32: config.json says float8"):
+    with pytest.raises(ValueError, match=f"{name} is F32, config.json implies F8_E4M3"):
         LLM(quantised, **SMALL)

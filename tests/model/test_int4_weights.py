@@ -76,8 +76,12 @@ def test_a_group_cannot_be_cut(tmp_path: Path) -> None:
         ("g_idx", lambda x: x * 0, r"q_proj.g_idx: columns in an order of their own"),
         ("g_idx", lambda x: x * 0 - 1, r"q_proj.g_idx: columns in an order of their own"),
         ("bias", lambda x: x + 1, r"q_proj.bias is not 0, and config.json says that there is none"),
-        ("qweight", lambda x: x.long(), r"q_proj.qweight is I64: codes of 4 bits come in I32"),
-        ("scales", lambda x: x.to(torch.int8), r"q_proj.scales is torch.int8: config.json does"),
+        ("qweight", lambda x: x.long(), r"q_proj.qweight is I64, config.json implies I32"),
+        ("scales", lambda x: x.to(torch.int8), r"q_proj.scales is I8, config.json implies F64 "),
+            "scales",
+            lambda x: x.to(torch.int8),
+            r"q_proj.scales is I8, config.json implies F64 or F32",
+        ),
         ("qzeros", lambda x: x[:, :-1], r"q_proj.qzeros has shape \[4, 15\], config.json implies"),
         ("scales", lambda x: None, r"missing from the checkpoint: model.layers.0.self_attn.q_proj"),
     ],
@@ -170,7 +174,7 @@ def test_parts_in_16_bits(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
         for name, shard in weight.shards("m", 8, Part(rows, N), cols):
             if not shard.is_optional:
                 shard.check(name, opened.get_slice(name))
-                shard.fill(name, opened.get_slice(name))
+                shard.fill(opened.get_slice(name))
     wanted = numbers[rows][:, K // 2 :]
     unit = torch.finfo(dtype).eps / 2  # of scales
     torch.testing.assert_close(weight.codes.numbers()[8:37], wanted, rtol=1.01 * unit, atol=1e-7)

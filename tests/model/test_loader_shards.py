@@ -112,6 +112,9 @@ class WatchedSlice:
     def get_shape(self) -> list[int]:
         return self.source.get_shape()
 
+    def get_dtype(self) -> str:
+        return self.source.get_dtype()
+
     def __getitem__(self, key: Any) -> torch.Tensor:
         tensor = self.source[key]
         assert self.name not in self.read, "read twice"
