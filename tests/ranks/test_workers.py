@@ -273,8 +273,8 @@ def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
 
-    def fill(shard, name, source):
-        loaded.append(name)
+    def fill(shard, source):
+        loaded.append(shard)
         loading.touch()
         wait_until(lambda: executors[0]._group._is_aborted)
 
