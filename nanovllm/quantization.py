@@ -105,7 +105,8 @@ def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> 
     """What a model's linear layers have, by the option and by its config.json.
 
     Raises:
-        ValueError: if that is not what was asked for, or experts were asked to be quantised.
+        ValueError: if the checkpoint has another format than `asked`, or `asked` would quantise
+            experts.
     """
     if asked is None or (found is not None and asked in (found.method, format_of(found))):
         return found

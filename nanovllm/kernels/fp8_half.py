@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import act_and_mul
+from nanovllm.kernels.fp8_linear import BLOCK, knows_blocks, x_block_of
 from nanovllm.kernels.hopper import load_tile
 from nanovllm.kernels.linear import HALF, multiply_parts
 from nanovllm.utils.device import FP8_CAPABILITY, MIN_CAPABILITY, capability
 from nanovllm.utils.fp8 import Codes
 
-BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 BLOCK_N, BLOCK_K = 64, 64
 MOST_ROWS = 256  # of a product by tiles
 MOST_TILE_ROWS = 64
@@ -29,10 +29,10 @@ _BIASES = tl.constexpr(2.0 ** (15 - 7))  # of the exponents of float16 and e4m3
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
     """Whether products of `dtype` with this weight run on its device, and FP8 ones do not."""
-    device, K = weight.codes.device, weight.codes.shape[1]
+    device = weight.codes.device
     if device.type == "cuda" and not (MIN_CAPABILITY <= capability(device.index) < FP8_CAPABILITY):
         return False
-    return dtype in HALF and weight.block in ((1, K), (BLOCK, BLOCK))
+    return dtype in HALF and knows_blocks(weight)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def linear(
     block_t = max(16, min(MOST_TILE_ROWS, triton.next_power_of_2(T)))
     _fp8_half_kernel[(triton.cdiv(T, block_t), triton.cdiv(N, BLOCK_N))](
         x.contiguous(), weight.codes.view(torch.uint8), weight.scales, bias, out, T, N, K=K,
-        SCALE_BLOCK=0 if weight.block[0] == 1 else BLOCK, BLOCK_T=block_t, BLOCK_N=BLOCK_N,
+        SCALE_BLOCK=x_block_of(weight), BLOCK_T=block_t, BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -40,8 +40,12 @@ def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
     device, (N, K) = weight.codes.device, weight.codes.shape
     if device.type == "cuda" and capability(device.index) < FP8_CAPABILITY:
         return False
-    known = weight.block in ((1, K), (BLOCK, BLOCK))
-    return known and dtype in HALF and N % 16 == K % 16 == 0
+    return knows_blocks(weight) and dtype in HALF and N % 16 == K % 16 == 0
+
+
+def knows_blocks(weight: Codes) -> bool:
+    """Whether kernels have its scales: of rows, or of blocks of 128 x 128."""
+    return weight.block in ((1, weight.codes.shape[1]), (BLOCK, BLOCK))
 
 
 def x_block_of(weight: Codes) -> int:

@@ -10,7 +10,7 @@ import triton.language as tl
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.utils.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
 
-ROWS = 16  # that a program makes numbers of
+ROWS = 16  # of a program of `_numbers_kernel`
 _BF16_OFFSET = tl.constexpr(OFFSETS[torch.bfloat16])
 _FP16_OFFSET = tl.constexpr(OFFSETS[torch.float16])
 _FIRST, _SECOND, _THIRD, _FOURTH = (tl.constexpr(shift) for shift in SHIFTS)
@@ -44,26 +44,32 @@ def offset_of(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def minus_of(word, DTYPE: tl.constexpr):
-    """Of a word of `Int4Codes.scales`: minus offset and zero point."""
-    return (word & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+def halves(word, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in an int32, the lower first; of `Int4Codes.scales` minus offset
+    and zero point, and the scale.
+    """
+    lower = (word & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    return lower, ((word >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def scale_of(word, DTYPE: tl.constexpr):
-    """Of a word of `Int4Codes.scales`: the scale."""
-    return ((word >> 16) & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def unpack_pair(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
-    """Two planes, of 0 to 3 the first two or the others, less zero point: exact, of minus's dtype.
+def unpack_pair(packed, word, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of two planes, the first two or the others, rounded to 16 bits: [N, P] each.
 
     Args:
-        words: int16.
-        minus: see `minus_of`, of the words' shape.
+        packed: [N, P] int16.
+        word: [N], of each row's scale (see `halves`).
         ASM: by instructions of NVIDIA GPUs.
     """
+    minus, scale = halves(word, DTYPE)
+    minus, packed = tl.broadcast(minus[:, None], packed)
+    first, second = _codes_of_pair(packed, minus, UPPER, ASM)
+    return first * scale[:, None], second * scale[:, None]
+
+
+@triton.jit
+def _codes_of_pair(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """Codes less zero point: exact, of minus's dtype."""
     if ASM and minus.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _BF16_UPPER if UPPER else _BF16_LOWER, "=&r,=&r,r,r", [words, minus],
@@ -151,12 +157,10 @@ def _numbers_kernel(
     for half in tl.static_range(2):
         k = chunk * (4 * P) + half * 2 * P
         word = tl.load(words_ptr + k // GROUP * N + n)
-        scale = scale_of(word, DTYPE)[:, None]
-        minus, codes = tl.broadcast(minus_of(word, DTYPE)[:, None], packed)
-        first, second = unpack_pair(codes, minus, half == 1, ASM)
+        first, second = unpack_pair(packed, word, half == 1, DTYPE, ASM)
         ptrs = out_ptr + n[:, None] * K + k + q[None, :]
-        tl.store(ptrs, first * scale)
-        tl.store(ptrs + P, second * scale)
+        tl.store(ptrs, first)
+        tl.store(ptrs + P, second)
 
 
 def numbers_of(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.int4 import ROWS, minus_of, numbers_of, scale_of, unpack_pair
+from nanovllm.kernels.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.int4_row import one_row
 from nanovllm.kernels.linear import HALF, SPLITS, multiply_parts
 from nanovllm.utils.device import MIN_CAPABILITY, capability
@@ -65,11 +65,9 @@ def _int4_tiles_kernel(
         for half in tl.static_range(2):
             k = chunk * (4 * P) + half * 2 * P
             word = tl.load(words_ptr + k // GROUP * N + outputs)
-            scale = scale_of(word, DTYPE)[:, None]
-            minus, codes = tl.broadcast(minus_of(word, DTYPE)[:, None], packed)
-            first, second = unpack_pair(codes, minus, half == 1, ASM)
-            acc = tl.dot(first * scale, load_tile(x, t, T, k, K, BLOCK_T, P, TMA).T, acc)
-            acc = tl.dot(second * scale, load_tile(x, t, T, k + P, K, BLOCK_T, P, TMA).T, acc)
+            first, second = unpack_pair(packed, word, half == 1, DTYPE, ASM)
+            acc = tl.dot(first, load_tile(x, t, T, k, K, BLOCK_T, P, TMA).T, acc)
+            acc = tl.dot(second, load_tile(x, t, T, k + P, K, BLOCK_T, P, TMA).T, acc)
     if bias_ptr is not None:  # a summand of the first part
         bias = tl.load(bias_ptr + outputs).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]

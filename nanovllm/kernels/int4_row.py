@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.int4 import dot_planes, in_bytes, minus_of, offset_of, scale_of
+from nanovllm.kernels.int4 import dot_planes, halves, in_bytes, offset_of
 from nanovllm.kernels.linear import load_bias
 from nanovllm.utils.int4 import Int4Codes
 
@@ -28,9 +28,9 @@ _ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def _pair(word, DTYPE: tl.constexpr):
-    """The two numbers of 16 bits in an int32, as float32."""
-    return minus_of(word, DTYPE).to(tl.float32), scale_of(word, DTYPE).to(tl.float32)
+def _wide_halves(word, DTYPE: tl.constexpr):
+    lower, upper = halves(word, DTYPE)
+    return lower.to(tl.float32), upper.to(tl.float32)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _integers(
         upper and lower bytes; of each chunk, what 1 means, and the sum.
     """
     HALF_P: tl.constexpr = P // 2
-    a, c = _pair(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
-    b, d = _pair(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
+    a, c = _wide_halves(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
+    b, d = _wide_halves(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
     most = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
     most = _larger(tl.reduce(tl.reshape(most, [CHUNKS, HALF_P]), 1, _larger), _LEAST)
     unit = most / _LARGEST
@@ -81,9 +81,9 @@ def _add_planes(
     products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
     totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
     word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
-    less = minus_of(word, DTYPE).to(tl.float32) + offset_of(DTYPE)  # minus the zero point
-    scale = scale_of(word, DTYPE).to(tl.float32) * unit[None, :]
-    return acc + (totals + less * sums[None, :]) * scale
+    minus, scale = _wide_halves(word, DTYPE)
+    less = minus + offset_of(DTYPE)  # minus the zero point
+    return acc + (totals + less * sums[None, :]) * (scale * unit[None, :])
 
 
 @triton.jit

@@ -138,7 +138,7 @@ def paged_prefix(
     S, Hkv = cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
     fp8, wide = cache.k.dtype == FP8, q.element_size() == 4 or D > 128
-    little = wide and not has_room(q)  # registers: what is wide would spill
+    spills = wide and not has_room(q)  # tensor cores take operands from registers there
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
     programs = Hkv * triton.cdiv(B, members)
     splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, PROGRAMS // programs)))
@@ -153,8 +153,8 @@ def paged_prefix(
         q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
         scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=8 if little else 4,
-        num_stages=1 if little else 2 if wide else 3,
+        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=8 if spills else 4,
+        num_stages=1 if spills else 2 if wide else 3,
         **pdl_options(q),
     )  # fmt: skip
     return Seen(prefixes.lens, acc, m, l)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.shard import Part, Shard, UnheldShard
 from nanovllm.quantization import Int4
 from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
@@ -130,14 +130,14 @@ class ScalesShard(Shard):
 
 
 @dataclass(frozen=True)
-class OrderShard(Shard):
-    """Which group each column is of: the columns must be in order. It fills nothing.
+class OrderShard(UnheldShard):
+    """Which group each column is of: the columns must be in order.
 
     Attributes:
         group: columns of one.
     """
 
-    is_optional, dtypes = True, ("I32", "I64")
+    dtypes = "I32", "I64"
 
     group: int
 
@@ -229,8 +229,7 @@ class Int4Weight(QuantizedWeight):
             ScalesShard(scales, in_order(rows, groups), turned, None if how.zeros else zeros),
         )
         if how.groups:
-            nothing = self.scales.data[:0, 0, 0]
             yield (
                 f"{module}.{how.groups}",
-                OrderShard(nothing, (Part.whole(cols.total),), how.group),
+                OrderShard(torch.empty(0), (Part.whole(cols.total),), how.group),
             )

@@ -52,7 +52,7 @@ class Shard:
     """
 
     comes_last: ClassVar[bool] = False  # it changes what another one has filled
-    is_optional: ClassVar[bool] = False  # the checkpoint may lack it, and it fills nothing
+    is_optional: ClassVar[bool] = False  # the checkpoint may lack it
     dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
 
     target: torch.Tensor
@@ -114,10 +114,19 @@ class Shard:
         self.target.copy_(numbers)
 
 
-class ZeroShard(Shard):
-    """Numbers that this model does not have: they must be 0."""
+class UnheldShard(Shard):
+    """A tensor that the checkpoint may have and the model does not: it is checked, and fills
+    nothing; the target is empty.
+    """
 
     is_optional = True
+
+    def fill(self, source: Any) -> None:
+        pass
+
+
+class ZeroShard(UnheldShard):
+    """Numbers that must be 0."""
 
     def check(self, name: str, source: Any) -> None:
         super().check(name, source)

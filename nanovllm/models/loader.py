@@ -148,7 +148,7 @@ def load_model(
         problems.append(f"missing from the checkpoint: {_names(missing)}")
     if unused := sorted(set(files) - set(targets) - ignored):
         problems.append(f"not used by this model: {_names(unused)}")
-    if problems and any(name.endswith(PACKED) for name in set(files) - set(targets)):
+    if any(name.endswith(PACKED) for name in unused):
         problems.append("it has weights in 4 bits, which `quantization_config` must describe")
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
@@ -166,8 +166,6 @@ def load_model(
             with _open(file) as tensors:
                 for name in of_file:
                     check()
-                    if targets[name].is_optional:
-                        continue
                     targets[name].fill(tensors.get_slice(name))
 
 
@@ -179,7 +177,7 @@ def load_dummy(model: nn.Module, seed: int) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     with startup_bar(list(checkpoint_shards(model).items()), "Loading weights", "tensor") as bar:
         for name, shard in bar:
-            if shard.comes_last or shard.is_optional:
+            if shard.comes_last:
                 continue
             if name.endswith("bias"):
                 shard.target.zero_()
