@@ -28,7 +28,7 @@ from nanovllm.utils.checks import missing_name
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.engine.inputs import TextPrompt, TokensPrompt
-    from nanovllm.engine.workers import WorkerError
+    from nanovllm.engine.processes import WorkerError
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
@@ -69,7 +69,7 @@ LAZY = {
     "AsyncLLM": "nanovllm.async_llm",
     "TextPrompt": "nanovllm.engine.inputs",
     "TokensPrompt": "nanovllm.engine.inputs",
-    "WorkerError": "nanovllm.engine.workers",
+    "WorkerError": "nanovllm.engine.processes",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

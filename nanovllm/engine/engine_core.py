@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.core import Core
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.metrics import Latencies, Metrics
+from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.executor import Executor
 
 
-class EngineCore:
-    """Computes requests, step by step. Not thread-safe: `LLMEngine` holds a lock.
+class EngineCore(Core[Request]):
+    """Computes requests, step by step.
 
     Args:
         executor: started.
@@ -32,26 +31,17 @@ class EngineCore:
             while the host books, 0 to book each step before the next is chosen.
 
     Attributes:
-        requests: unfinished requests by their ids.
-        finished: finished requests without a listener, until `forget_finished`.
         in_flight: steps that are launched and not booked, the oldest first.
-        metrics: counters of the work done.
-        abort_later: takes a set of ids. The next call of the engine aborts these requests first.
-            Streams use it: Python may collect their generator in the middle of another call, where
-            aborting is unsafe.
+        latencies: histograms of the times of steps and requests.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, lookahead: int) -> None:
+        super().__init__()
         self._executor, self._scheduler, self._lookahead = executor, scheduler, lookahead
-        self.requests: dict[int, Request] = {}
-        self.finished: list[Request] = []
         self.in_flight: deque[InFlightStep] = deque()
-        self.metrics, self._latencies = Metrics(), Latencies()
+        self.latencies = Latencies()
         self._launching = False  # still True when a launch has failed
         self._booked_at = 0.0  # seconds of time.perf_counter
-        self._left: deque[set[int]] = deque()
-        # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
-        self.abort_later = self._left.append
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -102,7 +92,7 @@ class EngineCore:
             now = time.perf_counter()
             seconds = now - max(step.launched_at, self._booked_at)
             prefill, decode = self.metrics.count_step(step.scheduled, num_sampled, seconds)
-            self._latencies.add_step(seconds, prefill, decode)
+            self.latencies.add_step(seconds, prefill, decode)
             self._booked_at = now
             self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine
@@ -118,7 +108,7 @@ class EngineCore:
         if request.listener is None:
             self.finished.append(request)
         self.metrics.count_finished(request)
-        self._latencies.add_finished(request.metrics())
+        self.latencies.add_finished(request.metrics())
 
     def _drop_unneeded_steps(self) -> None:
         """Drop the steps in flight once no request is left: nobody will read their tokens."""
@@ -126,52 +116,14 @@ class EngineCore:
             self.in_flight.clear()
             self._scheduler.forget_steps()
 
-    def forget_finished(self) -> None:
-        """Drop the finished requests, which the caller has taken."""
-        self.finished.clear()
-
-    def is_idle(self) -> bool:
-        """Whether no request is unfinished, and none waits to be taken by the caller."""
-        self._drop_left()
-        return self._scheduler.is_finished() and not self.finished
-
-    def abort(self, request_ids: Iterable[int]) -> int:
-        """Drop the unfinished ones of these requests. Returns how many there were."""
-        found = [self.requests[i] for i in request_ids if i in self.requests]
-        with self.reset_on_error():
-            self._scheduler.abort(seq for request in found for seq in request.seqs)
-            for request in found:
-                del self.requests[request.request_id]
-                self.metrics.num_aborted += 1
-            self._drop_unneeded_steps()
-        return len(found)
-
-    def abort_all(self) -> None:
-        """Drop all requests, the finished ones too."""
-        self.abort(list(self.requests))
-        self.forget_finished()
-
-    def _drop_left(self) -> None:
-        """Abort the requests that `abort_later` was given."""
-        while self._left:
-            self.abort(self._left[0])
-            self._left.popleft()
-
-    @contextmanager
-    def reset_on_error(self) -> Iterator[None]:
-        """An error half-way through an update leaves the books inconsistent: start new ones."""
-        try:
-            yield
-        except BaseException:  # Ctrl-C too
-            self.reset()
-            raise
+    def _abort(self, requests: list[Request]) -> None:
+        self._scheduler.abort(seq for request in requests for seq in request.seqs)
+        self._drop_unneeded_steps()
 
     def reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
-        self.metrics.num_aborted += len(self.requests)
+        super().reset()
         self.in_flight.clear()
-        self.finished.clear()
-        self.requests.clear()
         self._launching = False
         self._scheduler.reset()
 
@@ -183,5 +135,5 @@ class EngineCore:
             **self._scheduler.describe(),
             **self.metrics.as_dict(),
             "prefix_cache_hit_rate": self.metrics.prefix_cache_hit_rate,
-            **self._latencies.as_dict(),
+            **self.latencies.as_dict(),
         }

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 
 import torch
 
@@ -21,12 +19,14 @@ from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
+from nanovllm.engine.processes import EXIT_TIMEOUT, WorkerError
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import EXIT_TIMEOUT, WorkerError, Workers
+from nanovllm.engine.workers import Workers
 from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
+from nanovllm.utils.interrupts import uninterrupted
 
 OVERHEAD = 4096  # bytes of a message beside the plan's arrays
 POLL_SECONDS = 0.005  # while the ranks meet
@@ -69,7 +69,7 @@ class Executor:
             config.max_num_batched_tokens,
             -(-max_len // config.kvcache_block_size),
         )
-        with _uninterrupted():
+        with uninterrupted():
             self._workers = Workers(
                 config,
                 self._model_config,
@@ -141,7 +141,7 @@ class Executor:
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
-        with _uninterrupted(), self._all_or_none():
+        with uninterrupted(), self._all_or_none():
             if self._workers is not None:
                 self._workers.call("run", plan)
             try:
@@ -204,7 +204,7 @@ class Executor:
         """
         runner, workers = self.model_runner, self._workers
         in_order = runner is not None and not self.is_broken
-        with _uninterrupted(), ExitStack() as finally_:  # runs in reverse order
+        with uninterrupted(), ExitStack() as finally_:  # runs in reverse order
             finally_.callback(self._group.close)
             finally_.callback(self._end_meeting)
             if workers is not None:
@@ -231,20 +231,3 @@ def _clear_frames(error: BaseException) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block: half a step must not be repeated."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # no handler of Python's would run in here
-        return
-    held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *args: held.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        handler(*held[0])

@@ -4,6 +4,7 @@ Everything is checked here, before anything is queued. Imports no torch.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -18,7 +19,7 @@ from nanovllm.engine.inputs import (
     spread_sampling_params,
     whole_numbers,
 )
-from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.request import Listener, Request, Ticket, Told
 from nanovllm.engine.request_controls import RequestControls, request_controls
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
@@ -99,7 +100,7 @@ class Intake:
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
         self._block_size, self._seed = block_size, seed
         self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self._request_ids, self._seq_ids = itertools.count(), itertools.count()
+        self._num_requests = self._num_seqs = 0  # that have a number
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -251,14 +252,27 @@ class Intake:
 
     def refused(self, refusal: Refusal) -> RequestOutput:
         """What a prompt that was refused gets in the place of a result."""
-        request_id = next(self._request_ids)
+        request_id = self.ticket(0).request_id
         return RequestOutput(request_id, refusal.text, [], [], True, 0, error=refusal.error)
+
+    def ticket(self, n: int) -> Ticket:
+        """For a new request of `n` completions."""
+        ticket = Ticket(
+            self._num_requests,
+            self._num_seqs,
+            time.perf_counter(),
+            {index: Told() for index in range(n)},
+        )
+        self._num_requests += 1
+        self._num_seqs += n
+        return ticket
 
     def make(
         self,
         checked: CheckedRequest,
         pooling: str | None = None,
         listener: Listener | None = None,
+        ticket: Ticket | None = None,
     ) -> Request:
         """The request, with its sequences.
 
@@ -266,31 +280,39 @@ class Intake:
             checked: what is wanted.
             pooling: "last" or "mean" hidden state of the prompt, for embeddings.
             listener: see `LLMEngine.add_request`.
+            ticket: of a request that came to another process; None: it is new.
         """
         text, token_ids, params, controls, grammars = checked
+        ticket = ticket or self.ticket(params.n)
         prompt_logprobs = self._logprobs(params.prompt_logprobs, params)
         if prompt_logprobs is not None:
             prompt_logprobs.append_nothing()
-        request_id = next(self._request_ids)
-        seqs = [
-            Sequence(
-                next(self._seq_ids),
-                token_ids,
-                params,
-                block_size=self._block_size,
-                seed=self._seed,
-                index=index,
-                request_id=request_id,
-                controls=controls,
-                grammar=grammar,
-                detokenizer=self._detokenizer(params, listener),
-                logprobs=self._logprobs(params.logprobs, params),
-                prompt_logprobs=None if index else prompt_logprobs,
-                pooling=pooling,
+        seqs: list[Sequence] = []
+        for (index, told), grammar in zip(ticket.completions.items(), grammars, strict=False):
+            detokenizer = self._detokenizer(params, listener)
+            logprobs = self._logprobs(params.logprobs, params)
+            if told.token_ids:
+                _catch_up(told, params, detokenizer, logprobs)
+            seqs.append(
+                Sequence(
+                    ticket.seq_id + index,
+                    token_ids,
+                    params,
+                    block_size=self._block_size,
+                    seed=self._seed,
+                    index=index,
+                    request_id=ticket.request_id,
+                    controls=controls,
+                    grammar=grammar,
+                    detokenizer=detokenizer,
+                    logprobs=logprobs,
+                    prompt_logprobs=None if seqs else prompt_logprobs,
+                    pooling=pooling,
+                    completion=told.token_ids,
+                    arrived_at=ticket.arrived_at,
+                )
             )
-            for index, grammar in enumerate(grammars)
-        ]
-        return Request(request_id, text, token_ids, params, seqs, listener)
+        return Request(ticket.request_id, text, token_ids, params, seqs, listener)
 
     def _detokenizer(self, params: SamplingParams, listener: Listener | None) -> Detokenizer | None:
         """Where text is needed before the end."""
@@ -309,6 +331,23 @@ class Intake:
             return None
         text = self.decoder.token if params.detokenize else _no_text
         return TokenLogprobs(min(count, self._vocab_size), text)
+
+
+def _catch_up(
+    told: Told,
+    params: SamplingParams,
+    detokenizer: Detokenizer | None,
+    logprobs: TokenLogprobs | None,
+) -> None:
+    """Bring a completion that began elsewhere to where its listener is."""
+    if detokenizer is not None:
+        for count, token_id in enumerate(told.token_ids, 1):
+            detokenizer.append(token_id, may_stop=count > params.min_tokens)
+        detokenizer.take()
+    if logprobs is not None:
+        for _ in told.token_ids:
+            logprobs.append_nothing()
+        logprobs.total = told.logprob
 
 
 def _no_text(token_id: int) -> None:

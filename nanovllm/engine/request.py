@@ -1,7 +1,10 @@
-"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`."""
+"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`; `Ticket`: its
+numbers, and where its completions stand.
+"""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -9,6 +12,36 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import Decoder
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
+
+
+@dataclass
+class Told:
+    """What a listener has been told of a completion.
+
+    Attributes:
+        token_ids: its tokens so far.
+        logprob: the sum of their log-probabilities, where those are asked for.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+
+
+class Ticket(NamedTuple):
+    """What distinguishes a request from others that ask for the same.
+
+    Attributes:
+        request_id: the caller's name for it.
+        seq_id: of its first completion; the next ones have the next numbers.
+        arrived_at: seconds of time.perf_counter, the same clock for all processes.
+        completions: those that have not ended, by their index, with the tokens that they go on
+            from.
+    """
+
+    request_id: int
+    seq_id: int
+    arrived_at: float
+    completions: dict[int, Told]
 
 
 class Request:
@@ -35,7 +68,7 @@ class Request:
         self.request_id, self.params, self.seqs = request_id, params, seqs
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.listener = listener
-        self._num_told = [0] * len(seqs)  # tokens
+        self._num_told = [seq.num_completion_tokens for seq in seqs]
 
     @property
     def is_finished(self) -> bool:
@@ -57,7 +90,7 @@ class Request:
     def output(self, decode: Decoder) -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        return self._output([self._completion(i, seq, decode) for i, seq in enumerate(self.seqs)])
+        return self._output([self._completion(seq, decode) for seq in self.seqs])
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         first, finished = self.seqs[0], self.is_finished
@@ -78,14 +111,14 @@ class Request:
         if any(seq.is_finished and seq.finish_reason is None for seq in self.seqs):
             return  # aborted, by another listener
         news = []
-        for index, seq in enumerate(self.seqs):
+        for i, seq in enumerate(self.seqs):
             prompt = seq.num_prompt_tokens
-            start, end = self._num_told[index], seq.num_known_tokens - prompt
+            start, end = self._num_told[i], seq.num_known_tokens - prompt
             if end > start:
-                self._num_told[index] = end
+                self._num_told[i] = end
                 news.append(
                     CompletionOutput(
-                        index=index,
+                        index=seq.index,
                         text="" if seq.detokenizer is None else seq.detokenizer.take(),
                         token_ids=seq.token_ids[prompt + start : prompt + end],
                         finish_reason=seq.finish_reason,
@@ -97,7 +130,7 @@ class Request:
         if news and self.listener is not None:
             self.listener(self._output(news))
 
-    def _completion(self, index: int, seq: Sequence, decode: Decoder) -> CompletionOutput:
+    def _completion(self, seq: Sequence, decode: Decoder) -> CompletionOutput:
         token_ids = seq.completion_token_ids
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
         text = ""
@@ -108,7 +141,7 @@ class Request:
             shown = token_ids if ends_text else token_ids[:-1]  # without what has stopped it
             text = decode(shown, self.params.skip_special_tokens)
         return CompletionOutput(
-            index=index,
+            index=seq.index,
             text=text,
             token_ids=token_ids,
             finish_reason=seq.finish_reason,

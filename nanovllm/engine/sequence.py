@@ -45,6 +45,7 @@ class Sequence:
         "finished_at",
         "first_token_at",
         "grammar",
+        "index",
         "logprobs",
         "max_tokens",
         "num_cached_tokens",
@@ -84,11 +85,14 @@ class Sequence:
         logprobs: TokenLogprobs | None = None,
         prompt_logprobs: TokenLogprobs | None = None,
         pooling: str | None = None,
+        completion: list[int] | None = None,
+        arrived_at: float | None = None,
     ) -> None:
         assert token_ids, "a sequence has at least one prompt token"
         self.seq_id = seq_id  # grows with arrival
         self.request_id = request_id  # the same for all completions of a prompt
-        self.token_ids = list(token_ids)
+        self.index = index  # of this completion among them
+        self.token_ids = [*token_ids, *(completion or ())]  # of one that began elsewhere
         self.num_prompt_tokens = len(token_ids)
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
@@ -105,7 +109,8 @@ class Sequence:
         self.pooling = pooling  # of the prompt's hidden states: "last" or "mean"
         self.embedding: list[float] | None = None
         # Seconds of time.perf_counter.
-        self.arrived_at, self.started_at = time.perf_counter(), 0.0
+        self.arrived_at = time.perf_counter() if arrived_at is None else arrived_at
+        self.started_at = 0.0
         self.first_token_at, self.finished_at = 0.0, 0.0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started

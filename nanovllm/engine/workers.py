@@ -1,18 +1,13 @@
 """`Workers`: the processes of ranks 1 and up, seen from rank 0: started, called, watched, ended.
 
-They are processes of their own (`python -c`), not forks, and do not import the caller's script, so
-a script needs no `if __name__ == "__main__"`. A worker ends when its socket to rank 0 is closed, or
-when rank 0's process is gone; a thread here answers what a worker asks for while the ranks meet,
-and notices when it ends.
+A thread here answers what a worker asks for while the ranks meet, and notices when it ends.
 """
 
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,44 +15,20 @@ from typing import Any, NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
-from nanovllm.engine.worker import Report, Setup, receive_object, send_object
+from nanovllm.engine.processes import (
+    EXIT_TIMEOUT,
+    WorkerError,
+    receive_object,
+    send_object,
+    start_python,
+    wait_for_end,
+)
+from nanovllm.engine.worker import Report, Setup
 from nanovllm.model_config import ModelConfig
 
 # Seconds to wait for the rank that really died before blaming one that only lost its connection.
 BLAME_TIMEOUT = 1.0
-EXIT_TIMEOUT = 3.0  # seconds that a worker has to end by itself
-
-
-class WorkerError(RuntimeError):
-    """A worker of a tensor-parallel engine has died. The engine is closed.
-
-    Attributes:
-        rank: of the worker.
-        exit_code: of its process; -9 if it was killed by signal 9.
-        worker_traceback: of the error that ended it, "" if it left none.
-    """
-
-    def __init__(self, rank: int, exit_code: int, worker_traceback: str) -> None:
-        self.rank, self.exit_code, self.worker_traceback = rank, exit_code, worker_traceback
-        how = f"ended with exit code {exit_code}"
-        if exit_code < 0:
-            how = f"was killed by {_signal_name(-exit_code)} (exit code {exit_code})"
-            if exit_code == -signal.SIGKILL:
-                how += "; the system does that when memory runs out"
-        super().__init__(
-            f"the worker of rank {rank} {how}. This engine is closed: build a new LLM."
-            + (f" The worker's traceback:\n{worker_traceback}" if worker_traceback else "")
-        )
-
-    def __reduce__(self) -> tuple[type["WorkerError"], tuple[int, int, str]]:
-        return WorkerError, (self.rank, self.exit_code, self.worker_traceback)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
+WORKER = "nanovllm.engine.worker"
 
 
 class _Worker(NamedTuple):
@@ -112,7 +83,9 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = _popen(theirs.fileno(), setup.channel_fd)
+                process = start_python(
+                    WORKER, theirs.fileno(), setup.channel_fd, environment={"TQDM_DISABLE": "1"}
+                )
             except BaseException:
                 ours.close()
                 raise
@@ -191,7 +164,7 @@ class Workers:
             self._blamed.wait(BLAME_TIMEOUT)
         with self._blame:
             self._blamed.set()
-            exit_code = _end(process)
+            exit_code = wait_for_end(process)
             expected = self._killed or (self._closing and exit_code == 0)
             if expected or self.failure is not None:
                 return
@@ -232,28 +205,3 @@ class Workers:
             if worker.watcher.is_alive() and worker.watcher is not threading.current_thread():
                 left = max(0.0, deadline - time.monotonic())
                 worker.watcher.join(min(left, threading.TIMEOUT_MAX))
-
-
-def _popen(fd: int, channel_fd: int) -> subprocess.Popen[bytes]:
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    code = (
-        f"import sys; sys.path[:] = {path!r}; "
-        f"from nanovllm.engine.worker import main; main({fd}, {os.getpid()})"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        pass_fds=(fd, channel_fd),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "TQDM_DISABLE": "1"},
-        start_new_session=True,  # Ctrl-C is for rank 0
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process that should end, and kill it if it does not. Returns its exit code."""
-    try:
-        return process.wait(EXIT_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()

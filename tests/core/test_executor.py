@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.executor import Executor, _uninterrupted
+from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.interrupts import uninterrupted
 
 
 def interrupt() -> None:
@@ -23,7 +24,7 @@ def interrupt() -> None:
 def test_ctrl_c_waits_for_the_end_of_the_block() -> None:
     """A step that the workers have and rank 0 has not would leave them waiting for each other."""
     done = []
-    with pytest.raises(KeyboardInterrupt), _uninterrupted():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         interrupt()
         interrupt()
         done.append("the rest")
@@ -34,7 +35,7 @@ def test_ctrl_c_waits_for_the_end_of_the_block() -> None:
 
 
 def test_without_ctrl_c_nothing_happens() -> None:
-    with _uninterrupted():
+    with uninterrupted():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -43,7 +44,7 @@ def test_the_callers_own_handler_is_called_once_and_afterwards() -> None:
     calls: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     handler = signal.getsignal(signal.SIGINT)
-    with _uninterrupted():
+    with uninterrupted():
         interrupt()
         assert not calls
     assert calls == [signal.SIGINT]
@@ -52,7 +53,7 @@ def test_the_callers_own_handler_is_called_once_and_afterwards() -> None:
 
 def test_an_error_inside_wins() -> None:
     """The error says what has happened to the engine; it must not be replaced by Ctrl-C."""
-    with pytest.raises(BaseException) as caught, _uninterrupted():
+    with pytest.raises(BaseException) as caught, uninterrupted():
         interrupt()
         raise ZeroDivisionError
     assert caught.type is ZeroDivisionError
@@ -61,7 +62,7 @@ def test_an_error_inside_wins() -> None:
 
 def test_ignored_signals_stay_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _uninterrupted():
+    with uninterrupted():
         interrupt()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -71,7 +72,7 @@ def test_another_thread_leaves_the_handler_alone() -> None:
     seen: list[object] = []
 
     def run() -> None:
-        with _uninterrupted():
+        with uninterrupted():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

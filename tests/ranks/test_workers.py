@@ -322,16 +322,16 @@ def test_error_keeps_no_half_built_engine(checkpoint, monkeypatch):
 
 def test_worker_that_cannot_start(checkpoint, monkeypatch, tmp_path):
     """A Python that ends at once, before it has read a byte, and one that is not there."""
-    popen = workers_module._popen
+    popen = workers_module.start_python
 
-    def ended(*args):
-        process = popen(*args)
+    def ended(*args, **options):
+        process = popen(*args, **options)
         process.wait()
         return process
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     for start in (popen, ended):
-        monkeypatch.setattr(workers_module, "_popen", start)
+        monkeypatch.setattr(workers_module, "start_python", start)
         with pytest.raises(WorkerError, match="exit code 1"):
             within_deadline(lambda: LLM(checkpoint, **TP2))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
@@ -423,11 +423,11 @@ def test_engine_is_usable_after_ctrl_c(checkpoint, monkeypatch):
 
 
 INTERRUPTED = [
-    (workers_module, "_popen", True),
+    (workers_module, "start_python", True),
     (Executor, "_connect", False),
     (ModelRunner, "load", False),
     rare(Scheduler, "__init__", False),
-    rare(workers_module, "_popen", False),
+    rare(workers_module, "start_python", False),
     rare(Workers, "_start", True),
     rare(llm_engine, "load_tokenizer", False),
     rare(ModelRunner, "allocate_kv_cache", True),
@@ -497,12 +497,12 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 {children}
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-popen = workers._popen
-def record(*args):
-    process = popen(*args)
+popen = workers.start_python
+def record(*args, **options):
+    process = popen(*args, **options)
     started.append(process.pid)
     return process
-workers._popen = record
+workers.start_python = record
 def build():
     return LLM({path!r}, overlap=True, **{options})
 def generate(llm):

@@ -1,0 +1,107 @@
+"""`Core`: the requests of an engine, whoever computes them. No torch here.
+
+`EngineCore` computes them in this process, `ReplicatedCore` has replicas that do.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+from nanovllm.engine.metrics import Metrics
+from nanovllm.outputs import RequestOutput
+from nanovllm.utils.tokenizer import Decoder
+
+
+class AnyRequest(Protocol):
+    """What callers wait for."""
+
+    request_id: int
+
+    def output(self, decode: Decoder) -> RequestOutput: ...
+
+
+R = TypeVar("R", bound=AnyRequest)
+
+
+class Core(ABC, Generic[R]):
+    """Not thread-safe: `LLMEngine` holds a lock.
+
+    Attributes:
+        requests: unfinished requests by their ids.
+        finished: finished requests without a listener, until `forget_finished`.
+        metrics: counters of the work done.
+        abort_later: takes a set of ids. The next call of the engine aborts these requests first.
+            Streams use it: Python may collect their generator in the middle of another call, where
+            aborting is unsafe.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, R] = {}
+        self.finished: list[R] = []
+        self.metrics = Metrics()
+        self._left: deque[set[int]] = deque()
+        # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
+        self.abort_later = self._left.append
+
+    @abstractmethod
+    def add(self, request: R) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Go on with the requests."""
+
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished, and none waits to be taken by the caller."""
+        self._drop_left()
+        return not self.requests and not self.finished
+
+    def forget_finished(self) -> None:
+        """Drop the finished requests, which the caller has taken."""
+        self.finished.clear()
+
+    def abort(self, request_ids: Iterable[int]) -> int:
+        """Drop the unfinished ones of these requests. Returns how many there were."""
+        found = [self.requests[i] for i in request_ids if i in self.requests]
+        with self.reset_on_error():
+            self._abort(found)
+            for request in found:
+                del self.requests[request.request_id]
+                self.metrics.num_aborted += 1
+        return len(found)
+
+    @abstractmethod
+    def _abort(self, requests: list[R]) -> None:
+        """Compute these requests no further."""
+
+    def abort_all(self) -> None:
+        """Drop all requests, the finished ones too."""
+        self.abort(list(self.requests))
+        self.forget_finished()
+
+    def _drop_left(self) -> None:
+        """Abort the requests that `abort_later` was given."""
+        while self._left:
+            self.abort(self._left[0])
+            self._left.popleft()
+
+    @contextmanager
+    def reset_on_error(self) -> Iterator[None]:
+        """An error half-way through an update leaves the books inconsistent: start new ones."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """Drop every request, and what is cached."""
+        self.metrics.num_aborted += len(self.requests)
+        self.finished.clear()
+        self.requests.clear()
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Counters and times, for `LLMEngine.metrics`."""
