@@ -49,7 +49,6 @@ FOREIGN_OPTIONS: Foreign = {
     "config_format": (only("auto", "hf"), "config.json is read as Hugging Face has it"),
     "convert": (only(None, "auto", "none"), "generate(), embed() and score() need no option"),
     "cpu_offload_gb": (only(None, 0, 0.0), "weights stay on the device: pass tensor_parallel_size"),
-    "data_parallel_size": (only(1), "start an engine for each part of the prompts"),
     "disable_cascade_attn": (only(False, True), "prefixes are cached, not computed apart"),
     "disable_log_requests": (only(False, True), "requests are not logged"),
     "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
@@ -113,6 +112,7 @@ class Options(TypedDict, total=False):
     max_model_len: int | None
     gpu_memory_utilization: float
     tensor_parallel_size: int
+    data_parallel_size: int
     disable_custom_all_reduce: bool
     enforce_eager: bool
     kvcache_block_size: int
@@ -147,6 +147,9 @@ class Config:
         gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
             cache of this engine. Not used on a CPU.
         tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over.
+        data_parallel_size: number of replicas of the engine, each with `tensor_parallel_size` GPUs
+            (on a CPU: a process, with its part of the threads) and all other options for itself.
+            Requests are divided among them.
         disable_custom_all_reduce: sum over GPUs by NCCL always, never inside our kernels.
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
@@ -189,6 +192,7 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     disable_custom_all_reduce: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
@@ -219,6 +223,7 @@ class Config:
         check_int("max_model_len", self.max_model_len, 2)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
+        check_int("data_parallel_size", self.data_parallel_size, 1, 64)
         check_bool("disable_custom_all_reduce", self.disable_custom_all_reduce)
         check_bool("enforce_eager", self.enforce_eager)
         check_int("kvcache_block_size", self.kvcache_block_size, 16)

@@ -8,17 +8,31 @@ that have ended lately is taken; where that guesses too low, preemption is the b
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
 
 WINDOW = 64
 
 Integers = TypeVar("Integers", int, NDArray[np.int64])
+
+
+class Growing(Protocol):
+    """A `Sequence`, as far as its length is concerned."""
+
+    @property
+    def sampling_params(self) -> SamplingParams: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_completion_tokens(self) -> int: ...
 
 
 class LengthEstimator:
@@ -29,14 +43,14 @@ class LengthEstimator:
         self._num_ended = 0
         self._mean = 0.0  # tokens of the requests that ended, the last WINDOW weighing most
 
-    def observe(self, seq: Sequence) -> None:
+    def observe(self, seq: Growing) -> None:
         """Take note of a finished sequence."""
         if not seq.sampling_params.ignore_eos:
             self._num_ended += 1
             step = 1 / min(self._num_ended, WINDOW)
             self._mean += step * (seq.num_completion_tokens - self._mean)
 
-    def remaining(self, seq: Sequence) -> int:
+    def remaining(self, seq: Growing) -> int:
         """Expected number of tokens still to come, at least 1."""
         params, done = seq.sampling_params, seq.num_completion_tokens
         most = max(1, min(seq.max_tokens - done, self.max_model_len - seq.num_tokens))

@@ -16,12 +16,17 @@ from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.core import Core
+from nanovllm.engine.dispatcher import Dispatcher
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
-from nanovllm.engine.request import Listener
+from nanovllm.engine.remote_request import RemoteRequest
+from nanovllm.engine.replicas import Replicas
+from nanovllm.engine.replicated_core import ReplicatedCore
+from nanovllm.engine.request import Listener, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.generation_config import read_sampling_params
 from nanovllm.hub import checkpoint_directory
@@ -70,7 +75,11 @@ class LLMEngine:
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
             self._default_params = read_sampling_params(self.config.model)
-        self.executor = Executor(self.config, self.model_config)
+        self.executor: Executor | Replicas
+        if self.config.data_parallel_size == 1:
+            self.executor = Executor(self.config, self.model_config)
+        else:
+            self.executor = Replicas(self.config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
         self._close = weakref.finalize(self, _close, self.executor, self._lock)
@@ -81,30 +90,27 @@ class LLMEngine:
             raise
 
     def _start(self) -> None:
-        self.executor.launch()  # what follows runs beside the start of the workers
+        self.executor.launch()  # what follows runs beside the start of other processes
         self.tokenizer = load_tokenizer(self.config.model)
-        self.model_runner = self.executor.start()
-        pool_tokens = self.model_runner.num_blocks * self.config.kvcache_block_size
-        self.max_model_len = min(self.model_runner.max_model_len, pool_tokens)
         self.eos_token_ids = set(self.model_config.eos_token_ids)
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)
-        self._intake = Intake(
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self.eos_token_ids,
-            self._default_params,
-            max_model_len=self.model_runner.max_model_len,
-            pool_tokens=pool_tokens,
-            block_size=self.config.kvcache_block_size,
-            seed=self.config.seed,
-        )
+        self.core: Core[Any]
+        if isinstance(self.executor, Executor):
+            self._start_engine(self.executor)
+        else:
+            self._start_replicas(self.executor)
+
+    def _start_engine(self, executor: Executor) -> None:
+        """An engine in this process."""
+        runner = self.model_runner = executor.start()
+        self._take_in(runner.max_model_len, runner.num_blocks)
         self.scheduler = Scheduler(
             BlockManager(
-                self.model_runner.num_blocks,
+                runner.num_blocks,
                 self.config.kvcache_block_size,
                 self.config.enable_prefix_caching,
-                self.model_runner.model_config.window,
+                runner.model_config.window,
             ),
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -114,17 +120,53 @@ class LLMEngine:
         )
         overlap = self.config.overlap
         if overlap is None:
-            overlap = self.model_runner.device.type == "cuda"
-        self.core = EngineCore(self.executor, self.scheduler, lookahead=int(overlap))
+            overlap = runner.device.type == "cuda"
+        self._describe = runner.describe
+        self.core = EngineCore(executor, self.scheduler, lookahead=int(overlap))
+
+    def _start_replicas(self, replicas: Replicas) -> None:
+        """Engines in other processes."""
+        facts = replicas.start()
+        pool_tokens = self._take_in(facts.max_model_len, facts.num_blocks)
+        caching, block_size = self.config.enable_prefix_caching, self.config.kvcache_block_size
+        dispatcher = Dispatcher(
+            self.config.data_parallel_size,
+            block_size=block_size if caching else 0,
+            max_num_seqs=self.config.max_num_seqs,
+            pool_tokens=pool_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._describe = lambda: facts.description
+        self.core = ReplicatedCore(replicas, dispatcher)
+
+    def _take_in(self, max_model_len: int, num_blocks: int) -> int:
+        """Build the intake for a pool of so many blocks. Returns the tokens that it holds."""
+        pool_tokens = num_blocks * self.config.kvcache_block_size
+        self.max_model_len = min(max_model_len, pool_tokens)
+        self._num_blocks = num_blocks
+        self._intake = Intake(
+            self.tokenizer,
+            self.model_config.vocab_size,
+            self.eos_token_ids,
+            self._default_params,
+            max_model_len=max_model_len,
+            pool_tokens=pool_tokens,
+            block_size=self.config.kvcache_block_size,
+            seed=self.config.seed,
+        )
+        return pool_tokens
 
     def __repr__(self) -> str:
         known, facts = vars(self), []  # all the facts, unless it is half built
         if "model_config" in known:
             facts += [repr(self.config.model), self.model_config.architecture]
-        if "model_runner" in known:
-            runner, size = self.model_runner, self.config.kvcache_block_size
-            facts += [f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"]
-            facts += [f"{runner.backend.name} attention", f"{runner.num_blocks} blocks of {size}"]
+        if "core" in known:
+            chosen, size = self._describe(), self.config.kvcache_block_size
+            facts += [f"{chosen['dtype']} on {chosen['device']}"]
+            facts += [f"{chosen['attention_backend']} attention"]
+            facts += [f"{self._num_blocks} blocks of {size}"]
+            if self.config.data_parallel_size > 1:
+                facts += [f"{self.config.data_parallel_size} replicas"]
         if "_close" in known and self.is_closed:
             facts += ["closed"]
         return f"{type(self).__name__}({', '.join(facts)})"
@@ -162,9 +204,20 @@ class LLMEngine:
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
-        request = self._intake.make(checked, pooling, listener)
+        request = self._make(checked, pooling, listener)
         self.core.add(request)
         return request.request_id
+
+    def _make(
+        self,
+        checked: CheckedRequest,
+        pooling: str | None = None,
+        listener: Listener | None = None,
+    ) -> Request | RemoteRequest:
+        if self.config.data_parallel_size == 1:
+            return self._intake.make(checked, pooling, listener)
+        ticket = self._intake.ticket(checked.params.n)
+        return RemoteRequest(checked, ticket, pooling, listener)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and book the one before it. Returns the requests that have ended.
@@ -310,11 +363,12 @@ class LLMEngine:
 
         Numbers, strings and dictionaries of them, as JSON has them. See `Metrics` for the
         counters; the times are `Latencies`, each with count, mean, p50, p90, p99 and max (None
-        before the first). `kvcache_usage` is the share of the KV blocks that requests hold.
+        before the first). `kvcache_usage` is the share of the KV blocks that requests hold. With
+        data parallelism they are those of all replicas together, and `replicas` has those of each.
         """
         with self._lock:
             self._check_open()
-            return {**self.model_runner.describe(), **self.core.describe()}
+            return {**self._describe(), **self.core.describe()}
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -351,7 +405,7 @@ class LLMEngine:
         self.exit()
 
 
-def _close(executor: Executor, lock: FairLock) -> None:
+def _close(executor: Executor | Replicas, lock: FairLock) -> None:
     if lock.is_forked:
         return
     executor.close()

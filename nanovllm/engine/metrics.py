@@ -101,6 +101,11 @@ class Metrics:
         """The counters by name."""
         return asdict(self)
 
+    def add(self, other: "Metrics") -> None:
+        """Count what another engine has done."""
+        for name, value in other.as_dict().items():
+            setattr(self, name, getattr(self, name) + value)
+
     def since(self, earlier: "Metrics") -> "Metrics":
         """What has been counted since the copy `earlier`."""
         before = earlier.as_dict()
@@ -139,6 +144,11 @@ class Latencies:
         self.total_seconds.add(metrics.total_seconds)
         if metrics.seconds_per_token is not None:
             self.seconds_per_token.add(metrics.seconds_per_token)
+
+    def add(self, other: "Latencies") -> None:
+        """Count those of another engine, too."""
+        for name, histogram in vars(self).items():
+            histogram.merge(vars(other)[name])
 
     def as_dict(self) -> dict[str, dict[str, int | float | None]]:
         """A summary of each, by name."""

@@ -1,5 +1,5 @@
-"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`; `Ticket`: its
-numbers, and where its completions stand.
+"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`; `Ticket`:
+its numbers, and where its completions stand.
 """
 
 from collections.abc import Callable

@@ -17,8 +17,12 @@ FP8_CAPABILITY = (8, 9)  # of GPUs that convert it
 MIN_CAPABILITY = (8, 0)  # of GPUs for our kernels: 7.5 has too little shared memory for their tiles
 
 
-def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
-    """The device of one of `size` ranks. ValueError if it cannot be had."""
+def resolve_device(
+    choice: str, rank: int = 0, size: int = 1, option: str = "tensor_parallel_size"
+) -> torch.device:
+    """The device of one of `size` ranks. ValueError if it cannot be had; `option` is what asks for
+    so many.
+    """
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(choice)
@@ -26,13 +30,12 @@ def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if size > 1 and device.index is not None:
             raise ValueError(
-                f"`device` must be without an index for tensor_parallel_size {size}, got "
-                f"{choice!r}: choose the GPUs by CUDA_VISIBLE_DEVICES"
+                f"`device` must be without an index for {option} {size}, got {choice!r}: choose "
+                "the GPUs by CUDA_VISIBLE_DEVICES"
             )
         if 0 < count < size:
             raise ValueError(
-                f"`tensor_parallel_size` must be at most the number of CUDA devices, {count}, "
-                f"got {size}"
+                f"`{option}` must be at most the number of CUDA devices, {count}, got {size}"
             )
         index = device.index if device.index is not None else rank
         if index >= count:
@@ -42,6 +45,22 @@ def resolve_device(choice: str, rank: int = 0, size: int = 1) -> torch.device:
             )
         device = torch.device("cuda", index)
     return device
+
+
+def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
+    """Environment variables that give each of `count` processes `size` devices of its own.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    option = "data_parallel_size" if size == 1 else "data_parallel_size * tensor_parallel_size"
+    if resolve_device(choice, 0, count * size, option).type != "cuda":
+        return [{} for _ in range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(count * size)))
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(names[i * size : (i + 1) * size])} for i in range(count)
+    ]
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -27,6 +27,12 @@ class Histogram:
         self.sum += seconds
         self.max = max(self.max, seconds)
 
+    def merge(self, other: "Histogram") -> None:
+        """Count the durations of another one, too."""
+        self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
+        self.sum += other.sum
+        self.max = max(self.max, other.max)
+
     @property
     def count(self) -> int:
         """How many durations."""

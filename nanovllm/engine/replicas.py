@@ -1,0 +1,297 @@
+"""`Replicas`: the processes of a data-parallel engine, seen from the caller's: started, told,
+watched, started again, ended.
+
+Each runs a whole engine (`engine/replica.py`). A thread here takes what it sends, and notices when
+it ends.
+"""
+
+import contextlib
+import logging
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.metrics import Latencies, Metrics
+from nanovllm.engine.processes import (
+    EXIT_TIMEOUT,
+    WorkerError,
+    receive_object,
+    send_object,
+    start_python,
+    wait_for_end,
+)
+from nanovllm.outputs import RequestOutput
+from nanovllm.utils.device import device_shares
+from nanovllm.utils.interrupts import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+REPLICA = "nanovllm.engine.replica"
+MAX_RESTARTS = 3  # of one replica
+
+
+class Setup(NamedTuple):
+    """What a replica is told at its start.
+
+    Attributes:
+        number: from 0.
+        config: of its engine.
+        num_threads: of PyTorch, on the CPU.
+        log_level: the least that the caller's process logs.
+    """
+
+    number: int
+    config: Config
+    num_threads: int
+    log_level: int
+
+
+class Facts(NamedTuple):
+    """What a replica says when it is ready.
+
+    Attributes:
+        max_model_len: the most tokens of prompt and output, by the model and the options.
+        num_blocks: of its KV pool.
+        description: what took effect, see `ModelRunner.describe`.
+    """
+
+    max_model_len: int
+    num_blocks: int
+    description: dict[str, Any]
+
+
+class News(NamedTuple):
+    """What a replica says after a step: the outputs without prompts, and all its counters."""
+
+    outputs: list[RequestOutput]
+    metrics: Metrics
+
+
+class Description(NamedTuple):
+    """What a replica says when it is asked.
+
+    Attributes:
+        question: the number of the question.
+        metrics: see `LLMEngine.metrics`.
+        scheduler: see `Scheduler.describe`.
+        latencies: histograms of its times.
+    """
+
+    question: int
+    metrics: dict[str, Any]
+    scheduler: dict[str, int | float]
+    latencies: Latencies
+
+
+class Failure(NamedTuple):
+    """What a replica says before it dies of an error, which goes with it if it is a mistake of the
+    caller's.
+    """
+
+    traceback: str
+    error: BaseException | None
+
+
+class Ended(NamedTuple):
+    """Said for a replica that has ended; the last that is said for it."""
+
+    exit_code: int
+    failure: Failure
+
+
+class _Replica:
+    """A started process.
+
+    Attributes:
+        answers: descriptions that it was asked for; None when it has ended.
+        facts: None until it is ready.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+        self.process, self.socket = process, sock
+        self.answers: SimpleQueue[Description | None] = SimpleQueue()
+        self.facts: Facts | None = None
+        self.watcher: threading.Thread | None = None
+
+
+class Replicas:
+    """Starts `config.data_parallel_size` replicas.
+
+    Args:
+        config: of the engine. `model` must be a directory.
+
+    Attributes:
+        is_broken: whether none is left.
+        num_restarts: of all replicas.
+    """
+
+    def __init__(self, config: Config) -> None:
+        count = config.data_parallel_size
+        self._config = replace(config, data_parallel_size=1, revision=None)
+        self._shares = device_shares(config.device, count, config.tensor_parallel_size)
+        self._replicas: dict[int, _Replica] = {}  # those that have not ended
+        self._tries = [0] * count
+        self._inbox: deque[tuple[int, Any]] = deque()
+        self._has_come = threading.Event()
+        self._num_questions = 0
+        self.is_broken = False
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(max(0, tries - 1) for tries in self._tries)
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the replicas that take requests."""
+        return sorted(i for i, replica in self._replicas.items() if replica.facts is not None)
+
+    def launch(self) -> None:
+        """Start all processes. Does not wait for them."""
+        for number in range(len(self._shares)):
+            self._start(number)
+
+    def start(self) -> Facts:
+        """Wait until all replicas are ready. Returns what holds for all of them.
+
+        Raises:
+            TypeError, ValueError: for a mistake of the caller's that only they can find.
+            WorkerError: if one dies otherwise.
+        """
+        while len(self.ready) < len(self._shares):
+            self.wait(None)
+            number, message = self.pop()
+            if isinstance(message, Ended):
+                raise message.failure.error or self.error(number, message)
+        facts = [replica.facts for replica in self._replicas.values() if replica.facts is not None]
+        return facts[0]._replace(
+            max_model_len=min(each.max_model_len for each in facts),
+            num_blocks=min(each.num_blocks for each in facts),
+        )
+
+    def _start(self, number: int) -> None:
+        setup = Setup(
+            number,
+            self._config,
+            max(1, torch.get_num_threads() // len(self._shares)),
+            logging.getLogger("nanovllm").getEffectiveLevel(),
+        )
+        environment = {**self._shares[number], **({"TQDM_DISABLE": "1"} if number else {})}
+        with uninterrupted():
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    process = start_python(REPLICA, theirs.fileno(), environment=environment)
+                except BaseException:
+                    ours.close()
+                    raise
+            with contextlib.suppress(OSError):  # it has died already: `_watch` says so
+                send_object(ours, setup)
+            replica = self._replicas[number] = _Replica(process, ours)
+            self._tries[number] += 1
+            replica.watcher = threading.Thread(
+                target=self._watch, args=(number, replica), daemon=True
+            )
+            replica.watcher.start()
+
+    def start_again(self, number: int) -> bool:
+        """Start a replica that has ended, unless it has been often enough. Returns whether."""
+        if self._tries[number] > MAX_RESTARTS:
+            self.is_broken = not self._replicas
+            return False
+        self._start(number)
+        return True
+
+    def _watch(self, number: int, replica: _Replica) -> None:
+        failure = Failure("", None)
+        with contextlib.suppress(EOFError, OSError):  # the end
+            while True:
+                message = receive_object(replica.socket)
+                if isinstance(message, Failure):
+                    failure = message
+                elif isinstance(message, Description):
+                    replica.answers.put(message)
+                elif isinstance(message, logging.LogRecord):
+                    logging.getLogger(message.name).handle(message)
+                else:
+                    self._put(number, message)
+        self._put(number, Ended(wait_for_end(replica.process), failure))
+        replica.answers.put(None)
+
+    def _put(self, number: int, message: Any) -> None:
+        self._inbox.append((number, message))
+        self._has_come.set()
+
+    # -- what they say --------------------------------------------------------------------------
+
+    def wait(self, seconds: float | None) -> int:
+        """Wait for a message, or for so long. Returns how many there are to `pop`."""
+        self._has_come.clear()
+        if not self._inbox:
+            self._has_come.wait(seconds)
+        return len(self._inbox)
+
+    def pop(self) -> tuple[int, Any]:
+        """Take the first message, with the number of its replica. Notes who is ready, and who has
+        ended.
+        """
+        number, message = self._inbox.popleft()
+        if isinstance(message, Facts):
+            self._replicas[number].facts = message
+        elif isinstance(message, Ended):
+            self._replicas.pop(number).socket.close()
+        return number, message
+
+    @staticmethod
+    def error(number: int, ended: Ended) -> WorkerError:
+        """The end of a replica, for those who cannot do without."""
+        return WorkerError(number, ended.exit_code, ended.failure.traceback, "replica")
+
+    # -- what they are told ---------------------------------------------------------------------
+
+    def tell(self, number: int, method: str, *args: Any) -> None:
+        """Call a method of a replica without waiting for it. Of one that has ended, nothing."""
+        with uninterrupted(), contextlib.suppress(OSError):  # its end is said soon
+            send_object(self._replicas[number].socket, (method, *args))
+
+    def ask(self) -> dict[int, Description]:
+        """Have all that are ready describe themselves; those that end meanwhile do not."""
+        self._num_questions += 1
+        found: dict[int, Description] = {}
+        asked = [(number, self._replicas[number].answers) for number in self.ready]
+        for number, _ in asked:
+            self.tell(number, "answer", self._num_questions)
+        for number, answers in asked:
+            answer = answers.get()
+            while answer is not None and answer.question != self._num_questions:
+                answer = answers.get()  # that to a question which Ctrl-C has ended
+            if answer is not None:
+                found[number] = answer
+        return found
+
+    def close(self) -> None:
+        """End all replicas. May be called again."""
+        with uninterrupted():
+            replicas, self._replicas = list(self._replicas.values()), {}
+            for replica in replicas:
+                if replica.facts is None or self.is_broken:
+                    replica.process.kill()
+                with contextlib.suppress(OSError):  # it has ended already
+                    replica.socket.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + EXIT_TIMEOUT
+            for replica in replicas:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    replica.process.wait(max(0.0, deadline - time.monotonic()))
+                replica.process.kill()
+            for replica in replicas:
+                if replica.watcher is not None and replica.watcher.is_alive():
+                    replica.watcher.join()
+                replica.process.wait()
+                replica.socket.close()
