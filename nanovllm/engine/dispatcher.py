@@ -92,7 +92,7 @@ class Dispatcher:
         """Forget all requests."""
         self._entries: dict[int, _Entry] = {}  # by the requests' ids
         self._arrived: list[_Entry] = []
-        self._items: deque[list[_Entry]] = deque()
+        self._items: deque[deque[_Entry]] = deque()
         self._loads = [_Load() for _ in range(self.num_replicas)]
         self._num_waiting = 0
 
@@ -129,7 +129,7 @@ class Dispatcher:
             entry.replica = None
         self._num_waiting += len(back)
         for entry in reversed([*back, *self._loads[replica].begun]):
-            self._items.appendleft([entry])
+            self._items.appendleft(deque([entry]))
         self._loads[replica] = _Load()
         for block in [block for block, home in self._homes.items() if home == replica]:
             del self._homes[block]
@@ -163,7 +163,7 @@ class Dispatcher:
             count.update(entry.blocks)
             for block in entry.blocks:
                 work[block] += entry.work
-        items: defaultdict[object, list[_Entry]] = defaultdict(list)
+        items: defaultdict[object, deque[_Entry]] = defaultdict(deque)
         for entry in sorted(arrived, key=lambda entry: entry.work, reverse=True):
             # The shortest common beginning that is not too much for one replica.
             shared = (b for b in entry.blocks if count[b] > 1 and work[b] <= share)
@@ -186,9 +186,12 @@ class Dispatcher:
 
     def _choose(self, replica: int, ready: list[int]) -> _Entry | None:
         load = self._loads[replica]
-        while not (own := self._first(load.begun)) and self._items:
-            load.begun.extend(self._items.popleft())
-        if own:
+        own = self._first(load.begun)
+        while own is None and self._items:
+            own = self._first(self._items[0])
+            if own is None or self._has_room(load, own):
+                load.begun = self._items.popleft()
+        if own is not None:
             return load.begun.popleft() if self._has_room(load, own) else None
         others = [self._loads[other] for other in ready if other != replica]
         for other in sorted(others, key=lambda other: other.work, reverse=True):

@@ -220,7 +220,6 @@ NOTHING_ASKED = {
     "compilation_config": None,
     "convert": "auto",
     "cpu_offload_gb": 0,
-    "data_parallel_size": 1,
     "disable_log_stats": True,
     "distributed_executor_backend": None,
     "download_dir": None,

@@ -1,0 +1,444 @@
+"""Data parallelism: the results of one engine, whatever becomes of replicas; nothing is left."""
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from checkpoints import rare, with_rare
+from faults import children, traces, wait_until, within_deadline
+from nanovllm import (
+    LLM,
+    TINY,
+    AsyncLLM,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    WorkerError,
+)
+from nanovllm.engine import replicas
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
+
+OPTIONS = {
+    "device": "cpu",
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 40,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+}
+DP2 = {**OPTIONS, "data_parallel_size": 2}
+COUNT = "count from {}: "
+PROMPTS = [f"{a}+{a + 7}=" for a in range(100, 112)] + [COUNT.format(a) for a in range(10, 30)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+DRAWN = SamplingParams(temperature=1.5, max_tokens=24, ignore_eos=True)
+
+
+def pids(llm):
+    return {number: each.process.pid for number, each in llm.executor._replicas.items()}
+
+
+def plain(output):
+    """What callers compare; log-probabilities apart."""
+    return [
+        (each.index, each.text, each.token_ids, each.finish_reason, each.stop_reason)
+        for each in output.outputs
+    ]
+
+
+def assert_same(found, wanted):
+    assert [plain(output) for output in found] == [plain(output) for output in wanted]
+    assert [output.prompt for output in found] == [output.prompt for output in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.prompt_token_ids == theirs.prompt_token_ids
+        for mine, its in zip(ours.outputs, theirs.outputs, strict=True):
+            assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)
+            assert [*map(texts, mine.logprobs or [])] == [*map(texts, its.logprobs or [])]
+
+
+def texts(place):
+    """The tokens and texts of a place in log-probabilities; None for a place without."""
+    return place and {token: item.decoded_token for token, item in place.items()}
+
+
+@pytest.fixture(scope="module")
+def one():
+    with LLM(TINY, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two():
+    with LLM(TINY, **DP2) as llm:
+        yield llm
+
+
+@pytest.fixture
+def disturbed(two):
+    """An engine one of whose replicas a test kills, once."""
+    before = two.executor.num_restarts
+    yield two
+    within_deadline(lambda: until_ready(two))
+    assert two.executor.num_restarts == before + 1
+    two.executor._tries[:] = [1, 1]
+
+
+def until_ready(llm):
+    while len(llm.executor.ready) < 2:
+        llm.step()
+
+
+# -- the same as one engine ------------------------------------------------------------------------
+
+PARAMS = {
+    "greedy": GREEDY,
+    "seeded": replace(DRAWN, seed=5),
+    "drawn": DRAWN,  # by the engine's seed and the place among all requests
+    "several": replace(DRAWN, n=3),
+    "stops": replace(GREEDY, stop=["4", " 2"], logprobs=2),
+    "log-probabilities": replace(GREEDY, logprobs=1, prompt_logprobs=1),
+    "controls": replace(DRAWN, top_k=5, repetition_penalty=1.3, bad_words=["1"], seed=1),
+    "form": replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{5}")),
+    "each its own": [replace(DRAWN, max_tokens=3 + i, seed=i) for i in range(len(PROMPTS))],
+}
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_generate_gives_what_one_engine_gives(case, one, two):
+    one._intake._num_seqs = two._intake._num_seqs  # what is drawn depends on the place
+    before = two.metrics()["replicas"]
+    found = two.generate(PROMPTS, PARAMS[case], use_tqdm=False)
+    assert_same(found, one.generate(PROMPTS, PARAMS[case], use_tqdm=False))
+    after = two.metrics()["replicas"]
+    done = [after[i]["num_finished"] - before[i]["num_finished"] for i in ("0", "1")]
+    assert sum(done) == len(PROMPTS)
+    assert min(done) > 0, "both have worked"
+
+
+def joined(outputs):
+    """By request: text and tokens of each completion; the end is told once."""
+    found, ended = {}, []
+    for output in outputs:
+        for each in output.outputs:
+            whole = found.setdefault(output.request_id, {}).setdefault(each.index, ["", [], None])
+            whole[0] += each.text
+            whole[1] += each.token_ids
+            whole[2] = each.cumulative_logprob
+        if output.finished:
+            ended.append(output.request_id)
+    assert sorted(ended) == sorted(found), "each ends once"
+    return [[tuple(found[i][index][:2]) for index in sorted(found[i])] for i in sorted(found)], [
+        [found[i][index][2] for index in sorted(found[i])] for i in sorted(found)
+    ]
+
+
+def as_joined(outputs):
+    return [[(each.text, each.token_ids) for each in output.outputs] for output in outputs]
+
+
+def test_other_calls_give_what_one_engine_gives(one, two):
+    assert joined(two.stream(PROMPTS, GREEDY))[0] == as_joined(one.generate(PROMPTS, GREEDY))
+    for ours, theirs in zip(two.score(PROMPTS), one.score(PROMPTS), strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert ours.ranks == theirs.ranks
+    for pooling in ("last", "mean"):
+        found, wanted = two.embed(PROMPTS, pooling), one.embed(PROMPTS, pooling)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.outputs.embedding == pytest.approx(theirs.outputs.embedding, abs=1e-4)
+    beams = BeamSearchParams(beam_width=2, max_tokens=4)
+    for ours, theirs in zip(
+        two.beam_search(PROMPTS[:3], beams), one.beam_search(PROMPTS[:3], beams), strict=True
+    ):
+        assert [s.tokens for s in ours.sequences] == [s.tokens for s in theirs.sequences]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    talk = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
+    found = two.chat(talk, GREEDY, use_tqdm=False, chat_template=template)
+    assert_same(found, one.chat(talk, GREEDY, use_tqdm=False, chat_template=template))
+
+
+def test_step_abort_and_refusals(one, two):
+    wanted = {output.prompt: plain(output) for output in one.generate(PROMPTS, GREEDY)}
+    ids = [two.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    heard = []
+    listened = two.add_request(PROMPTS[0], GREEDY, listener=heard.append)
+    assert two.abort(ids[-1])
+    assert not two.abort(ids[-1])
+    found = {}
+    while not two.is_finished():
+        found.update({output.request_id: output for output in two.step()})
+    assert sorted(found) == ids[:-1], "those of a listener are its own"
+    for output in found.values():
+        assert plain(output) == wanted[output.prompt]
+    assert {output.request_id for output in heard} == {listened}
+    assert heard[-1].finished
+    outputs = two.generate(["1+1=", "9" * 300], GREEDY, on_error="return", use_tqdm=False)
+    assert [output.error is None for output in outputs] == [True, False]
+    with pytest.raises(ValueError, match="max_model_len"):
+        two.generate(["1+1=", "9" * 300], GREEDY)
+
+
+def test_metrics_are_sums_and_of_each(two):
+    before = two.metrics()
+    two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    after = two.metrics()
+    assert after["num_finished"] - before["num_finished"] == len(PROMPTS)
+    for name in ("num_finished", "num_generated_tokens", "num_prefill_tokens", "num_steps"):
+        assert after[name] == sum(each[name] for each in after["replicas"].values())
+    count = sum(each["total_seconds"]["count"] for each in after["replicas"].values())
+    assert after["total_seconds"]["count"] == count
+    assert after["total_seconds"]["max"] > 0
+    assert after["num_kvcache_blocks"] == 2 * OPTIONS["num_kvcache_blocks"]
+    assert (after["data_parallel_size"], after["num_replica_restarts"]) == (2, 0)
+    assert "2 replicas" in repr(two)
+
+
+def test_prefixes_are_cached_and_forgotten(two):
+    prompts = ["x" * 40, *("x" * 40 + str(i) for i in range(5))]
+    two.reset_prefix_cache()
+    cold = two.generate(prompts[0], GREEDY, use_tqdm=False)[0]
+    (warm,) = two.generate(prompts[1], GREEDY, use_tqdm=False)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 32), "it went to the same one"
+    two.reset_prefix_cache()
+    assert two.generate(prompts[1], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+# -- replicas that die -----------------------------------------------------------------------------
+
+
+def kill_when(llm, monkeypatch, condition, number=0):
+    """SIGKILL a replica in the first step that finds it so. Returns the list of killed ones."""
+    step, killed = llm.core.step, []
+
+    def wrapped():
+        step()
+        if not killed and condition():
+            killed.append(pids(llm)[number])
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(llm.core, "step", wrapped)
+    return killed
+
+
+def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
+    llm, params = disturbed, replace(DRAWN, seed=3)
+    finished = llm.core.metrics.num_finished
+    killed = kill_when(llm, monkeypatch, lambda: llm.core.metrics.num_finished > finished + 2)
+    found = within_deadline(lambda: llm.generate(PROMPTS, params, use_tqdm=False))
+    assert killed
+    assert_same(found, one.generate(PROMPTS, params, use_tqdm=False))
+    assert llm.core.metrics.num_finished == finished + len(PROMPTS)
+    (record,) = [record for record in caplog.records if "replica 0" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    lost = re.search(r"replica 0 was killed by SIGKILL.*; (\d+) requests", record.getMessage())
+    assert int(lost[1]) > 0
+    within_deadline(lambda: until_ready(llm))
+    assert killed[0] not in pids(llm).values()
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert llm.metrics()["replicas"]["0"]["num_finished"] > 0, "it works again"
+
+
+STREAMED = {
+    "drawn": replace(DRAWN, seed=3),
+    "several": replace(DRAWN, seed=3, n=2, min_tokens=3),
+    "stops": replace(GREEDY, stop=["25", "4"], logprobs=0),
+    "form": replace(
+        GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{30}"), max_tokens=40
+    ),
+    "penalties": replace(DRAWN, seed=3, frequency_penalty=1.5, presence_penalty=0.5),
+}
+
+
+@pytest.mark.parametrize("case", with_rare(STREAMED, "drawn", "penalties", "form"))
+def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
+    """In the middle of sequences: nothing is told twice, nothing is missing."""
+    params = replace(STREAMED[case], detokenize=True)
+    outputs, told = [], {}
+
+    def consume():
+        for output in disturbed.stream(PROMPTS, params):
+            outputs.append(output)
+            told[output.request_id] = told.get(output.request_id, 0) + 1
+            if sum(count > 4 for count in told.values()) == 3 and not killed:
+                killed.append(pids(disturbed)[1])
+                os.kill(killed[0], signal.SIGKILL)
+
+    killed = []
+    within_deadline(consume)
+    assert killed
+    wanted = one.generate(PROMPTS, params, use_tqdm=False)
+    found, logprobs = joined(outputs)
+    assert found == as_joined(wanted)
+    if params.logprobs is not None:
+        sums = [[each.cumulative_logprob for each in output.outputs] for output in wanted]
+        for mine, its in zip(logprobs, sums, strict=True):
+            assert mine == pytest.approx(its, abs=1e-3)
+
+
+def test_async_goes_on_elsewhere(one):
+    async def main():
+        async with AsyncLLM(TINY, **DP2) as llm:
+            started, killed = _replicas_of_async(), []
+
+            async def ask(prompt):
+                last = None
+                async with aclosing(llm.generate(prompt, GREEDY)) as stream:
+                    async for output in stream:
+                        last = output
+                        if prompt == PROMPTS[-1] and len(output.outputs[0].token_ids) == 4:
+                            killed.append(started[0].process.pid)
+                            os.kill(killed[0], signal.SIGKILL)
+                return last
+
+            found = await asyncio.wait_for(asyncio.gather(*map(ask, PROMPTS)), 60)
+            assert killed
+            metrics = await llm.metrics()
+            assert metrics["num_replica_restarts"] == 1
+            return found
+
+    assert_same(asyncio.run(main()), one.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def _replicas_of_async():
+    """An `AsyncLLM` keeps its engine in a thread."""
+    found = [each for each in gc.get_objects() if isinstance(each, replicas.Replicas)]
+    return max(found, key=id_of_start)._replicas
+
+
+def id_of_start(found):
+    return max((each.process.pid for each in found._replicas.values()), default=0)
+
+
+def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
+    process = disturbed.executor._replicas[1].process
+    process.kill()
+    process.wait()
+    found = within_deadline(lambda: disturbed.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+def test_the_call_fails_when_none_is_left(monkeypatch):
+    """A fault that ends each replica that meets it, an error in the model say."""
+    monkeypatch.setattr(replicas, "MAX_RESTARTS", 1)
+    before = traces()
+    llm = LLM(TINY, **DP2)
+    kill_each_time(llm)
+    with pytest.raises(WorkerError, match=r"^replica \d was killed by SIGKILL") as caught:
+        within_deadline(lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert caught.value.exit_code == -9
+    assert llm.executor.num_restarts == 2
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        llm.generate(PROMPTS)
+    del llm, caught
+    assert traces() == before
+
+
+def kill_each_time(llm):
+    step = llm.core.step
+
+    def wrapped():
+        step()
+        for number in llm.executor.ready:
+            os.kill(pids(llm)[number], signal.SIGKILL)
+
+    llm.core.step = wrapped
+
+
+# -- start and end ---------------------------------------------------------------------------------
+
+
+def test_mistakes_are_plain_errors_and_leave_nothing(tmp_path):
+    before = traces()
+    with pytest.raises(ValueError, match="`data_parallel_size` must be between 1 and 64, got 0"):
+        LLM(TINY, data_parallel_size=0)
+    with pytest.raises(ValueError, match="flash_attn"):  # only a replica can find this
+        within_deadline(lambda: LLM(TINY, attention_backend="flash_attn", **DP2))
+    with pytest.raises(ValueError, match="neither"):
+        LLM(str(tmp_path / "none"), **DP2)
+    assert traces() == before
+
+
+def test_replica_that_cannot_start_is_an_error(monkeypatch):
+    before = traces()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerError, match=r"replica [01] ended with exit code 1"):
+        within_deadline(lambda: LLM(TINY, **DP2))
+    assert traces() == before
+
+
+def test_ctrl_c_drops_the_call_and_leaves_the_engine_usable(two, one, monkeypatch):
+    step = two.core.step
+
+    def press():
+        step()
+        if two.core.metrics.num_sampled_tokens > sampled + 20:
+            signal.raise_signal(signal.SIGINT)
+
+    sampled = two.core.metrics.num_sampled_tokens
+    monkeypatch.setattr(two.core, "step", press)
+    with pytest.raises(KeyboardInterrupt):
+        two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert two.is_finished()
+    found = two.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
+    assert two.metrics()["num_running"] == 0
+
+
+def test_exit_leaves_nothing():
+    before = traces()
+    llm = LLM(TINY, **DP2)
+    stream = llm.stream(PROMPTS, GREEDY)  # with requests in the replicas
+    next(stream)
+    assert len(children()) >= 2
+    llm.exit()
+    llm.exit()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        list(stream)
+    del stream, llm
+    assert traces() == before
+
+
+PARENT = """
+import os, signal, sys
+from nanovllm import LLM, TINY
+llm = LLM(TINY, **{options})
+print(*(each.process.pid for each in llm.executor._replicas.values()), flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -9), rare("sys.exit(3)", 3)]
+)
+def test_dead_parent_leaves_nothing(end, code):
+    script = PARENT.format(options=DP2, end=end)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == code, done.stderr
+    started = [int(pid) for pid in done.stdout.split()]
+    assert len(started) == 2
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
+
+
+def test_forked_process_has_no_engine(two):
+    pid = os.fork()
+    if not pid:
+        try:
+            two.generate("1+1=")
+        except RuntimeError:
+            two.exit()  # does nothing there
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert two.generate("1+1=", GREEDY, use_tqdm=False)[0].outputs[0].text
