@@ -78,7 +78,8 @@ class KVCachePool:
             return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
-            available = memory.available_cpu_memory() // self.group.size
+            num_processes = self.group.size * config.data_parallel_size
+            available = memory.available_cpu_memory() // num_processes
             limit = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
             most = min(config.max_num_seqs * per_seq, limit)
             return memory.num_blocks_for_cpu(block_bytes, available, most)

@@ -17,16 +17,14 @@ from typing_extensions import Self, Unpack
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import Core
-from nanovllm.engine.dispatcher import Dispatcher
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
-from nanovllm.engine.remote_request import RemoteRequest
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.replicated_core import ReplicatedCore
-from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.generation_config import read_sampling_params
 from nanovllm.hub import checkpoint_directory
@@ -76,10 +74,10 @@ class LLMEngine:
         if self.config.generation_config == "auto":
             self._default_params = read_sampling_params(self.config.model)
         self.executor: Executor | Replicas
-        if self.config.data_parallel_size == 1:
-            self.executor = Executor(self.config, self.model_config)
-        else:
+        if self._has_replicas:
             self.executor = Replicas(self.config)
+        else:
+            self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
         self._close = weakref.finalize(self, _close, self.executor, self._lock)
@@ -88,6 +86,11 @@ class LLMEngine:
         except BaseException:
             self._close_quietly()
             raise
+
+    @property
+    def _has_replicas(self) -> bool:
+        """Whether other processes run the engine."""
+        return self.config.data_parallel_size > 1
 
     def _start(self) -> None:
         self.executor.launch()  # what follows runs beside the start of other processes
@@ -128,16 +131,8 @@ class LLMEngine:
         """Engines in other processes."""
         facts = replicas.start()
         pool_tokens = self._take_in(facts.max_model_len, facts.num_blocks)
-        caching, block_size = self.config.enable_prefix_caching, self.config.kvcache_block_size
-        dispatcher = Dispatcher(
-            self.config.data_parallel_size,
-            block_size=block_size if caching else 0,
-            max_num_seqs=self.config.max_num_seqs,
-            pool_tokens=pool_tokens,
-            max_model_len=self.max_model_len,
-        )
         self._describe = lambda: facts.description
-        self.core = ReplicatedCore(replicas, dispatcher)
+        self.core = ReplicatedCore(replicas, self.config, self.max_model_len, pool_tokens)
 
     def _take_in(self, max_model_len: int, num_blocks: int) -> int:
         """Build the intake for a pool of so many blocks. Returns the tokens that it holds."""
@@ -165,7 +160,7 @@ class LLMEngine:
             facts += [f"{chosen['dtype']} on {chosen['device']}"]
             facts += [f"{chosen['attention_backend']} attention"]
             facts += [f"{self._num_blocks} blocks of {size}"]
-            if self.config.data_parallel_size > 1:
+            if self._has_replicas:
                 facts += [f"{self.config.data_parallel_size} replicas"]
         if "_close" in known and self.is_closed:
             facts += ["closed"]
@@ -204,20 +199,9 @@ class LLMEngine:
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
-        request = self._make(checked, pooling, listener)
+        request = self.core.request(self._intake, checked, pooling, listener)
         self.core.add(request)
         return request.request_id
-
-    def _make(
-        self,
-        checked: CheckedRequest,
-        pooling: str | None = None,
-        listener: Listener | None = None,
-    ) -> Request | RemoteRequest:
-        if self.config.data_parallel_size == 1:
-            return self._intake.make(checked, pooling, listener)
-        ticket = self._intake.ticket(checked.params.n)
-        return RemoteRequest(checked, ticket, pooling, listener)
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and book the one before it. Returns the requests that have ended.

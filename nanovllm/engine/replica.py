@@ -32,6 +32,7 @@ class Replica(LLMEngine):
     """
 
     core: EngineCore
+    _has_replicas = False
 
     def __init__(self, config: Config, tell: Callable[[Any], None]) -> None:
         options = asdict(config)

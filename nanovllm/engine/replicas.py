@@ -43,7 +43,7 @@ class Setup(NamedTuple):
 
     Attributes:
         number: from 0.
-        config: of its engine.
+        config: of the engine.
         num_threads: of PyTorch, on the CPU.
         log_level: the least that the caller's process logs.
     """
@@ -135,7 +135,7 @@ class Replicas:
 
     def __init__(self, config: Config) -> None:
         count = config.data_parallel_size
-        self._config = replace(config, data_parallel_size=1, revision=None)
+        self._config = replace(config, revision=None)
         self._shares = device_shares(config.device, count, config.tensor_parallel_size)
         self._replicas: dict[int, _Replica] = {}  # those that have not ended
         self._tries = [0] * count

@@ -9,12 +9,15 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.dispatcher import Dispatcher
+from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import how_ended
 from nanovllm.engine.remote_request import Order, RemoteRequest
 from nanovllm.engine.replicas import Ended, News, Replicas
+from nanovllm.engine.request import Listener
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupts import uninterrupted
 
@@ -28,14 +31,35 @@ class ReplicatedCore(Core[RemoteRequest]):
 
     Args:
         replicas: started.
-        dispatcher: for as many.
+        config: of the engine.
+        max_model_len: the most tokens of prompt and output.
+        pool_tokens: tokens that the KV pool of each replica holds.
     """
 
-    def __init__(self, replicas: Replicas, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, replicas: Replicas, config: Config, max_model_len: int, pool_tokens: int
+    ) -> None:
         super().__init__()
-        self._replicas, self._dispatcher = replicas, dispatcher
+        self._replicas = replicas
+        self._dispatcher = Dispatcher(
+            config.data_parallel_size,
+            block_size=config.kvcache_block_size if config.enable_prefix_caching else 0,
+            max_num_seqs=config.max_num_seqs,
+            pool_tokens=pool_tokens,
+            max_model_len=max_model_len,
+        )
         self._counted: defaultdict[int, Metrics] = defaultdict(Metrics)  # of each, in `metrics`
         self._to_tell: deque[tuple[RemoteRequest, RequestOutput]] = deque()
+
+    def request(
+        self,
+        intake: Intake,
+        checked: CheckedRequest,
+        pooling: str | None,
+        listener: Listener | None,
+    ) -> RemoteRequest:
+        """Make a request, whose sequences will be a replica's."""
+        return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
 
     def add(self, request: RemoteRequest) -> None:
         """Queue a request."""

@@ -13,8 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import rare, with_rare
-from faults import children, traces, wait_until, within_deadline
+from checkpoints import SMALL, checkpoint_fixture, rare, with_rare  # noqa: F401
+from faults import (
+    DEADLINE,
+    FAULTS,
+    children,
+    inject_fixture,  # noqa: F401
+    traces,
+    wait_until,
+    within_deadline,
+)
 from nanovllm import (
     LLM,
     TINY,
@@ -37,10 +45,11 @@ OPTIONS = {
     "max_model_len": 256,
 }
 DP2 = {**OPTIONS, "data_parallel_size": 2}
+PLAIN = {**SMALL, "data_parallel_size": 2}  # for a checkpoint without tokenizer
 COUNT = "count from {}: "
-PROMPTS = [f"{a}+{a + 7}=" for a in range(100, 112)] + [COUNT.format(a) for a in range(10, 30)]
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
-DRAWN = SamplingParams(temperature=1.5, max_tokens=24, ignore_eos=True)
+PROMPTS = [f"{a}+{a + 7}=" for a in range(100, 108)] + [COUNT.format(a) for a in range(10, 20)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+DRAWN = SamplingParams(temperature=1.5, max_tokens=16, ignore_eos=True)
 
 
 def pids(llm):
@@ -78,8 +87,11 @@ def one():
 
 @pytest.fixture(scope="module")
 def two():
+    before = traces()
     with LLM(TINY, **DP2) as llm:
         yield llm
+    del llm
+    assert traces() == before
 
 
 @pytest.fixture
@@ -249,8 +261,7 @@ def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
 
 STREAMED = {
     "drawn": replace(DRAWN, seed=3),
-    "several": replace(DRAWN, seed=3, n=2, min_tokens=3),
-    "stops": replace(GREEDY, stop=["25", "4"], logprobs=0),
+    "several": replace(DRAWN, seed=3, n=2, min_tokens=3, stop=["4", "e "], logprobs=0),
     "form": replace(
         GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{30}"), max_tokens=40
     ),
@@ -284,28 +295,31 @@ def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
             assert mine == pytest.approx(its, abs=1e-3)
 
 
-def test_async_goes_on_elsewhere(one):
+def test_async_goes_on_elsewhere(checkpoint):
+    prompts, params = [[i, i + 1] for i in range(12)], replace(DRAWN, seed=2)
+
     async def main():
-        async with AsyncLLM(TINY, **DP2) as llm:
+        async with AsyncLLM(checkpoint, **PLAIN) as llm:
             started, killed = _replicas_of_async(), []
 
             async def ask(prompt):
                 last = None
-                async with aclosing(llm.generate(prompt, GREEDY)) as stream:
+                async with aclosing(llm.generate(prompt, params)) as stream:
                     async for output in stream:
                         last = output
-                        if prompt == PROMPTS[-1] and len(output.outputs[0].token_ids) == 4:
+                        if prompt == prompts[5] and len(output.outputs[0].token_ids) == 4:
                             killed.append(started[0].process.pid)
                             os.kill(killed[0], signal.SIGKILL)
                 return last
 
-            found = await asyncio.wait_for(asyncio.gather(*map(ask, PROMPTS)), 60)
+            found = await asyncio.wait_for(asyncio.gather(*map(ask, prompts)), DEADLINE)
             assert killed
             metrics = await llm.metrics()
             assert metrics["num_replica_restarts"] == 1
             return found
 
-    assert_same(asyncio.run(main()), one.generate(PROMPTS, GREEDY, use_tqdm=False))
+    with LLM(checkpoint, **SMALL) as llm:
+        assert_same(asyncio.run(main()), llm.generate(prompts, params, use_tqdm=False))
 
 
 def _replicas_of_async():
@@ -318,6 +332,7 @@ def id_of_start(found):
     return max((each.process.pid for each in found._replicas.values()), default=0)
 
 
+@pytest.mark.slow
 def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
     process = disturbed.executor._replicas[1].process
     process.kill()
@@ -326,42 +341,30 @@ def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
     assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
-def test_the_call_fails_when_none_is_left(monkeypatch):
-    """A fault that ends each replica that meets it, an error in the model say."""
-    monkeypatch.setattr(replicas, "MAX_RESTARTS", 1)
+def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplog):
+    """An error in the model ends each replica that meets it."""
+    monkeypatch.setattr(replicas, "MAX_RESTARTS", 0)
+    inject("nanovllm.engine.model_runner:ModelRunner.launch", FAULTS["raise"][0], rank=0)
     before = traces()
-    llm = LLM(TINY, **DP2)
-    kill_each_time(llm)
-    with pytest.raises(WorkerError, match=r"^replica \d was killed by SIGKILL") as caught:
-        within_deadline(lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    assert caught.value.exit_code == -9
-    assert llm.executor.num_restarts == 2
+    llm = LLM(checkpoint, **PLAIN)
+    with pytest.raises(WorkerError, match=r"^replica \d ended with exit code 1") as caught:
+        within_deadline(lambda: llm.generate([[1, 2], [3, 4]], use_tqdm=False))
+    assert "LookupError: injected" in caught.value.worker_traceback
+    assert "not started again" in caplog.text
     with pytest.raises(RuntimeError, match="this engine is closed"):
-        llm.generate(PROMPTS)
-    del llm, caught
+        llm.generate([[1, 2]])
     assert traces() == before
-
-
-def kill_each_time(llm):
-    step = llm.core.step
-
-    def wrapped():
-        step()
-        for number in llm.executor.ready:
-            os.kill(pids(llm)[number], signal.SIGKILL)
-
-    llm.core.step = wrapped
 
 
 # -- start and end ---------------------------------------------------------------------------------
 
 
-def test_mistakes_are_plain_errors_and_leave_nothing(tmp_path):
+def test_mistakes_are_plain_errors_and_leave_nothing(checkpoint, tmp_path):
     before = traces()
     with pytest.raises(ValueError, match="`data_parallel_size` must be between 1 and 64, got 0"):
         LLM(TINY, data_parallel_size=0)
     with pytest.raises(ValueError, match="flash_attn"):  # only a replica can find this
-        within_deadline(lambda: LLM(TINY, attention_backend="flash_attn", **DP2))
+        within_deadline(lambda: LLM(checkpoint, attention_backend="flash_attn", **PLAIN))
     with pytest.raises(ValueError, match="neither"):
         LLM(str(tmp_path / "none"), **DP2)
     assert traces() == before
@@ -394,24 +397,24 @@ def test_ctrl_c_drops_the_call_and_leaves_the_engine_usable(two, one, monkeypatc
     assert two.metrics()["num_running"] == 0
 
 
-def test_exit_leaves_nothing():
+@pytest.mark.slow
+def test_exit_with_requests_leaves_nothing(checkpoint):
     before = traces()
-    llm = LLM(TINY, **DP2)
-    stream = llm.stream(PROMPTS, GREEDY)  # with requests in the replicas
+    llm = LLM(checkpoint, **PLAIN)
+    stream = llm.stream([[1, 2], [3, 4]], GREEDY)  # with requests in the replicas
     next(stream)
     assert len(children()) >= 2
     llm.exit()
     llm.exit()
     with pytest.raises(RuntimeError, match="this engine is closed"):
         list(stream)
-    del stream, llm
     assert traces() == before
 
 
 PARENT = """
 import os, signal, sys
-from nanovllm import LLM, TINY
-llm = LLM(TINY, **{options})
+from nanovllm import LLM
+llm = LLM({path!r}, **{options})
 print(*(each.process.pid for each in llm.executor._replicas.values()), flush=True)
 {end}
 """
@@ -420,8 +423,8 @@ print(*(each.process.pid for each in llm.executor._replicas.values()), flush=Tru
 @pytest.mark.parametrize(
     ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", -9), rare("sys.exit(3)", 3)]
 )
-def test_dead_parent_leaves_nothing(end, code):
-    script = PARENT.format(options=DP2, end=end)
+def test_dead_parent_leaves_nothing(end, code, checkpoint):
+    script = PARENT.format(path=str(checkpoint), options=PLAIN, end=end)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
