@@ -8,12 +8,12 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions and files of one `generate`; lines.
 CEILINGS = {
     "frames": 13,
-    "functions": 244,
-    "files": 38,
+    "functions": 247,
+    "files": 40,
     "files_in_circles": 0,
     "core_lines": 4730,
-    "package_lines": 18_600,
-    "longest_file": 371,
+    "package_lines": 19_850,
+    "longest_file": 397,
     "model_lines": 123,
 }
 LONGEST_FUNCTION = 60
