@@ -103,6 +103,12 @@ class LLMEngine:
             self._start_engine(self.executor)
         else:
             self._start_replicas(self.executor)
+        chosen, size = self._describe(), self.config.kvcache_block_size
+        self._shown = [f"{chosen['dtype']} on {chosen['device']}"]
+        self._shown += [f"{chosen['attention_backend']} attention"]
+        self._shown += [f"{self._num_blocks} blocks of {size}"]
+        if self._has_replicas:
+            self._shown += [f"{self.config.data_parallel_size} replicas"]
 
     def _start_engine(self, executor: Executor) -> None:
         """An engine in this process."""
@@ -155,13 +161,7 @@ class LLMEngine:
         known, facts = vars(self), []  # all the facts, unless it is half built
         if "model_config" in known:
             facts += [repr(self.config.model), self.model_config.architecture]
-        if "core" in known:
-            chosen, size = self._describe(), self.config.kvcache_block_size
-            facts += [f"{chosen['dtype']} on {chosen['device']}"]
-            facts += [f"{chosen['attention_backend']} attention"]
-            facts += [f"{self._num_blocks} blocks of {size}"]
-            if self._has_replicas:
-                facts += [f"{self.config.data_parallel_size} replicas"]
+        facts += known.get("_shown", [])
         if "_close" in known and self.is_closed:
             facts += ["closed"]
         return f"{type(self).__name__}({', '.join(facts)})"
