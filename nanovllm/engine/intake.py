@@ -115,6 +115,11 @@ class Intake:
         text, token_ids = self.read_prompt(prompt)
         return CheckedRequest(text, token_ids, own, controls, self._grammars(own, own.n))
 
+    def read_again(self, token_ids: list[int], params: SamplingParams) -> CheckedRequest:
+        """A prompt that another process has checked."""
+        controls = self.read_params(params)
+        return CheckedRequest(None, token_ids, params, controls, self._grammars(params, params.n))
+
     def check_all(
         self,
         prompts: Mapping[str, T],
