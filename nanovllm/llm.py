@@ -79,7 +79,7 @@ class LLM(LLMEngine):
                     if isinstance(item, Refusal):
                         news.append(self._intake.refused(item))
                     else:
-                        requests.append(self.core.request(self._intake, item, None, news.append))
+                        requests.append(self._make(item, None, news.append))
                 left.update(request.request_id for request in requests)  # before any is queued
                 for request in requests:
                     self.core.add(request)

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import Listener
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.tokenizer import Decoder
 
@@ -46,16 +44,6 @@ class Core(ABC, Generic[R]):
         self._left: deque[set[int]] = deque()
         # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
         self.abort_later = self._left.append
-
-    @abstractmethod
-    def request(
-        self,
-        intake: Intake,
-        checked: CheckedRequest,
-        pooling: str | None,
-        listener: Listener | None,
-    ) -> R:
-        """Make a request; see `Intake.make`."""
 
     @abstractmethod
     def add(self, request: R) -> None:

@@ -10,9 +10,11 @@ A replica is handed requests while it has room: some more sequences than it runs
 its own scheduler never lacks any, and not many more, so that others can take the rest. The one with
 the least work chooses first: of the items that it has begun, then a new one, then something that
 another one has begun and cannot take, or would end much later with.
+
+A request that was lost with two replicas may be the reason: it is computed alone from then on.
 """
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 
 from nanovllm.engine.admission import LengthEstimator
@@ -53,12 +55,14 @@ class _Load:
 
     def __init__(self) -> None:
         self.num_seqs = self.num_tokens = self.work = 0
+        self.has_suspect = False
         self.begun: deque[_Entry] = deque()
 
     def count(self, entry: _Entry, sign: int) -> None:
         self.num_seqs += sign * entry.num_seqs
         self.num_tokens += sign * entry.num_tokens
         self.work += sign * entry.work
+        self.has_suspect = sign > 0 and entry.request.is_suspect  # which is alone
 
 
 class Dispatcher:
@@ -85,11 +89,11 @@ class Dispatcher:
         self._most_seqs = max_num_seqs + -(-max_num_seqs // AHEAD)
         self._most_tokens = pool_tokens + pool_tokens // AHEAD
         self._lengths = LengthEstimator(max_model_len)
-        self._homes: OrderedDict[int, int] = OrderedDict()  # replica by a block's hash
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests."""
+        """Forget all requests, and what replicas have cached."""
+        self._homes: OrderedDict[int, int] = OrderedDict()  # replica by a block's hash
         self._entries: dict[int, _Entry] = {}  # by the requests' ids
         self._arrived: list[_Entry] = []
         self._items: deque[deque[_Entry]] = deque()
@@ -122,18 +126,19 @@ class Dispatcher:
         if request.is_finished:
             self._lengths.observe(request)
 
-    def take_back(self, replica: int) -> int:
-        """A replica is gone: its requests wait again, before all others. Returns their number."""
+    def take_back(self, replica: int) -> list[RemoteRequest]:
+        """A replica has died: its requests wait again, at the head. Returns them."""
         back = [entry for entry in self._entries.values() if entry.replica == replica]
         for entry in back:
             entry.replica = None
+            entry.request.lose()
         self._num_waiting += len(back)
         for entry in reversed([*back, *self._loads[replica].begun]):
             self._items.appendleft(deque([entry]))
         self._loads[replica] = _Load()
         for block in [block for block, home in self._homes.items() if home == replica]:
             del self._homes[block]
-        return len(back)
+        return [entry.request for entry in back]
 
     def hand_out(self, replicas: Iterable[int]) -> list[tuple[int, RemoteRequest]]:
         """Give these replicas the requests that they have room for. Returns who gets what."""
@@ -157,16 +162,14 @@ class Dispatcher:
         arrived = [entry for entry in self._arrived if self._waits(entry)]
         self._arrived = []
         share = sum(entry.work for entry in arrived) / self.num_replicas
-        count: Counter[int] = Counter()
         work: defaultdict[int, int] = defaultdict(int)
         for entry in arrived:
-            count.update(entry.blocks)
             for block in entry.blocks:
                 work[block] += entry.work
         items: defaultdict[object, deque[_Entry]] = defaultdict(deque)
         for entry in sorted(arrived, key=lambda entry: entry.work, reverse=True):
             # The shortest common beginning that is not too much for one replica.
-            shared = (b for b in entry.blocks if count[b] > 1 and work[b] <= share)
+            shared = (block for block in entry.blocks if work[block] <= share)
             items[next(shared, entry)].append(entry)
         for item in sorted(items.values(), key=lambda item: -sum(entry.work for entry in item)):
             home = self._home(item[0])
@@ -217,6 +220,8 @@ class Dispatcher:
         return begun[-1 if last else 0] if begun else None
 
     def _has_room(self, load: _Load, entry: _Entry) -> bool:
+        if entry.request.is_suspect or load.has_suspect:
+            return not load.num_seqs
         return not load.num_seqs or (
             load.num_seqs + entry.num_seqs <= self._most_seqs
             and load.num_tokens + entry.num_tokens <= self._most_tokens

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.core import Core
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.metrics import Latencies
-from nanovllm.engine.request import Listener, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence
 
@@ -43,16 +42,6 @@ class EngineCore(Core[Request]):
         self.latencies = Latencies()
         self._launching = False  # still True when a launch has failed
         self._booked_at = 0.0  # seconds of time.perf_counter
-
-    def request(
-        self,
-        intake: Intake,
-        checked: CheckedRequest,
-        pooling: str | None,
-        listener: Listener | None,
-    ) -> Request:
-        """Make a request, with its sequences."""
-        return intake.make(checked, pooling, listener)
 
     def add(self, request: Request) -> None:
         """Queue a request."""

@@ -7,7 +7,9 @@ else there is to call is in `llm.py`.
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
+from nanovllm.engine.remote_request import remote
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.replicated_core import ReplicatedCore
 from nanovllm.engine.request import Listener
@@ -99,6 +102,7 @@ class LLMEngine:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             self.eos_token_ids.add(self.tokenizer.eos_token_id)
         self.core: Core[Any]
+        self._make: Callable[[CheckedRequest, str | None, Listener | None], Any]
         if isinstance(self.executor, Executor):
             self._start_engine(self.executor)
         else:
@@ -130,14 +134,14 @@ class LLMEngine:
         overlap = self.config.overlap
         if overlap is None:
             overlap = runner.device.type == "cuda"
-        self._describe = runner.describe
+        self._describe, self._make = runner.describe, self._intake.make
         self.core = EngineCore(executor, self.scheduler, lookahead=int(overlap))
 
     def _start_replicas(self, replicas: Replicas) -> None:
         """Engines in other processes."""
         facts = replicas.start()
         pool_tokens = self._take_in(facts.max_model_len, facts.num_blocks)
-        self._describe = lambda: facts.description
+        self._describe, self._make = lambda: facts.description, partial(remote, self._intake)
         self.core = ReplicatedCore(replicas, self.config, self.max_model_len, pool_tokens)
 
     def _take_in(self, max_model_len: int, num_blocks: int) -> int:
@@ -199,7 +203,7 @@ class LLMEngine:
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> int:
-        request = self.core.request(self._intake, checked, pooling, listener)
+        request = self._make(checked, pooling, listener)
         self.core.add(request)
         return request.request_id
 

@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
-from nanovllm.engine.intake import CheckedRequest
+from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.request import Listener, Ticket
 from nanovllm.engine.sequence import NO_LIMIT
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import Decoder
+
+MAX_LOSSES = 3  # replicas that die of a request before it is given up; the last computes it alone
 
 
 class Order(NamedTuple):
@@ -28,6 +30,13 @@ class Order(NamedTuple):
     has_listener: bool
 
 
+def remote(
+    intake: Intake, checked: CheckedRequest, pooling: str | None, listener: Listener | None
+) -> "RemoteRequest":
+    """A new request; see `Intake.make`."""
+    return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
+
+
 class RemoteRequest:
     """Stays with the caller's process, and can be given to another replica at any time: completions
     go on there from the tokens that a listener has been told, without one they begin anew.
@@ -37,6 +46,10 @@ class RemoteRequest:
         ticket: its numbers.
         pooling: "last" or "mean", for embeddings.
         listener: see `LLMEngine.add_request`.
+
+    Attributes:
+        num_losses: replicas that died while they computed it.
+        num_completion_tokens: of the longest completion, as far as it is known.
     """
 
     def __init__(
@@ -46,13 +59,14 @@ class RemoteRequest:
         pooling: str | None = None,
         listener: Listener | None = None,
     ) -> None:
+        self.num_losses = 0
         self.request_id = ticket.request_id
         self.prompt, self.prompt_token_ids = checked.text, checked.token_ids
         self.sampling_params, self.listener = checked.params, listener
         self._ticket, self._pooling = ticket, pooling
         self._prompt_logprobs: TokenLogprobs | None = None
         self._result: RequestOutput | None = None
-        self.num_completion_tokens = 0  # of the longest completion, as far as it is known
+        self.num_completion_tokens = 0
 
     @property
     def num_seqs(self) -> int:
@@ -62,6 +76,15 @@ class RemoteRequest:
     @property
     def is_finished(self) -> bool:
         return not self._ticket.completions
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what replicas die of."""
+        return self.num_losses >= MAX_LOSSES - 1
+
+    def lose(self) -> None:
+        """The replica that computed it has died."""
+        self.num_losses += 1
 
     @property
     def max_tokens(self) -> int:
@@ -104,6 +127,14 @@ class RemoteRequest:
         if not completions and self.listener is None:
             self._result = output
         return output
+
+    def fail(self, error: str) -> RequestOutput:
+        """End it without a result."""
+        self._ticket.completions.clear()
+        self._result = RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, [], True, 0, error=error
+        )
+        return self._result
 
     def output(self, decode: Decoder) -> RequestOutput:
         """The result."""

@@ -3,11 +3,13 @@ starts it with `main`.
 """
 
 import logging
+import pickle
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -39,6 +41,7 @@ class Replica(LLMEngine):
         super().__init__(options.pop("model"), **options)
         self._tell = tell
         self._news: list[RequestOutput] = []
+        self._told_prompts: set[int] = set()  # requests
         self._told_at = 0.0  # seconds of time.monotonic
 
     def facts(self) -> Facts:
@@ -64,24 +67,28 @@ class Replica(LLMEngine):
 
     def answer(self, question: int) -> None:
         """Describe this engine."""
-        description = Description(
-            question, self.metrics(), self.scheduler.describe(), self.core.latencies
-        )
-        self._tell(description)
+        self._tell(Description(question, self.metrics(), self.core.latencies))
 
     def advance(self) -> None:
         """Go on with the requests, and tell what is new."""
         finished = self.step()
-        outputs = [_without_prompt(output) for output in (*self._news, *finished)]
+        outputs = [self._short(output) for output in (*self._news, *finished)]
         self._news.clear()
         now = time.monotonic()
         if outputs or now - self._told_at > NEWS_SECONDS:
             self._tell(News(outputs, self.core.metrics))
             self._told_at = now
 
-
-def _without_prompt(output: RequestOutput) -> RequestOutput:
-    return RequestOutput(**{**vars(output), "prompt_token_ids": []})
+    def _short(self, output: RequestOutput) -> RequestOutput:
+        """Without the prompt, and with its log-probabilities only the first time."""
+        short = {**vars(output), "prompt_token_ids": []}
+        if output.prompt_logprobs is not None:
+            if output.request_id in self._told_prompts:
+                short["prompt_logprobs"] = None
+            self._told_prompts.add(output.request_id)
+        if output.finished:
+            self._told_prompts.discard(output.request_id)
+        return RequestOutput(**short)
 
 
 class _LogSender(logging.Handler):
@@ -96,7 +103,7 @@ class _LogSender(logging.Handler):
         plain = {**vars(record), "msg": message, "args": None, "exc_info": None, "exc_text": None}
         try:
             self._tell(logging.makeLogRecord(plain))
-        except OSError:  # that process is gone, and this one will be
+        except Exception:  # as handlers do: it cannot be sent, or that process is gone
             self.handleError(record)
 
 
@@ -108,7 +115,10 @@ def main(fd: int, parent: int) -> None:
 
 
 def _report(error: BaseException, text: str) -> Failure:
-    return Failure(text, error if isinstance(error, (TypeError, ValueError)) else None)
+    if isinstance(error, (TypeError, ValueError)):
+        with suppress(Exception):  # some exceptions cannot be read elsewhere
+            return Failure(text, pickle.loads(pickle.dumps(error)))
+    return Failure(text, None)
 
 
 def _serve(sock: socket.socket, setup: Setup) -> None:

@@ -7,10 +7,13 @@ it ends.
 
 import contextlib
 import logging
+import queue
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from dataclasses import replace
 from queue import SimpleQueue
@@ -35,7 +38,8 @@ from nanovllm.utils.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 REPLICA = "nanovllm.engine.replica"
-MAX_RESTARTS = 3  # of one replica
+MAX_RESTARTS = 3  # of one replica, without a request that it has finished
+ANSWER_SECONDS = 5.0
 
 
 class Setup(NamedTuple):
@@ -81,13 +85,11 @@ class Description(NamedTuple):
     Attributes:
         question: the number of the question.
         metrics: see `LLMEngine.metrics`.
-        scheduler: see `Scheduler.describe`.
         latencies: histograms of its times.
     """
 
     question: int
     metrics: dict[str, Any]
-    scheduler: dict[str, int | float]
     latencies: Latencies
 
 
@@ -111,15 +113,26 @@ class _Replica:
     """A started process.
 
     Attributes:
+        outbox: what it is to be told, by a thread of its own, so that nobody waits for a process
+            that hangs; None at the end.
         answers: descriptions that it was asked for; None when it has ended.
         facts: None until it is ready.
+        watcher: the thread that takes what it says.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
         self.process, self.socket = process, sock
+        self.outbox: SimpleQueue[Any] = SimpleQueue()
         self.answers: SimpleQueue[Description | None] = SimpleQueue()
         self.facts: Facts | None = None
         self.watcher: threading.Thread | None = None
+
+    def send(self) -> None:
+        """Tell it what is in the outbox."""
+        with contextlib.suppress(OSError):  # it has ended: its watcher says so
+            while (message := self.outbox.get()) is not None:
+                send_object(self.socket, message)
+            self.socket.shutdown(socket.SHUT_WR)
 
 
 class Replicas:
@@ -135,10 +148,16 @@ class Replicas:
 
     def __init__(self, config: Config) -> None:
         count = config.data_parallel_size
+        if sys.platform != "linux":
+            raise ValueError(
+                f"`data_parallel_size` must be 1 on {sys.platform}, as replicas need Linux, "
+                f"got {count}"
+            )
         self._config = replace(config, revision=None)
         self._shares = device_shares(config.device, count, config.tensor_parallel_size)
         self._replicas: dict[int, _Replica] = {}  # those that have not ended
-        self._tries = [0] * count
+        self._tries = [0] * count  # since it finished a request
+        self._num_starts = 0
         self._inbox: deque[tuple[int, Any]] = deque()
         self._has_come = threading.Event()
         self._num_questions = 0
@@ -146,7 +165,7 @@ class Replicas:
 
     @property
     def num_restarts(self) -> int:
-        return sum(max(0, tries - 1) for tries in self._tries)
+        return max(0, self._num_starts - len(self._shares))
 
     @property
     def ready(self) -> list[int]:
@@ -169,7 +188,10 @@ class Replicas:
             self.wait(None)
             number, message = self.pop()
             if isinstance(message, Ended):
-                raise message.failure.error or self.error(number, message)
+                error = self.error(number, message)
+                if message.failure.error is not None:
+                    raise message.failure.error from error
+                raise error
         facts = [replica.facts for replica in self._replicas.values() if replica.facts is not None]
         return facts[0]._replace(
             max_model_len=min(each.max_model_len for each in facts),
@@ -183,35 +205,42 @@ class Replicas:
             max(1, torch.get_num_threads() // len(self._shares)),
             logging.getLogger("nanovllm").getEffectiveLevel(),
         )
-        environment = {**self._shares[number], **({"TQDM_DISABLE": "1"} if number else {})}
+        quiet = {"TQDM_DISABLE": "1"} if number or self._tries[number] else {}
+        self._tries[number] += 1
+        self._num_starts += 1
         with uninterrupted():
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    process = start_python(REPLICA, theirs.fileno(), environment=environment)
+                    process = start_python(
+                        REPLICA, theirs.fileno(), environment={**self._shares[number], **quiet}
+                    )
                 except BaseException:
                     ours.close()
                     raise
-            with contextlib.suppress(OSError):  # it has died already: `_watch` says so
-                send_object(ours, setup)
             replica = self._replicas[number] = _Replica(process, ours)
-            self._tries[number] += 1
+            replica.outbox.put(setup)
             replica.watcher = threading.Thread(
                 target=self._watch, args=(number, replica), daemon=True
             )
             replica.watcher.start()
+            threading.Thread(target=replica.send, daemon=True).start()
 
     def start_again(self, number: int) -> bool:
         """Start a replica that has ended, unless it has been often enough. Returns whether."""
-        if self._tries[number] > MAX_RESTARTS:
-            self.is_broken = not self._replicas
-            return False
-        self._start(number)
-        return True
+        again = self._tries[number] <= MAX_RESTARTS
+        if again:
+            try:
+                self._start(number)
+            except (OSError, RuntimeError):  # no memory, no process, no thread
+                logger.warning("replica %d cannot be started again", number, exc_info=True)
+                again = False
+        self.is_broken = not self._replicas
+        return again
 
     def _watch(self, number: int, replica: _Replica) -> None:
         failure = Failure("", None)
-        with contextlib.suppress(EOFError, OSError):  # the end
+        try:
             while True:
                 message = receive_object(replica.socket)
                 if isinstance(message, Failure):
@@ -219,11 +248,18 @@ class Replicas:
                 elif isinstance(message, Description):
                     replica.answers.put(message)
                 elif isinstance(message, logging.LogRecord):
-                    logging.getLogger(message.name).handle(message)
+                    _log(message)
                 else:
                     self._put(number, message)
-        self._put(number, Ended(wait_for_end(replica.process), failure))
-        replica.answers.put(None)
+        except (EOFError, OSError):  # the end
+            pass
+        except Exception:  # it says what cannot be read here
+            failure = Failure(traceback.format_exc(), None)
+            replica.process.kill()
+        finally:
+            replica.outbox.put(None)
+            self._put(number, Ended(wait_for_end(replica.process), failure))
+            replica.answers.put(None)
 
     def _put(self, number: int, message: Any) -> None:
         self._inbox.append((number, message))
@@ -245,6 +281,9 @@ class Replicas:
         number, message = self._inbox.popleft()
         if isinstance(message, Facts):
             self._replicas[number].facts = message
+        elif isinstance(message, News):
+            if any(output.finished for output in message.outputs):
+                self._tries[number] = 1
         elif isinstance(message, Ended):
             self._replicas.pop(number).socket.close()
         return number, message
@@ -257,23 +296,29 @@ class Replicas:
     # -- what they are told ---------------------------------------------------------------------
 
     def tell(self, number: int, method: str, *args: Any) -> None:
-        """Call a method of a replica without waiting for it. Of one that has ended, nothing."""
-        with uninterrupted(), contextlib.suppress(OSError):  # its end is said soon
-            send_object(self._replicas[number].socket, (method, *args))
+        """Call a method of a replica without waiting for it. If it has ended, nothing happens."""
+        self._replicas[number].outbox.put((method, *args))
 
     def ask(self) -> dict[int, Description]:
-        """Have all that are ready describe themselves; those that end meanwhile do not."""
+        """Have all that are ready describe themselves. Those that end meanwhile, or do not answer
+        within `ANSWER_SECONDS`, are left out.
+        """
         self._num_questions += 1
         found: dict[int, Description] = {}
         asked = [(number, self._replicas[number].answers) for number in self.ready]
         for number, _ in asked:
             self.tell(number, "answer", self._num_questions)
+        deadline = time.monotonic() + ANSWER_SECONDS
         for number, answers in asked:
-            answer = answers.get()
-            while answer is not None and answer.question != self._num_questions:
-                answer = answers.get()  # that to a question which Ctrl-C has ended
-            if answer is not None:
-                found[number] = answer
+            with contextlib.suppress(queue.Empty):
+                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                while answer is not None and answer.question != self._num_questions:
+                    # that to an earlier question
+                    answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                if answer is None:
+                    answers.put(None)
+                else:
+                    found[number] = answer
         return found
 
     def close(self) -> None:
@@ -283,15 +328,23 @@ class Replicas:
             for replica in replicas:
                 if replica.facts is None or self.is_broken:
                     replica.process.kill()
-                with contextlib.suppress(OSError):  # it has ended already
-                    replica.socket.shutdown(socket.SHUT_WR)
+                replica.outbox.put(None)
             deadline = time.monotonic() + EXIT_TIMEOUT
             for replica in replicas:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     replica.process.wait(max(0.0, deadline - time.monotonic()))
                 replica.process.kill()
-            for replica in replicas:
-                if replica.watcher is not None and replica.watcher.is_alive():
-                    replica.watcher.join()
                 replica.process.wait()
+                with contextlib.suppress(OSError):
+                    replica.socket.shutdown(socket.SHUT_RDWR)  # a fork may hold the other end
+                watcher = replica.watcher
+                if watcher is not None and watcher is not threading.current_thread():
+                    watcher.join()
                 replica.socket.close()
+
+
+def _log(record: logging.LogRecord) -> None:
+    try:
+        logging.getLogger(record.name).handle(record)
+    except Exception:  # of a filter or a handler of the caller's
+        logger.warning("a message of a replica could not be logged", exc_info=True)

@@ -6,23 +6,31 @@ to others, and it is started again.
 
 import logging
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.dispatcher import Dispatcher
-from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import how_ended
-from nanovllm.engine.remote_request import Order, RemoteRequest
+from nanovllm.engine.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.engine.replicas import Ended, News, Replicas
-from nanovllm.engine.request import Listener
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
+SUMS = (
+    "num_kvcache_blocks",
+    "num_used_kvcache_blocks",
+    "num_waiting",
+    "num_running",
+    "num_preemptions",
+    "num_graph_replays",
+    "num_shared_prefix_steps",
+)
 STEP_SECONDS = 0.01  # that a step waits for news, so that callers can add requests meanwhile
 
 
@@ -51,16 +59,6 @@ class ReplicatedCore(Core[RemoteRequest]):
         self._counted: defaultdict[int, Metrics] = defaultdict(Metrics)  # of each, in `metrics`
         self._to_tell: deque[tuple[RemoteRequest, RequestOutput]] = deque()
 
-    def request(
-        self,
-        intake: Intake,
-        checked: CheckedRequest,
-        pooling: str | None,
-        listener: Listener | None,
-    ) -> RemoteRequest:
-        """Make a request, whose sequences will be a replica's."""
-        return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
-
     def add(self, request: RemoteRequest) -> None:
         """Queue a request."""
         with self.reset_on_error():
@@ -76,13 +74,19 @@ class ReplicatedCore(Core[RemoteRequest]):
         self._drop_left()
         with uninterrupted(), self.reset_on_error():
             self._hand_out()
-        for _ in range(self._replicas.wait(STEP_SECONDS if self.requests else 0.0)):
-            with uninterrupted(), self.reset_on_error():
-                self._book(*self._replicas.pop())
+        self._book_all(STEP_SECONDS if self.requests else 0.0)
         while self._to_tell:  # last: a listener may call the engine
             request, output = self._to_tell.popleft()
+            if output.finished:
+                del self.requests[request.request_id]
             if request.listener is not None:
                 request.listener(output)
+
+    def _book_all(self, seconds: float) -> None:
+        """Book what replicas have said. Waits so long if they have said nothing."""
+        for _ in range(self._replicas.wait(seconds)):
+            with uninterrupted(), self.reset_on_error():
+                self._book(*self._replicas.pop())
 
     def _hand_out(self) -> None:
         orders: defaultdict[int, list[Order]] = defaultdict(list)
@@ -101,36 +105,47 @@ class ReplicatedCore(Core[RemoteRequest]):
             for news in message.outputs:
                 request = self.requests.get(news.request_id)
                 if request is not None:  # or it has been dropped
-                    self._take(request, news)
+                    self._take(request, request.book(news))
 
-    def _take(self, request: RemoteRequest, news: RequestOutput) -> None:
-        output = request.book(news)
+    def _take(self, request: RemoteRequest, output: RequestOutput) -> None:
         if request.is_finished:
-            del self.requests[request.request_id]
             self._dispatcher.drop(request)
         if request.listener is not None:
             self._to_tell.append((request, output))
         elif request.is_finished:
+            del self.requests[request.request_id]
             self.finished.append(request)
 
     def _lose(self, replica: int, ended: Ended) -> None:
         self._counted.pop(replica, None)
-        count = self._dispatcher.take_back(replica)
+        lost = self._dispatcher.take_back(replica)
         again = self._replicas.start_again(replica)
+        how = f"replica {replica} {how_ended(ended.exit_code)}"
+        trace = f". Its traceback:\n{ended.failure.traceback}" if ended.failure.traceback else ""
         logger.warning(
-            "replica %d %s; %d requests that it had not finished go to others, and it is %s%s",
-            replica,
-            how_ended(ended.exit_code),
-            count,
+            "%s; %d requests that it had not finished wait for another, and it is %s%s",
+            how,
+            len(lost),
             "started again" if again else "not started again: it has ended too often",
-            f". Its traceback:\n{ended.failure.traceback}" if ended.failure.traceback else "",
+            trace,
         )
         if self._replicas.is_broken:
             raise self._replicas.error(replica, ended)
+        for request in lost:
+            if request.num_losses >= MAX_LOSSES:
+                self._take(request, request.fail(f"{how} while it computed this request{trace}"))
+
+    def abort(self, request_ids: Iterable[int]) -> int:
+        """Drop the unfinished ones of these requests. Returns how many there were."""
+        with uninterrupted():
+            return super().abort(request_ids)
 
     def _abort(self, requests: list[RemoteRequest]) -> None:
+        self._to_tell = deque(item for item in self._to_tell if item[0] not in requests)
         ids: defaultdict[int, list[int]] = defaultdict(list)
         for request in requests:
+            if request.is_finished:
+                continue  # and its listener has not been told
             replica = self._dispatcher.replica_of(request)
             self._dispatcher.drop(request)
             if replica is not None:
@@ -140,27 +155,31 @@ class ReplicatedCore(Core[RemoteRequest]):
 
     def reset(self) -> None:
         """Drop every request, and all that the replicas have cached."""
-        super().reset()
-        self._to_tell.clear()
-        self._dispatcher.reset()
-        for replica in self._replicas.ready:
-            self._replicas.tell(replica, "forget")
+        with uninterrupted():
+            super().reset()
+            self._to_tell.clear()
+            self._dispatcher.reset()
+            for replica in self._replicas.ready:
+                self._replicas.tell(replica, "forget")
 
     def describe(self) -> dict[str, Any]:
-        """Sums over all replicas, and `metrics` of each in `replicas`, by their numbers."""
+        """Sums over all replicas, and in `replicas`, by their numbers, the `metrics` of those that
+        are ready and answer soon. Histograms and queues are of these alone.
+        """
         self._drop_left()
+        self._book_all(0.0)
         found = self._replicas.ask()
-        queues: defaultdict[str, int | float] = defaultdict(int)
+        described = [each.metrics for each in found.values()]
         latencies = Latencies()
         for each in found.values():
             latencies.add(each.latencies)
-            for name, value in each.scheduler.items():
-                queues[name] += value
-        queues["num_waiting"] += self._dispatcher.num_waiting
-        if found:
-            queues["kvcache_usage"] /= len(found)
+        sums = {name: sum(each[name] for each in described) for name in SUMS}
+        sums["num_waiting"] += self._dispatcher.num_waiting
+        usage = sums["num_used_kvcache_blocks"] / max(sums["num_kvcache_blocks"], 1)
         return {
-            **queues,
+            **(described[0] if described else {}),
+            **sums,
+            "kvcache_usage": usage,
             **self.metrics.as_dict(),
             "prefix_cache_hit_rate": self.metrics.prefix_cache_hit_rate,
             **latencies.as_dict(),

@@ -56,11 +56,14 @@ def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
     option = "data_parallel_size" if size == 1 else "data_parallel_size * tensor_parallel_size"
     if resolve_device(choice, 0, count * size, option).type != "cuda":
         return [{} for _ in range(count)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else list(map(str, range(count * size)))
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(names[i * size : (i + 1) * size])} for i in range(count)
-    ]
+    variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
+    visible = os.environ.get(variable) or ",".join(map(str, range(count * size)))
+    names = [name.strip() for name in visible.split(",")]
+    if len(names) < count * size:
+        raise ValueError(
+            f"{variable} must name a device for each of {option} {count * size}, got {visible!r}"
+        )
+    return [{variable: ",".join(names[i * size : (i + 1) * size])} for i in range(count)]
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -31,8 +31,8 @@ class Requests:
     def __init__(self):
         self.made = []
 
-    def __call__(self, prompt, max_tokens=10, n=1):
-        params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    def __call__(self, prompt, max_tokens=10, n=1, ignore_eos=True):
+        params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos)
         ticket = Ticket(len(self.made), 0, 0.0, {i: Told() for i in range(n)})
         request = RemoteRequest(CheckedRequest(None, prompt, params, None, [None] * n), ticket)
         self.made.append(request)
@@ -168,12 +168,58 @@ def test_requests_of_a_lost_replica_go_first_and_to_others(request_):
     dispatcher = make(2, max_num_seqs=8)
     add(dispatcher, [request_(prompt) for prompt in unlike(40)])
     lost = by_replica(dispatcher.hand_out([0, 1]))[0]
-    assert dispatcher.take_back(0) == len(lost) == 9
+    assert dispatcher.take_back(0) == lost
+    assert len(lost) == 9
     assert not dispatcher.hand_out([1])  # full
     for request in request_.made:
         if dispatcher.replica_of(request) == 1:
             end(dispatcher, request, 10)
     assert [r for _, r in dispatcher.hand_out([1])] == lost
+
+
+def test_a_request_lost_twice_is_computed_alone(request_):
+    """It may be what replicas die of."""
+    dispatcher = make(1)
+    add(dispatcher, [request_(prompt) for prompt in unlike(3)])
+    for _ in range(2):
+        assert len(dispatcher.hand_out([0])) == 3
+        dispatcher.take_back(0)
+    new = add(dispatcher, [request_([7, 7])])
+    for request in request_.made[:3]:
+        assert [r for _, r in dispatcher.hand_out([0])] == [request]
+        assert request.is_suspect
+        end(dispatcher, request, 10)
+    assert [r for _, r in dispatcher.hand_out([0])] == new
+
+
+def test_a_lost_replica_is_no_home_any_more(request_):
+    """Requests for it would wait until it comes back."""
+    dispatcher = make(2)
+    first = add(dispatcher, [request_([5] * 20)])
+    ((home, _),) = dispatcher.hand_out([0, 1])
+    dispatcher.take_back(home)
+    other = 1 - home
+    dispatcher.hand_out([other])
+    end(dispatcher, first[0], 5)
+    dispatcher.add(request_([5] * 21))
+    assert [replica for replica, _ in dispatcher.hand_out([other])] == [other]
+    dispatcher.reset()
+    assert not dispatcher.num_waiting
+    again = add(dispatcher, [request_([5] * 22)])
+    assert dispatcher.hand_out([0, 1]) == [(0, again[0])], "what was cached is forgotten, too"
+
+
+def test_expected_work_follows_the_lengths_of_late(request_):
+    """Without ignore_eos requests are expected to end as others have, not at max_tokens."""
+    dispatcher = make(2, max_num_seqs=500, pool_tokens=10_000)
+    free = [request_(prompt, 900, ignore_eos=False) for prompt in unlike(40)]
+    add(dispatcher, free[:20])
+    assert len(dispatcher.hand_out([0, 1])) == 20, "12 of 906 tokens each fill a pool"
+    for request in free[:20]:
+        end(dispatcher, request, 10)
+    add(dispatcher, free[20:])
+    handed = by_replica(dispatcher.hand_out([0]))
+    assert len(handed[0]) == 20
 
 
 def test_aborted_ones_leave_wherever_they_are(request_):
@@ -212,7 +258,7 @@ def test_random_workload_loses_and_doubles_nothing(request_):
                 dispatcher.drop(request)
         elif action < 0.72:
             replica = rng.randrange(3)
-            assert dispatcher.take_back(replica) == len(running[replica])
+            assert set(dispatcher.take_back(replica)) == running[replica]
             waiting |= running[replica]
             running[replica] = set()
         ready = rng.sample(range(3), rng.randint(0, 3))
@@ -224,6 +270,7 @@ def test_random_workload_loses_and_doubles_nothing(request_):
         for replica, some in running.items():
             assert all(dispatcher.replica_of(request) == replica for request in some)
             assert len(some) <= 9
+            assert len(some) <= 1 or not any(request.is_suspect for request in some)
     while waiting:
         for some in running.values():
             while some:

@@ -332,13 +332,118 @@ def id_of_start(found):
     return max((each.process.pid for each in found._replicas.values()), default=0)
 
 
-@pytest.mark.slow
 def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
     process = disturbed.executor._replicas[1].process
     process.kill()
     process.wait()
+    for _ in range(2):
+        assert within_deadline(disturbed.metrics)["num_running"] == 0
     found = within_deadline(lambda: disturbed.generate(PROMPTS, GREEDY, use_tqdm=False))
     assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+@pytest.mark.slow
+def test_a_request_that_replicas_die_of_is_given_up(two, one, monkeypatch):
+    """Alone: it ended all replicas, and with them the call."""
+    step, poison = two.core.step, PROMPTS[3]
+
+    def kill():
+        step()
+        for request in list(two.core.requests.values()):
+            if request.prompt == poison and not request.is_finished:
+                number = two.core._dispatcher.replica_of(request)
+                if number is not None and two.executor._replicas[number].process.poll() is None:
+                    two.executor._replicas[number].process.kill()
+
+    monkeypatch.setattr(two.core, "step", kill)
+    found = within_deadline(lambda: two.generate(PROMPTS, GREEDY, use_tqdm=False))
+    monkeypatch.undo()
+    failed = found.pop(3)
+    assert "was killed by SIGKILL" in failed.error
+    assert failed.prompt == poison
+    wanted = one.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert_same(found, wanted[:3] + wanted[4:])
+    within_deadline(lambda: until_ready(two))
+    two.executor._tries[:] = [1, 1]
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_hangs_nobody_else(checkpoint, monkeypatch):
+    """It does not read what it is told, and does not answer: the caller can still go."""
+    monkeypatch.setattr(replicas, "ANSWER_SECONDS", 0.2)
+    before, options = traces(), {**PLAIN, "max_model_len": 4096, "num_kvcache_blocks": 2000}
+    llm = LLM(checkpoint, **options)
+    os.kill(pids(llm)[1], signal.SIGSTOP)
+    assert [*within_deadline(llm.metrics)["replicas"]] == ["0"]
+    step, count = llm.core.step, []
+
+    def press():
+        step()
+        count.append(1)
+        if llm.core.metrics.num_finished > 0 and not any(
+            llm.core._dispatcher.replica_of(request) == 0 for request in llm.core.requests.values()
+        ):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.core, "step", press)
+    prompts = [[i % 100] * 3000 for i in range(60)]  # larger than a socket's buffer
+    with pytest.raises(KeyboardInterrupt):
+        within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
+    within_deadline(llm.exit)
+    monkeypatch.undo()
+    assert traces() == before
+
+
+def test_a_replica_that_cannot_be_started_again(checkpoint, monkeypatch, caplog):
+    """The system may have no memory for another process, when it has just killed one for that."""
+    before = traces()
+    llm = LLM(checkpoint, **PLAIN)
+
+    def fail(*args, **options):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(replicas, "start_python", fail)
+    os.kill(pids(llm)[0], signal.SIGKILL)
+    prompts = [[i, i + 1] for i in range(6)]
+    found = within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert [len(output.outputs[0].token_ids) for output in found] == [24] * 6
+    wait_until(lambda: not llm.step() and len(llm.executor.ready) == 1)
+    assert "cannot be started again" in caplog.text
+    os.kill(pids(llm)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="replica 1"):
+        within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
+    assert llm.is_closed
+    assert traces() == before
+
+
+def test_listeners_may_abort_and_raise(two):
+    """An aborted request is heard no more; an error comes out of `step`, others lose nothing."""
+    heard = {"a": [], "b": [], "c": []}
+    ids = {}
+
+    def listen(name):
+        def hear(output):
+            heard[name].append(output)
+            if name == "a":
+                assert two.abort(ids["b"])
+                assert two.abort(ids["a"])
+            if name == "c" and len(heard["c"]) == 2:
+                raise LookupError("of the caller")
+
+        return hear
+
+    for name in heard:
+        ids[name] = two.add_request(COUNT.format(10), GREEDY, listener=listen(name))
+    with pytest.raises(LookupError, match="of the caller"):
+        while True:
+            two.step()
+    count = len(heard["b"])
+    while not two.is_finished():
+        two.step()
+    assert len(heard["a"]) == 1
+    assert len(heard["b"]) == count
+    assert heard["c"][-1].finished
+    assert not any(output.finished for output in heard["a"] + heard["b"])
 
 
 def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplog):
@@ -349,6 +454,7 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
     llm = LLM(checkpoint, **PLAIN)
     with pytest.raises(WorkerError, match=r"^replica \d ended with exit code 1") as caught:
         within_deadline(lambda: llm.generate([[1, 2], [3, 4]], use_tqdm=False))
+    assert llm.is_closed
     assert "LookupError: injected" in caught.value.worker_traceback
     assert "not started again" in caplog.text
     with pytest.raises(RuntimeError, match="this engine is closed"):
