@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from nanovllm import __version__
+from nanovllm.cli import chat
 
-COMMANDS: dict[str, ModuleType] = {}  # in the order of --help
+COMMANDS: dict[str, ModuleType] = {"chat": chat}  # in the order of --help
 USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctrl-C
 
 

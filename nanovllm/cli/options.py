@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nanovllm.batch.params import from_json
@@ -32,9 +32,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return _given(args, ENGINE)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Flags for all fields of `SamplingParams`."""
-    _add(parser, SAMPLING, SamplingParams, get_type_hints(SamplingParams))
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, leave_out: Container[str] = ()
+) -> None:
+    """Flags for the fields of `SamplingParams`."""
+    hints = get_type_hints(SamplingParams)
+    hints = {name: hint for name, hint in hints.items() if name not in leave_out}
+    _add(parser, SAMPLING, SamplingParams, hints)
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     [kind] = kinds
     if kind is bool:
         return None, ""
-    read, metavar = PLAIN.get(kind) or (_json, "JSON")
+    read, metavar = READERS.get(kind) or (json_value, "JSON")
 
     def read_or_none(text: str) -> Any:
         return None if is_union and text.lower() == "none" else read(text)
@@ -108,18 +112,22 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
-def _json(text: str) -> Any:
-    """A list or an object; other text is a list of this one string."""
-    if not text.startswith(("[", "{")):
-        return [text]
+def json_value(text: str) -> Any:
+    """What a flag for a list or an object takes."""
     try:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
 
 
-PLAIN: dict[Any, tuple[Callable[[str], Any], str]] = {
+def _strings(text: str) -> Any:
+    """A list, or the only string of one."""
+    return json_value(text) if text.startswith("[") else [text]
+
+
+READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (_integer, "N"),
     float: (_number, "X"),
     str: (str, "NAME"),
+    Sequence[str]: (_strings, "JSON"),
 }
