@@ -1,8 +1,8 @@
 """Talk with a model in the terminal; without --model, with the small one of the package.
 
-Each line is a turn. /clear begins a new conversation, /exit or Ctrl-D ends the last one. Ctrl-C stops
-an answer; what it has said so far is kept. Answers are as long as the model allows, unless
---max-tokens says otherwise.
+Each line is a turn. /clear begins a new conversation, /exit or Ctrl-D ends. Ctrl-C stops an answer;
+what it has said so far is kept. Answers are as long as the model allows, unless --max-tokens says
+otherwise.
 """
 
 import argparse

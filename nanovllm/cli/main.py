@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.cli import chat
+from nanovllm.cli import bench, chat
 
-COMMANDS: dict[str, ModuleType] = {"chat": chat}  # in the order of --help
+COMMANDS: dict[str, ModuleType] = {"chat": chat, "bench": bench}  # in the order of --help
 USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctrl-C
 
 
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="nanovllm", description="Offline LLM inference.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, help="`COMMAND --help` says more"
+    )
     for name, module in COMMANDS.items():
         summary, _, details = (module.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
