@@ -12,10 +12,11 @@ runs of a job. Importing it imports no torch.
 The same script again goes on where it was killed. `nanovllm generate` is this on a command line.
 """
 
+from nanovllm.batch.generate import Generate, RayGenerate
 from nanovllm.batch.job import run
 from nanovllm.batch.reading import read_rows
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row
 from nanovllm.batch.sink import ResumableSink
 
-__all__ = ["Result", "ResumableSink", "Row", "read_rows", "run"]
+__all__ = ["Generate", "RayGenerate", "Result", "ResumableSink", "Row", "read_rows", "run"]
