@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 Batch = TypeVar("Batch")  # dict[str, np.ndarray], pandas.DataFrame, pyarrow.Table or RecordBatch
 INTEGERS = ("num_prompt_tokens", "num_generated_tokens")  # of what is added; the rest are strings
 
@@ -69,7 +67,7 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 def _plain(value: Any) -> Any:
     """Python's own lists, dictionaries and numbers, for those of numpy in them."""
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -78,6 +76,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _array(name: str, values: Sequence[Any]) -> np.ndarray:
+def _array(name: str, values: Sequence[Any]) -> Any:
+    import numpy as np
+
     is_whole = name in INTEGERS and None not in values
     return np.array(values, dtype=np.int64 if is_whole else object)
