@@ -83,7 +83,10 @@ def run(
         raise TypeError(f"`sampling_params` must be a SamplingParams, got {type(params).__name__}")
     source = rows if isinstance(rows, Ahead) else as_rows(rows)
     template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs or {}}
-    return _Job(llm, source, params, chat, template, ordered, stop).results()
+    job = _Job(llm, source, params, chat, template, ordered, stop)
+    if chat:
+        job.renderer({})  # what is wrong with it is wrong with every row
+    return job.results()
 
 
 class _Job:
@@ -185,9 +188,10 @@ class _Job:
             params = replace(params, seed=seed)
         if ask.messages is None:
             return ask.prompt, params
-        return self._render(ask.chat).render(ask.messages, "messages"), params
+        return self.renderer(ask.chat).render(ask.messages, "messages"), params
 
-    def _render(self, own: Mapping[str, Any]) -> ChatRenderer:
+    def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:
+        """Of conversations with such arguments of their own."""
         if self._renderer is not None and not own:
             return self._renderer
         variables = own.get("chat_template_kwargs") or {}

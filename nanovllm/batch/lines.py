@@ -38,6 +38,8 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = _open_locked(path)
+        self._new_path = path.with_name(f"{path.name}.tmp")
+        self._new_path.unlink(missing_ok=True)  # of a process that was killed
         self._size = os.fstat(self._fd).st_size
         self._is_synced = True
 
@@ -105,17 +107,15 @@ class Lines:
 
     def drop_failed(self) -> None:
         """Take out the results that carry an error, all at once, so that their rows are left."""
-        new = self.path.with_name(f"{self.path.name}.tmp")
-        new.unlink(missing_ok=True)  # of a process that was killed
-        fd = _open_locked(new)  # before it takes the other's place
+        fd = _open_locked(self._new_path)  # before it takes the other's place
         try:
             with open(fd, "wb", closefd=False) as file:
                 file.writelines(line for line in self._read() if line.endswith(ANSWERED))
             os.fsync(fd)
-            os.replace(new, self.path)
+            os.replace(self._new_path, self.path)
         except BaseException:
             os.close(fd)
-            new.unlink(missing_ok=True)
+            self._new_path.unlink(missing_ok=True)
             raise
         os.close(self._fd)
         self._fd, self._size = fd, os.fstat(fd).st_size

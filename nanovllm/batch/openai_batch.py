@@ -8,7 +8,8 @@ its service answers; `error` repeats code and message, so that readers of either
 
 Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
 OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
-the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit.
+the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit. Calls
+of `tools` stay in the text, as the model writes them.
 """
 
 import time
@@ -172,14 +173,15 @@ def answer(row: Row, output: RequestOutput | None, error: str | None, model: str
         status, problem = 400, {"code": "invalid_request", "message": str(error)}
     else:
         body = row.fields["body"]
-        is_chat = row.fields["url"] == CHAT
+        is_chat, most = row.fields["url"] == CHAT, body.get("top_logprobs") or 0
+        choices = [_message(each, most) if is_chat else _text(each) for each in output.outputs]
         num_generated = sum(len(each.token_ids) for each in output.outputs)
         response = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": body.get("model") or model,
-            "choices": [*map(_message if is_chat else _text, output.outputs)],
+            "choices": choices,
             "usage": {
                 "prompt_tokens": len(output.prompt_token_ids),
                 "completion_tokens": num_generated,
@@ -196,10 +198,12 @@ def answer(row: Row, output: RequestOutput | None, error: str | None, model: str
     }
 
 
-def _message(completion: CompletionOutput) -> dict[str, Any]:
-    """A choice of a chat."""
-    places = completion.logprobs
-    logprobs = None if places is None else {"content": [*map(_place, places)], "refusal": None}
+def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
+    """A choice of a chat, with so many of the most likely tokens."""
+    logprobs = None
+    if completion.logprobs is not None:
+        content = [_place(place, most) for place in completion.logprobs]
+        logprobs = {"content": content, "refusal": None}
     return {
         "index": completion.index,
         "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -208,12 +212,13 @@ def _message(completion: CompletionOutput) -> dict[str, Any]:
     }
 
 
-def _place(place: Mapping[int, Logprob]) -> dict[str, Any]:
+def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
     """The log-probabilities of a token of a chat, which comes first among them."""
-    drawn, *others = map(_token, place.values())
-    best = [drawn] if next(iter(place.values())).rank <= len(place) - 1 else []
-    ranked = sorted([*best, *others], key=lambda token: -token["logprob"])
-    return {**drawn, "top_logprobs": ranked}
+    drawn = next(iter(place.values()))
+    best = sorted(
+        (token for token in place.values() if token.rank <= most), key=lambda token: token.rank
+    )
+    return {**_token(drawn), "top_logprobs": [*map(_token, best)]}
 
 
 def _token(token: Logprob) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def make_row(
     if own_id is None:
         key = xxh3_128_digest(b"%d %b" % (number, content))
     else:
-        key = xxh3_128_digest(f"custom_id {own_id!r}".encode(errors="surrogatepass"))
+        key = xxh3_128_digest(f"custom_id {json.dumps(own_id)}".encode())
     return Row(number, key, contents, error, is_openai)
 
 

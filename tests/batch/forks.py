@@ -1,8 +1,8 @@
 """Runs the command line in forked processes, which need not import torch again.
 
-As a script it reads calls, a line of JSON each, and answers with a line. A call has `argv`; files as
-`stdin` and `stdout`; `closed`: nobody reads its standard output; `signal` and `at`: the signal is
-sent when the output has so many bytes; `part_rows`: of a file of Parquet.
+As a script it reads calls, a line of JSON each, and answers with a line. A call has `argv`; files
+as `stdin` and `stdout`; `closed`: nobody reads its standard output; `signal` and `at`: the signal
+is sent when the output has so many bytes; `part_rows`: of a file of Parquet.
 """
 
 import json

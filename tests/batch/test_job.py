@@ -217,6 +217,8 @@ def test_a_conversation_may_have_arguments_of_its_own(llm):
     prompts = [result.output and result.output.prompt for result in results]
     assert prompts == ["1m=on", "2m=on", "1m=off", None]
     assert results[3].error == "`messages` must be a list of messages, got str"
+    with pytest.raises(ValueError, match="`chat_template` must be the text"):
+        run(llm, rows, GREEDY, chat=True, chat_template="")
 
 
 def test_a_row_that_is_too_long_is_an_error_and_the_others_go_on(llm):

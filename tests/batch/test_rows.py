@@ -158,11 +158,11 @@ def test_what_a_body_cannot_have_is_refused_by_name(values, says):
 
 def test_results_have_openais_form():
     """As the example of the reference has it: code that reads that service's files reads ours."""
-    place = {7: Logprob(-0.5, 2, "b"), 8: Logprob(-0.1, 1, "a"), 7.5: Logprob(-0.5, 2, "b")}
-    del place[7.5]
+    place = {7: Logprob(-0.5, 2, "b"), 8: Logprob(-0.1, 1, "a")}
     completion = CompletionOutput(0, "b", [7], "stop", None, [place], -0.5)
     output = RequestOutput(3, "hi", [1, 2], [completion], True, 1)
-    [row] = rows_of(json.dumps(request({"model": "m", "messages": MESSAGES})).encode())
+    asked = {"model": "m", "messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    [row] = rows_of(json.dumps(request(asked)).encode())
     line = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
     assert line["custom_id"] == "a" and line["error"] is None
     assert line["response"]["status_code"] == 200
@@ -174,6 +174,10 @@ def test_results_have_openais_form():
     [token] = choice["logprobs"]["content"]
     assert (token["token"], token["bytes"]) == ("b", [98])
     assert [each["token"] for each in token["top_logprobs"]] == ["a"]
+    [row] = rows_of(json.dumps(request({**asked, "top_logprobs": 2})).encode())
+    two = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
+    [token] = two["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in token["top_logprobs"]] == ["a", "b"]
     assert body["usage"]["total_tokens"] == 3
 
     [row] = rows_of(json.dumps(request({"prompt": "x"}, "/v1/completions")).encode())

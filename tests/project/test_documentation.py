@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nanovllm
+from nanovllm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,6 +47,7 @@ NOT_HERE = {
     "pytest -m slow tests/kernels/test_other_gpus.py",
     'pip install -e ".[bench]"',
     'pip install ".[structured-outputs]"',
+    'pip install ".[parquet]"',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "python scripts/check_install.py",
 }
@@ -89,6 +91,7 @@ def commands() -> list[str]:
             "ruff ",
             "bash ",
             "PYTORCH",
+            "nanovllm generate --",
         )
         found |= {line for line in lines if line.startswith(known)}
     return sorted(found - NOT_HERE)
@@ -132,6 +135,13 @@ def test_shell_commands_run(
 ) -> None:
     """With the tiny checkpoint for DIR, names and the published shapes, and little work."""
     program, script, *args = shlex.split(command)
+    placeholders = {"DIR": nanovllm.TINY, "Qwen/Qwen3-0.6B": nanovllm.TINY, "B": "torch"}
+    monkeypatch.chdir(tmp_path)
+    if program == "nanovllm":
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
+        assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
+        assert "1 of 1 rows" in capsys.readouterr().err
+        return
     if "--first" in args and os.geteuid():
         pytest.skip("only root can empty the page cache")
     assert program == "python", f"no test knows how to run {command!r}"
@@ -142,9 +152,7 @@ def test_shell_commands_run(
     small = shlex.split(SMALL.get(script, ""))
     if "--dummy" in args and "--model" in small:
         del args[(at := args.index("--dummy")) : at + 2]
-    placeholders = {"DIR": nanovllm.TINY, "Qwen/Qwen3-0.6B": nanovllm.TINY, "B": "torch"}
     args = [placeholders.get(arg, arg) for arg in [*args, *small]]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT / Path(script).parent), *sys.path])
     monkeypatch.setattr(sys, "argv", [script, *args])
     if script in NEED_CUDA and not torch.cuda.is_available():
