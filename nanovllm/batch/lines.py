@@ -2,7 +2,7 @@
 
 A line is written behind the others by one call as soon as it is there: killing the process then
 loses none. What a call has written in part (a full disk, a kill), or a power cut has left, is cut
-off when the file is opened again, or written to.
+off at once, or when the file is opened again.
 """
 
 import errno
@@ -53,26 +53,23 @@ class Lines:
         Raises:
             ValueError: for a line that is no result.
         """
-        size = 0
-        for number, line in enumerate(self._read(), 1):
-            head = HEAD.match(line)
-            if head is None or not line.endswith(FAILED):
-                raise ValueError(
-                    f"line {number} of {self.path} must be a result of this job, got "
-                    f"{line[:60]!r}: delete it, and its row is computed again"
-                )
-            size += len(line)
-            yield bytes.fromhex(head[1].decode()), not line.endswith(ANSWERED)
-        self._cut(size)
-
-    def _read(self) -> Iterator[bytes]:
-        """Its whole lines. Where a file system lost what was not synced, there are zeros."""
+        size, torn = 0, False
         with self.path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n") and b"\0" not in line:
-                    yield line
-                elif file.read(1):
-                    yield line  # to be refused: more comes behind it
+            for number, line in enumerate(file, 1):
+                # Where a file system lost what was not synced, there are zeros.
+                is_whole = line.endswith(b"\n") and b"\0" not in line
+                head = HEAD.match(line) if is_whole and line.endswith(FAILED) else None
+                if torn or (is_whole and head is None):
+                    raise ValueError(
+                        f"line {number - torn} of {self.path} must be a result of this job: delete "
+                        "it, and its row is computed again"
+                    )
+                if head is None:
+                    torn = True  # if more comes behind it, the file was changed
+                    continue
+                size += len(line)
+                yield bytes.fromhex(head[1].decode()), not line.endswith(ANSWERED)
+        self._cut(size)
 
     def _cut(self, size: int) -> None:
         if os.fstat(self._fd).st_size != size:
@@ -88,7 +85,6 @@ class Lines:
         self._append(result.to_line())
 
     def _append(self, line: bytes) -> None:
-        self._cut(self._size)
         self._is_synced = False
         try:
             rest = memoryview(line)
@@ -109,8 +105,8 @@ class Lines:
         """Take out the results that carry an error, all at once, so that their rows are left."""
         fd = _open_locked(self._new_path)  # before it takes the other's place
         try:
-            with open(fd, "wb", closefd=False) as file:
-                file.writelines(line for line in self._read() if line.endswith(ANSWERED))
+            with self.path.open("rb") as old, open(fd, "wb", closefd=False) as new:
+                new.writelines(line for line in old if line.endswith(ANSWERED))
             os.fsync(fd)
             os.replace(self._new_path, self.path)
         except BaseException:

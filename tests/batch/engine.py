@@ -15,7 +15,7 @@ from nanovllm.batch import ResumableSink, read_rows, run
 
 
 class StandIn:
-    """Runs `max_num_seqs` requests at once; half of them end in each step, the prompt "slow" last.
+    """Runs `max_num_seqs` requests at once; some of them end in each step, the prompt "slow" last.
 
     Attributes:
         asked: prompts and parameters, in the order they came in.
@@ -25,11 +25,11 @@ class StandIn:
     tokenizer = None
     is_closed = False
 
-    def __init__(self, max_num_seqs=4, keep=True):
+    def __init__(self, max_num_seqs=4, keep=True, rate=0.5):
         self.config = SimpleNamespace(model="/models/name", max_num_seqs=max_num_seqs, seed=0)
         self.random = random.Random(0)
         self.waiting, self.asked, self.counts = {}, [], []
-        self.keep, self.number = keep, 0
+        self.keep, self.rate, self.number = keep, rate, 0
 
     def get_default_sampling_params(self):
         return SamplingParams(temperature=0, max_tokens=5)
@@ -47,7 +47,7 @@ class StandIn:
         if self.keep:
             self.counts.append(len(self.waiting))
         running = [*self.waiting][: self.config.max_num_seqs]
-        ended = [i for i in running if self.random.random() < 0.5]
+        ended = [i for i in running if self.random.random() < self.rate]
         if len(self.waiting) > 1:
             ended = [i for i in ended if self.waiting[i] != "slow"]
         return [

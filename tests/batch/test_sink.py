@@ -94,6 +94,11 @@ def test_a_part_that_was_being_written_is_written_anew(tmp_path):
     (path / ".part.tmp").write_bytes(b"PAR1")
     assert finish(path, rows) == 2
     assert numbers(path) == [*range(6)]
+    begun = output(tmp_path, "parquet").with_name("begun.parquet")
+    begun.mkdir()
+    (begun / ".part.tmp").write_bytes(b"PAR1")
+    ResumableSink(begun, {"n": 1}).close()
+    ResumableSink(begun, {"n": 2}).close()  # there is no result of the other yet
     assert sorted(file.name for file in path.iterdir()) == [
         "part-000000.parquet",
         "part-000001.parquet",
@@ -154,6 +159,12 @@ def test_a_line_that_was_changed_is_named(tmp_path):
     path.write_bytes(first + b"{}\n" + third)
     with pytest.raises(ValueError, match=r"line 2 of .*must be a result"):
         ResumableSink(path)
+    hole = first[:60] + bytes(20) + first[80:]  # where a disk lost what was not synced
+    path.write_bytes(hole + third)
+    with pytest.raises(ValueError, match=r"line 1 of .*must be a result"):
+        ResumableSink(path)
+    path.write_bytes(third + hole)
+    assert finish(path, rows) == 2
     path.write_bytes(first + first)
     with pytest.raises(ValueError, match="twice"):
         ResumableSink(path)
