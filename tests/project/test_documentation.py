@@ -28,6 +28,7 @@ SMALL = {
     "benchmarks/cpu_vs_transformers.py": (
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
+    "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 2 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
@@ -117,7 +118,7 @@ def test_python_blocks_run(
 
 
 # Of these the default tests run the same at smaller size: test_benchmarks.py.
-SLOW = ("startup", "workloads", "cpu_vs_transformers")
+SLOW = ("job_overhead", "startup", "workloads", "cpu_vs_transformers")
 
 
 @pytest.mark.parametrize(
