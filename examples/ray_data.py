@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--input", help="Parquet files; without it, sums")
     parser.add_argument("--output", default="answers", help="their directory (answers)")
     parser.add_argument("--model", default=TINY, help="directory of a checkpoint, or its name")
-    parser.add_argument("--engines", type=int, default=1, help="engines in the cluster (1)")
+    parser.add_argument("--engines", type=int, default=1, help="in the cluster (1); fewer than CPUs")
     parser.add_argument("--gpus", type=int, help="of each engine, the model is split over (1)")
     args = parser.parse_args()
     output = args.output if "://" in args.output else str(Path(args.output).resolve())
