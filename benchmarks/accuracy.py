@@ -31,8 +31,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 from nanovllm import LLM, TINY, SamplingParams
+from nanovllm.benchmark import harness
+from nanovllm.cli import bench
 from nanovllm.models.loader import find_weights
 from nanovllm.quantization import GROUPS
 
@@ -180,7 +181,7 @@ def main() -> None:
             if not prompts:
                 parser.error("the text, or --length, has not two tokens")
             found = measure(llm, prompts)
-            conditions = bench.conditions(llm)
+            conditions = harness.conditions(llm)
         exact = exact or found
         row = results[name] = compare(found, exact)
         print(
@@ -197,7 +198,7 @@ def main() -> None:
         "results": results,
         **conditions,
     }
-    bench.publish(result, args.save)
+    harness.publish(result, args.save)
 
 
 if __name__ == "__main__":

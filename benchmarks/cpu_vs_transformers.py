@@ -30,8 +30,9 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmark import harness
+from nanovllm.cli import bench
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32000,
@@ -178,10 +179,10 @@ def main() -> None:
         "threads": args.threads,
         "transformers": transformers.__version__,
         "results": results,
-        **bench.conditions(llm),
+        **harness.conditions(llm),
     }
     llm.exit()
-    bench.publish(result, args.save)
+    harness.publish(result, args.save)
 
 
 if __name__ == "__main__":

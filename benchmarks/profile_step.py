@@ -19,9 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 from benchmarks.workloads import make, measure
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmark import harness
+from nanovllm.cli import bench
 from nanovllm.kernels import hopper
 
 STEPS = 8  # profiled
@@ -111,10 +112,10 @@ def main() -> None:
             results.setdefault(f"decode {B}", {}).update(decode(llm, B, profiled))
         if args.prefill:
             results.setdefault("prefill", {}).update(prefill(llm, profiled))
-        conditions = bench.conditions(llm)
+        conditions = harness.conditions(llm)
         llm.exit()
     result = {"benchmark": "profile_step", "model": bench.model_name(args), "results": results}
-    bench.publish({**result, **conditions}, args.save)
+    harness.publish({**result, **conditions}, args.save)
 
 
 if __name__ == "__main__":

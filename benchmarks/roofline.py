@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
-from benchmarks import limits
 from benchmarks.workloads import WORKLOADS, Workload, make, uniform
+from nanovllm.benchmark import harness, limits
+from nanovllm.cli import bench
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import choose, format_of
 
@@ -39,28 +39,30 @@ def main() -> None:
         help="a workload more",
     )
     args = parser.parse_args()
-    with bench.checkpoint(args) as (directory, _):
+    with bench.checkpoint(args) as (directory, options):
         config = ModelConfig.from_pretrained(directory)
     itemsize = 4 if config.dtype == "float32" else 2
     hardware = limits.hardware("NVIDIA H200", itemsize, args.bandwidth, args.flops)
     if hardware is None:
         parser.error("float32 needs --bandwidth and --flops: the H200's are those of 16 bits")
-    hardware = hardware.times(args.tensor_parallel_size)
+    hardware = hardware.times(options.get("tensor_parallel_size", 1))
     print(
         f"{bench.model_name(args)}: {hardware.bandwidth / 1e12:g} TB/s, "
         f"{hardware.flops / 1e12:g} TFLOP/s"
     )
-    held = format_of(choose(args.quantization, config.quantization, config.experts is not None))
+    held = format_of(
+        choose(options.get("quantization"), config.quantization, config.experts is not None)
+    )
     formats = (
-        bench.kv_itemsize(args.kv_cache_dtype, config.head_dim, itemsize),
-        bench.linear_itemsize(held, config, itemsize),
+        harness.kv_itemsize(options.get("kv_cache_dtype", "auto"), config.head_dim, itemsize),
+        harness.linear_itemsize(held, config, itemsize),
     )
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:
         count, length, output = args.uniform
         workloads["uniform"] = uniform([[0] * length] * count, output, True)
     for name, workload in workloads.items():
-        lens = [len(p) for p in workload.prompts], bench.num_new_tokens(workload.params)
+        lens = [len(p) for p in workload.prompts], harness.num_new_tokens(workload.params)
         work = limits.work(config, itemsize, *lens, workload.num_shared, *formats)
         prefill, decode = work.seconds(hardware)
         limit = f"{prefill + decode:7.3f} s"

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 from benchmarks.workloads import many
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.benchmark import harness
+from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.cli import bench
 
 PROMPT, OUTPUT = 512, 128
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -98,7 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     with bench.checkpoint(args) as (directory, options):
         if options.get("load_format") == "dummy":  # a directory of our own, never the user's
-            write_tokenizer(directory, bench.SHAPES[args.dummy])
+            write_tokenizer(directory, SHAPES[args.dummy])
         # Prompts first and alone: what is measured are steps that decode all sequences.
         llm = LLM(directory, **{**options, "mixed_steps": False})
     vocab_size = llm.model_config.vocab_size
@@ -130,9 +132,9 @@ def main() -> None:
         )
         results[name] = {"median": median, "runs": sorted(rates), "unit": "tok/s", "cost": cost}
     result = {"benchmark": "sampling_controls", "model": bench.model_name(args), "results": results}
-    result |= bench.conditions(llm)
+    result |= harness.conditions(llm)
     llm.exit()
-    bench.publish(result, args.save)
+    harness.publish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
+from nanovllm.benchmark import harness
+from nanovllm.cli import bench
 
 CHILD = """
 import json, sys, time
@@ -36,8 +37,8 @@ llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
 times.append(time.perf_counter())
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
 times.append(time.perf_counter())
-import bench
-print(json.dumps([[b - a for a, b in zip(times, times[1:])], bench.conditions(llm)]))
+from nanovllm.benchmark.harness import conditions
+print(json.dumps([[b - a for a, b in zip(times, times[1:])], conditions(llm)]))
 """
 PARTS = ("import torch", "import nanovllm", "LLM(...)", "first request")
 PAGE_CACHE = Path("/proc/sys/vm/drop_caches")
@@ -47,7 +48,7 @@ def start(
     directory: str, options: dict[str, Any], cache: str | None
 ) -> tuple[list[float], dict[str, Any]]:
     """Seconds of each of `PARTS` in a fresh process, and its conditions."""
-    path = [str(bench.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if cache is not None:
         env["TRITON_CACHE_DIR"] = cache
@@ -93,7 +94,7 @@ def main() -> None:
                 entry = {"median": median, "runs": sorted(values), "unit": "s"}
                 results.setdefault(name, {})[part] = entry
     result = {"benchmark": "startup", "model": bench.model_name(args), "results": results}
-    bench.publish({**result, **conditions}, args.save)
+    harness.publish({**result, **conditions}, args.save)
 
 
 if __name__ == "__main__":

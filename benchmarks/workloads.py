@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
-from benchmarks import limits
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmark import harness, limits
+from nanovllm.cli import bench
 
 
 class Workload(NamedTuple):
@@ -45,7 +45,7 @@ class Workload(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens to generate."""
-        return sum(bench.num_new_tokens(self.params))
+        return sum(harness.num_new_tokens(self.params))
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
@@ -73,9 +73,9 @@ def shared_prefix(rng: random.Random) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
-    "bench-0": lambda rng: Workload(*bench.workload(256, 0, 10001), True),
-    "bench-1": lambda rng: Workload(*bench.workload(256, 1, 10001), True),
-    "bench-2": lambda rng: Workload(*bench.workload(256, 2, 10001), True),
+    "bench-0": lambda rng: Workload(*harness.workload(256, 0, 10001), True),
+    "bench-1": lambda rng: Workload(*harness.workload(256, 1, 10001), True),
+    "bench-2": lambda rng: Workload(*harness.workload(256, 2, 10001), True),
     "bs1": lambda rng: uniform(many(rng, 1, 128), 512, True),
     "prefill": lambda rng: uniform(many(rng, 64, 2048), 1, False),
     "shared-prefix": shared_prefix,
@@ -96,7 +96,7 @@ def measure(llm: LLM, workload: Workload) -> float:
     if workload.num_shared:
         seed = workload.prompts[0][: workload.num_shared] + [0] * 64
         llm.generate([seed], SamplingParams(max_tokens=1), use_tqdm=False)
-    return bench.run_once(llm, workload.prompts, workload.params, progress=False)[1]
+    return harness.run_once(llm, workload.prompts, workload.params, progress=False)[1]
 
 
 def result_of(workload: Workload, seconds: list[float]) -> dict[str, Any]:
@@ -129,8 +129,15 @@ def main() -> None:
         workload = make(name, llm.model_config.vocab_size)
         measure(llm, workload)  # warm-up
         seconds = [measure(llm, workload) for _ in range(args.repeat)]
-        facts = (llm, args, workload.prompts, workload.params, statistics.median(seconds))
-        achieved = bench.achieved(*facts, workload.num_shared)
+        achieved = harness.achieved(
+            llm,
+            workload.prompts,
+            workload.params,
+            statistics.median(seconds),
+            bandwidth=args.bandwidth,
+            flops=args.flops,
+            num_shared=workload.num_shared,
+        )
         result = result_of(workload, seconds)
         digits = 0 if workload.per_second else 3
         low, median, high = (
@@ -144,10 +151,10 @@ def main() -> None:
         "model": bench.model_name(args),
         "construction_s": round(construction, 2),
         "results": results,
-        **bench.conditions(llm),
+        **harness.conditions(llm),
     }
     llm.exit()
-    bench.publish(result, args.save)
+    harness.publish(result, args.save)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import bench
 from nanovllm import LLM, SamplingParams
+from nanovllm.benchmark.shapes import SHAPES
 
 LAYERS = 2
 
@@ -29,7 +29,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
     rng = random.Random(0)
-    config = {**bench.SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
+    config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
     prompts = [[rng.randrange(10000) for _ in range(rng.randint(1, 700))] for _ in range(40)]
     params = [
         SamplingParams(temperature=i % 3 / 2, max_tokens=rng.randint(1, 40), ignore_eos=True)

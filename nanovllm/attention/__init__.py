@@ -5,6 +5,9 @@ from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 
+# The fastest first, as measured (docs/experiments.md).
+BACKENDS: list[type[AttentionBackend]] = [TritonBackend, FlashAttentionBackend, TorchBackend]
+
 
 def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:
     """The backend that `attention_backend=choice` asks for; "auto" takes the fastest that can.
@@ -17,17 +20,15 @@ def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend
     """
     if choice == "auto" and needs.device.type == "cpu":
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests
-    # The fastest first, as measured (docs/experiments.md).
-    backends: list[type[AttentionBackend]] = [TritonBackend, FlashAttentionBackend, TorchBackend]
     refusals: list[str] = []
-    for backend in backends:
+    for backend in BACKENDS:
         if choice in ("auto", backend.name):
             refusal = backend.refusal(needs)
             if refusal is None:
                 reason = "; ".join(refusals) or ("the fastest" if choice == "auto" else "as chosen")
                 return backend(), reason
             refusals.append(f"{backend.name}: {refusal}")
-    refused = "; ".join(f"{b.name}: {why}" for b in backends if (why := b.refusal(needs)))
+    refused = "; ".join(f"{b.name}: {why}" for b in BACKENDS if (why := b.refusal(needs)))
     raise ValueError(
         f"attention_backend={choice!r} cannot be used here ({refused}); "
         "use attention_backend='auto'"

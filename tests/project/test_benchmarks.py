@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import bench
-from benchmarks import accuracy, cpu_vs_transformers, limits, roofline, startup, workloads
+from benchmarks import accuracy, cpu_vs_transformers, roofline, startup, workloads
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
+from nanovllm.benchmark import harness, limits
+from nanovllm.cli.main import main
 from nanovllm.model_config import ExpertConfig, ModelConfig
 
 SMALL: dict[str, Any] = {
@@ -169,13 +170,13 @@ def test_bench_reports_its_share(
     tmp_path: Path,
 ) -> None:
     """Without the limits of the device there is a bandwidth, and no share of anything."""
-    monkeypatch.setattr(bench, "run_once", lambda llm, prompts, params, progress: (100, 2.0))
+    monkeypatch.setattr(harness, "run_once", lambda llm, prompts, params, progress: (100, 2.0))
     file = tmp_path / "results.jsonl"
-    args = ("--model", tiny, "--device", "cpu", "--num-seqs", "2", "--save", str(file))
-    run(bench.main, monkeypatch, *args)
+    args = ["bench", "--model", tiny, "--device", "cpu", "--num-seqs", "2", "--save", str(file)]
+    assert main(args) == 0
     plain = capsys.readouterr().out.splitlines()
     assert "GB/s" in plain[-2] and "roofline" not in plain[-2]
-    run(bench.main, monkeypatch, *args, "--bandwidth", "1e9", "--flops", "1e30")
+    assert main([*args, "--bandwidth", "1e9", "--flops", "1e30"]) == 0
     line, last = capsys.readouterr().out.splitlines()[-2:]
     without, result = saved(file)
     assert result == json.loads(last) and without == json.loads(plain[-1])
@@ -203,8 +204,8 @@ def test_workloads_are_measured_and_saved(
     monkeypatch.setattr(workloads, "measure", recording)
     file = tmp_path / "results.jsonl"
     limit = ("--bandwidth", "1e9", "--flops", "1e10")
-    options = ("--device", "cpu", "--block-size", "64", "--repeat", "2", "--save", str(file))
-    run(workloads.main, monkeypatch, "--model", tiny, *options, *limit)
+    options = ("--device", "cpu", "--kvcache-block-size", "64", "--repeat", "2")
+    run(workloads.main, monkeypatch, "--model", tiny, *options, *limit, "--save", str(file))
     assert cached == [0] * 6 + [4 * 64, 8 * 64, 12 * 64]
     (record,) = saved(file)
     assert record == json.loads(capsys.readouterr().out.splitlines()[-1])

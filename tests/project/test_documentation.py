@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import nanovllm
+from nanovllm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +28,7 @@ SMALL = {
     "benchmarks/cpu_vs_transformers.py": (
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
+    "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 2 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
@@ -46,6 +48,7 @@ NOT_HERE = {
     "pytest -m slow tests/kernels/test_other_gpus.py",
     'pip install -e ".[bench]"',
     'pip install ".[structured-outputs]"',
+    'pip install ".[parquet]"',
     "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "python scripts/check_install.py",
 }
@@ -89,6 +92,7 @@ def commands() -> list[str]:
             "ruff ",
             "bash ",
             "PYTORCH",
+            "nanovllm generate --",
         )
         found |= {line for line in lines if line.startswith(known)}
     return sorted(found - NOT_HERE)
@@ -114,7 +118,7 @@ def test_python_blocks_run(
 
 
 # Of these the default tests run the same at smaller size: test_benchmarks.py.
-SLOW = ("startup", "workloads", "cpu_vs_transformers")
+SLOW = ("job_overhead", "startup", "workloads", "cpu_vs_transformers")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,13 @@ def test_shell_commands_run(
 ) -> None:
     """With the tiny checkpoint for DIR, names and the published shapes, and little work."""
     program, script, *args = shlex.split(command)
+    placeholders = {"DIR": nanovllm.TINY, "Qwen/Qwen3-0.6B": nanovllm.TINY, "B": "torch"}
+    monkeypatch.chdir(tmp_path)
+    if program == "nanovllm":
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
+        assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
+        assert "1 of 1 rows" in capsys.readouterr().err
+        return
     if "--first" in args and os.geteuid():
         pytest.skip("only root can empty the page cache")
     assert program == "python", f"no test knows how to run {command!r}"
@@ -142,9 +153,7 @@ def test_shell_commands_run(
     small = shlex.split(SMALL.get(script, ""))
     if "--dummy" in args and "--model" in small:
         del args[(at := args.index("--dummy")) : at + 2]
-    placeholders = {"DIR": nanovllm.TINY, "Qwen/Qwen3-0.6B": nanovllm.TINY, "B": "torch"}
     args = [placeholders.get(arg, arg) for arg in [*args, *small]]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT / Path(script).parent), *sys.path])
     monkeypatch.setattr(sys, "argv", [script, *args])
     if script in NEED_CUDA and not torch.cuda.is_available():

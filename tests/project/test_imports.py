@@ -15,7 +15,7 @@ HOST_MODULES = (
 )
 USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
-NEVER += ["llguidance"]
+NEVER += ["llguidance", "pyarrow"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
@@ -27,7 +27,12 @@ def imported(code: str, modules: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     "modules",
-    ["nanovllm", USER_MODULES, ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES)],
+    [
+        "nanovllm",
+        USER_MODULES,
+        "nanovllm.batch, nanovllm.cli.generate",
+        ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES),
+    ],
 )
 def test_import_is_light(modules):
     assert imported(f"import {modules}", ["torch", *NEVER]) == []

@@ -1,4 +1,4 @@
-"""bench.py and example.py as users run them."""
+"""`nanovllm bench`, and example.py as users run it."""
 
 import argparse
 import json
@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import train_tiny
 
-import bench
 import example
+import nanovllm
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
+from nanovllm.benchmark import harness
+from nanovllm.cli import bench
+from nanovllm.cli.main import main
 from nanovllm.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +29,13 @@ def argv(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     monkeypatch.setattr(sys, "argv", ["script", *args])
 
 
-# -- bench.py -------------------------------------------------------------------------------------
+# -- bench ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seed", "total"), [(0, 133966), (1, 156222), (2, 140460)])
 def test_the_workload_is_that_of_nano_vllm(seed: int, total: int) -> None:
     """The totals that nano-vLLM's bench.py prints: other draws make figures incomparable."""
-    prompts, params = bench.workload(256, seed, 151936)
+    prompts, params = harness.workload(256, seed, 151936)
     assert sum(p.max_tokens for p in params) == total
     assert len(prompts) == len(params) == 256
     lengths = [len(prompt) for prompt in prompts] + [p.max_tokens for p in params]
@@ -40,7 +43,7 @@ def test_the_workload_is_that_of_nano_vllm(seed: int, total: int) -> None:
     ids = {token for prompt in prompts for token in prompt}
     assert min(ids) == 0 and max(ids) == 10000 and len(ids) == 10001
     assert {(p.temperature, p.ignore_eos) for p in params} == {(0.6, True)}
-    folded, _ = bench.workload(256, seed, 272)
+    folded, _ = harness.workload(256, seed, 272)
     assert folded == [[token % 272 for token in prompt] for prompt in prompts]
 
 
@@ -48,25 +51,25 @@ def test_bench_reports_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: str
 ) -> None:
     """The prefix cache of the first run must not serve the second."""
-    runs: list[tuple[int, int]] = []
-    run_once = bench.run_once
+    seen: list[tuple[int, int]] = []
+    run_once = harness.run_once
 
     def recording(llm: LLM, *args: Any, **kwargs: Any) -> Any:
         before = llm.metrics()["num_prefill_tokens"]
         result = run_once(llm, *args, **kwargs)
-        runs.append((llm.metrics()["num_prefill_tokens"] - before, result[0]))
+        seen.append((llm.metrics()["num_prefill_tokens"] - before, result[0]))
         return result
 
-    monkeypatch.setattr(bench, "run_once", recording)
+    monkeypatch.setattr(harness, "run_once", recording)
     options = ["--num-seqs", "3", "--repeat", "2", "--no-progress", "--seed", str(SHORT)]
-    argv(monkeypatch, "--model", tiny, *options, "--device", "cpu", "--block-size", "64")
-    bench.main()
+    options += ["--model", tiny, "--device", "cpu", "--kvcache-block-size", "64"]
+    assert main(["bench", *options]) == 0
     out, err = capsys.readouterr()
     *lines, last = out.strip().splitlines()
     assert "req" not in err
-    prompts, params = bench.workload(3, SHORT, 272)
+    prompts, params = harness.workload(3, SHORT, 272)
     tokens = sum(p.max_tokens for p in params)
-    assert runs == [(sum(map(len, prompts)), tokens)] * 2
+    assert seen == [(sum(map(len, prompts)), tokens)] * 2
     assert [line.split(" in ")[0] for line in lines[-2:]] == [f"{tokens} tokens"] * 2
     result = json.loads(last)
     low, high = result["tok_per_s_range"]
@@ -113,9 +116,11 @@ def test_dummy_shapes_are_the_published_ones(
         built.update(options, config=ModelConfig.from_pretrained(directory))
         return SimpleNamespace()
 
-    monkeypatch.setattr(bench, "LLM", stub)
-    argv(monkeypatch, "--dummy", shape, "--attention-backend", "triton", "--enforce-eager")
-    bench.build(bench.parse_args())
+    monkeypatch.setattr(nanovllm, "LLM", stub)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = ["--dummy", shape, "--attention-backend", "triton", "--enforce-eager"]
+    bench.build(parser.parse_args(args))
     config = built.pop("config")
     assert num_parameters(config) == count
     assert (config.layers[0].rope.rope_theta, config.rms_norm_eps, config.dtype) == (
@@ -124,19 +129,8 @@ def test_dummy_shapes_are_the_published_ones(
         "bfloat16",
     )
     assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (128, 8, 151936)
-    assert built == {
-        "mixed_steps": True,
-        "fused_kernels": True,
-        "load_format": "dummy",
-        "attention_backend": "triton",
-        "enforce_eager": True,
-        "device": "auto",
-        "tensor_parallel_size": 1,
-        "disable_custom_all_reduce": False,
-        "kvcache_block_size": 256,
-        "kv_cache_dtype": "auto",
-        "quantization": None,
-    }
+    options = {"attention_backend": "triton", "enforce_eager": True}
+    assert built == {"load_format": "dummy", **options}
 
 
 @pytest.mark.parametrize(
@@ -155,10 +149,9 @@ def test_bench_refuses_nonsense(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bench, "LLM", None)  # must not be reached
-    argv(monkeypatch, *args)
+    monkeypatch.setattr(nanovllm, "LLM", None)  # must not be reached
     with pytest.raises(SystemExit) as error:
-        bench.main()
+        main(["bench", *args])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -167,7 +160,7 @@ def test_bench_refuses_nonsense(
 
 SCRIPTS = [
     path
-    for path in sorted([ROOT / "bench.py", ROOT / "example.py", *ROOT.glob("[bs]*/*.py")])
+    for path in sorted([ROOT / "bench.py", ROOT / "example.py", *ROOT.glob("[bes]*/*.py")])
     if "__main__" in path.read_text(encoding="utf-8")
 ]
 
@@ -180,9 +173,9 @@ def test_scripts_explain_their_options(
     options: list[argparse.Action] = []
     parse = argparse.ArgumentParser.parse_args
 
-    def recording(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    def recording(parser: argparse.ArgumentParser, *args: Any) -> argparse.Namespace:
         options.extend(parser._actions)
-        return parse(parser)
+        return parse(parser, *args)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", recording)
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])

@@ -1,0 +1,311 @@
+"""`Generate`: answers rows of data frames (pandas, Arrow, Spark, Daft); `RayGenerate`: of Ray Data.
+
+The engine runs in a thread of its own and answers the rows of all batches that it has been given:
+the end of one batch, when few of its rows are left, runs beside the beginning of the next.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import queue
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self, Unpack
+
+from nanovllm.batch.ahead import Ahead
+from nanovllm.batch.job import run
+from nanovllm.batch.params import from_json
+from nanovllm.batch.results import Result
+from nanovllm.batch.rows import Row, make_row
+from nanovllm.batch.tables import Batch, columns_of, read_column, with_columns
+from nanovllm.chat import ChatRenderer
+from nanovllm.config import Options
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+CLOSED = "this engine is closed: build a new Generate"
+
+
+class Generate:
+    """Answers the rows of batches: `generate(batch)` gives the batch with columns more.
+
+    A batch is a dictionary of numpy arrays, a `pandas.DataFrame`, a `pyarrow.Table` or a
+    `pyarrow.RecordBatch`; the same kind is given back. Added, or replaced, are `generated_text`,
+    `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` and `error`: why a row has no
+    answer, which has no value in the others then. Where `sampling_params` ask for more than one
+    text (`n`, `logprobs`, `detokenize=False`), `outputs` has all completions as JSON.
+
+    A column `sampling_params`, if there is one, has parameters of a row: a dictionary or JSON text,
+    laid over those of the constructor; null stands for these. Rows that are drawn at random and
+    have no `seed` get any, or one made of the `id_column`: so a row that is computed twice has the
+    same answer.
+
+    It may be called from many threads: the engine answers their rows together. Arguments are plain
+    values, so that other processes can build it: the engine belongs to the process that does.
+
+    Args:
+        model: directory of a checkpoint, or its name on the hub.
+        prompt_column: has prompts, as text or as token ids; "prompt" if nothing is said.
+        messages_column: has conversations instead, for the chat template: lists of dictionaries
+            with `role` and `content`, or JSON text of them.
+        id_column: has a string or an integer by which a row is known.
+        sampling_params: a `SamplingParams`, or a dictionary of its fields, which is laid over what
+            the checkpoint says.
+        chat: prompts are messages of a user, for the chat template.
+        chat_template, chat_template_kwargs: as in `LLM.chat`.
+        engine: options of `LLM`.
+
+    Raises:
+        TypeError, ValueError: as `LLM`, and naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prompt_column: str | None = None,
+        messages_column: str | None = None,
+        id_column: str | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        chat: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **engine: Unpack[Options],
+    ) -> None:
+        if prompt_column is not None and messages_column is not None:
+            raise ValueError(
+                "`prompt_column` must be left out with `messages_column`, got "
+                f"{prompt_column!r} and {messages_column!r}"
+            )
+        given = {} if sampling_params is None else sampling_params
+        if not isinstance(given, SamplingParams):
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    f"`sampling_params` must be a SamplingParams or a dictionary, got {given!r}"
+                )
+            given = from_json(given)
+            SamplingParams(**given)  # a mistake is named before a model is loaded
+        from nanovllm.llm import LLM
+
+        self._field = "prompt" if messages_column is None else "messages"
+        self._column = messages_column or prompt_column or "prompt"
+        self._id_column = id_column
+        llm = LLM(model, **engine)
+        if not isinstance(given, SamplingParams):
+            given = replace(llm.get_default_sampling_params(), **given)
+        self._has_outputs = given.n > 1 or given.logprobs is not None or not given.detokenize
+        self._most = 2 * llm.config.max_num_seqs  # rows that `map` keeps in the engine
+        job = {
+            "chat": chat,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        if chat or messages_column is not None:
+            try:
+                _check_template(llm, chat_template, chat_template_kwargs)
+            except BaseException:
+                llm.exit()
+                raise
+        self._engine = _Engine()
+        threading.Thread(target=self._engine.serve, args=(llm, given, job), daemon=True).start()
+        self._close = weakref.finalize(self, self._engine.rows.put, None)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with its answers.
+
+        Raises:
+            TypeError, ValueError: if it is no batch, or lacks a column.
+            RuntimeError: if the engine is closed; and whatever ends the engine.
+        """
+        return self._finish(batch, self._submit(batch).result())
+
+    def map(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches with their answers, in their order, as `mapInPandas` and `mapInArrow` of Spark
+        want them. The next batches are read while one is answered.
+
+        Raises:
+            as a call.
+        """
+        held: deque[tuple[Batch, Future[list[Result]]]] = deque()
+        for batch in batches:
+            held.append((batch, self._submit(batch)))
+            while sum(_num_rows(each) for each, _ in itertools.islice(held, 1, None)) >= self._most:
+                done, answers = held.popleft()
+                yield self._finish(done, answers.result())
+        while held:
+            done, answers = held.popleft()
+            yield self._finish(done, answers.result())
+
+    def _submit(self, batch: Any) -> "Future[list[Result]]":
+        """Give the engine the rows of a batch."""
+        names = columns_of(batch)
+        for name in (self._column, self._id_column):
+            if name is not None and name not in names:
+                raise ValueError(f"a batch must have a column {name!r}, got {', '.join(names)}")
+        columns = {self._field: read_column(batch, self._column)}
+        if "sampling_params" in names:
+            columns["sampling_params"] = read_column(batch, "sampling_params")
+        if self._id_column is not None:
+            columns["custom_id"] = read_column(batch, self._id_column)
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return self._engine.add([_read_row(values) for values in rows])
+
+    def _finish(self, batch: Batch, results: list[Result]) -> Batch:
+        answers = [result.answer() for result in results]
+        names = ["generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens"]
+        added = {name: [answer[name] for answer in answers] for name in (*names, "error")}
+        if self._has_outputs:
+            outputs = (answer.get("outputs") for answer in answers)
+            added["outputs"] = [each and json.dumps(each) for each in outputs]
+        return with_columns(batch, added)
+
+    def exit(self) -> None:
+        """Finish calls in progress, and give the memory back. May be called again."""
+        self._close()
+        self._engine.ended.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.exit()
+
+
+class RayGenerate(Generate):
+    """`Generate` for `ray.data.Dataset.map_batches`, which calls it for several batches at once.
+
+    If the engine fails (a GPU is lost, say), the process ends with exit code 1, its traceback in
+    the log: Ray starts another and computes the rows again. A call that raises, or an actor that
+    ends in order, would end the whole job. Mistakes of the caller are raised as ever.
+    """
+
+    async def __call__(self, batch: Batch) -> AsyncGenerator[Batch, None]:  # type: ignore[override]
+        answers = self._submit(batch)
+        try:
+            results = await asyncio.wrap_future(answers)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        yield self._finish(batch, results)
+
+
+@dataclass
+class _Engine:
+    """What the thread with the engine shares with callers.
+
+    Attributes:
+        rows: what it is to answer; None ends it.
+        waiting: by the numbers of rows, who waits for them.
+        error: why it takes no more rows.
+        ended: it has given its memory back.
+    """
+
+    rows: "queue.SimpleQueue[Row | None]" = field(default_factory=queue.SimpleQueue)
+    waiting: "dict[int, _Answers]" = field(default_factory=dict)
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _num_rows: int = 0
+
+    def add(self, rows: list[Row]) -> "Future[list[Result]]":
+        """Queue the rows of a batch."""
+        with self._lock:
+            answers = _Answers(self._num_rows, [None] * len(rows), len(rows))
+            if self.error is not None:
+                answers.future.set_exception(self.error)
+            elif not rows:
+                answers.future.set_result([])
+            else:
+                for number, row in enumerate(rows, self._num_rows):
+                    self.waiting[number] = answers
+                    self.rows.put(replace(row, number=number))
+                self._num_rows += len(rows)
+        return answers.future
+
+    def serve(self, llm: "LLM", params: SamplingParams, job: dict[str, Any]) -> None:
+        """Answer rows until there is None, or the engine fails."""
+        error: BaseException = RuntimeError(CLOSED)
+        try:
+            with llm:
+                for result in run(llm, Ahead(iter(self.rows.get, None)), params, **job):
+                    self.waiting.pop(result.row.number).take(result)
+        except BaseException as failure:
+            error = failure
+        with self._lock:
+            self.error = error
+        for answers in set(self.waiting.values()):
+            answers.future.set_exception(error)
+        self.waiting.clear()
+        self.ended.set()
+
+
+@dataclass(eq=False)
+class _Answers:
+    """Those of a batch.
+
+    Attributes:
+        first: the number of its first row.
+        results: by place.
+        num_left: rows that have none yet.
+    """
+
+    first: int
+    results: list[Any]
+    num_left: int
+    future: "Future[list[Result]]" = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+
+    def take(self, result: Result) -> None:
+        self.results[result.row.number - self.first] = result
+        self.num_left -= 1
+        if not self.num_left:
+            self.future.set_result(self.results)
+
+
+def _read_row(values: dict[str, Any]) -> Row:
+    """A row; what cannot be read is its error."""
+    error = None
+    for name in ("messages", "sampling_params"):
+        if isinstance(text := values.get(name), str):
+            try:
+                values[name] = json.loads(text)
+            except ValueError as failure:
+                error = f"`{name}` must be JSON where it is text, got {text!r}: {failure}"
+    if values.get("custom_id") is None:
+        return Row(0, os.urandom(16), values, error)  # of which its seed is made
+    return make_row(0, b"", values, error)
+
+
+def _check_template(llm: "LLM", template: str | None, variables: Mapping[str, Any] | None) -> None:
+    """Raise if conversations cannot be rendered at all."""
+    ChatRenderer(
+        llm.tokenizer,
+        chat_template=template,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        chat_template_kwargs=variables,
+    )
+
+
+def _num_rows(batch: Any) -> int:
+    return len(next(iter(batch.values()), ())) if isinstance(batch, Mapping) else len(batch)

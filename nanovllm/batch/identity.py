@@ -1,0 +1,94 @@
+"""What a job is: all that its results depend on, beside its rows. Imports no torch."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from nanovllm.config import Config
+from nanovllm.generation_config import read_sampling_params
+from nanovllm.hub import WANTED
+from nanovllm.sampling_params import SamplingParams
+
+# Options by which results differ. Others change where and how fast the same is computed, and may be
+# changed between two runs of a job: a machine with other GPUs may go on with it.
+OPTIONS = (
+    *("dtype", "quantization", "kv_cache_dtype", "seed", "max_model_len", "load_format"),
+    "generation_config",
+)
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+
+
+def default_params(config: Config, given: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters of rows that have none: those given, over those of the checkpoint.
+
+    Raises:
+        TypeError, ValueError: naming the parameter that is wrong.
+    """
+    is_plain = config.generation_config == "vllm"
+    own = SamplingParams() if is_plain else read_sampling_params(config.model)
+    return dataclasses.replace(own, **given)
+
+
+def describe_job(config: Config, params: SamplingParams, **more: Any) -> dict[str, Any]:
+    """A job as JSON has it, for `ResumableSink`.
+
+    Args:
+        config: of the engine; `model` is a directory.
+        params: sampling parameters of rows that have none.
+        more: what else is to be the same when the job goes on: the shard, say.
+    """
+    options = {name: getattr(config, name) for name in OPTIONS}
+    model = describe_model(Path(config.model))
+    job = {"model": model, "engine": options, "sampling": _plain(params), **more}
+    return json.loads(json.dumps(job))
+
+
+def describe_model(directory: Path) -> dict[str, str]:
+    """Hashes of a checkpoint's files, by which it is known wherever it lies.
+
+    Of weights, sizes and 64 places of 4 KiB in each file are read, not gigabytes: two checkpoints
+    that differ in few other numbers alone are taken for one.
+    """
+    groups = {"config.json": "config", "generation_config.json": "generation config"}
+    hashes: dict[str, Any] = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".safetensors":
+            group = "weights"
+        elif any(path.match(pattern) for pattern in WANTED):
+            group = groups.get(path.name, "tokenizer")
+        else:
+            continue
+        state = hashes.setdefault(group, xxh3_128())
+        state.update(path.name.encode(errors="surrogateescape"))
+        for piece in _pieces(path) if group == "weights" else [path.read_bytes()]:
+            state.update(piece)
+    return {group: state.hexdigest() for group, state in hashes.items()}
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The size of a large file, and samples of its contents."""
+    size = path.stat().st_size
+    yield b"%d" % size
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+            yield file.read(SAMPLE_BYTES)
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
+    """Where two descriptions differ, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield f"{name} was {json.dumps(old)} and is {json.dumps(new)}"
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    form = params.structured_outputs
+    return {**values, "structured_outputs": form and dataclasses.asdict(form)}

@@ -1,0 +1,210 @@
+"""`run`: rows in, results out, through an engine that always has enough to do.
+
+Only a window of rows is in the engine, twice as many as it runs at once: memory does not grow with
+the input. Rows are read, rendered and tokenised between steps, a few at a time, while the device
+computes; all at once only while the engine has fewer than it can run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from nanovllm.batch.ahead import Ahead
+from nanovllm.batch.openai_batch import read_request
+from nanovllm.batch.results import Result
+from nanovllm.batch.rows import Row, as_rows, read_ask
+from nanovllm.chat import ChatRenderer
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+BETWEEN_STEPS = 16  # rows: tokenising them takes about as long as a step
+Results: TypeAlias = Generator[Result, None, None]
+WAIT = 0.1  # seconds for a row, until `stop` is asked again
+MOST_HELD = 8  # windows of results that wait for one before them
+
+
+class Engine(Protocol):
+    """What is needed of an `LLM`."""
+
+    tokenizer: Any
+    config: Any
+
+    def add_request(self, prompt: Any, sampling_params: SamplingParams, /) -> int: ...
+    def step(self) -> list[RequestOutput]: ...
+    def is_finished(self) -> bool: ...
+    def abort_all(self) -> None: ...
+    def get_default_sampling_params(self) -> SamplingParams: ...
+    @property
+    def is_closed(self) -> bool: ...
+
+
+def run(
+    llm: Engine,
+    rows: Iterable[Row | Mapping[str, Any] | str],
+    sampling_params: SamplingParams | None = None,
+    *,
+    chat: bool = False,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    ordered: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Results:
+    """Answer rows.
+
+    Rows that are drawn at random and have no `seed` get one, made of the engine's and of what the
+    row is known by: so a job that was interrupted draws what it would have drawn. Leaving the loop
+    drops what is not finished.
+
+    Args:
+        llm: an engine without other requests.
+        rows: those of `read_rows`; or dictionaries with the fields that `nanovllm.batch.rows`
+            names, or prompts. In an `Ahead` they may be slow to come.
+        sampling_params: of rows that have none; None: those of `get_default_sampling_params`.
+        chat: answer prompts as messages of a user, by the chat template.
+        chat_template, chat_template_kwargs: as in `LLM.chat`.
+        ordered: give results in the order of the rows, not as they are finished.
+        stop: is asked before each step; True ends the job there.
+
+    Yields:
+        One result for each row. A row that is refused has its `error`.
+
+    Raises:
+        TypeError, ValueError: for arguments that are wrong.
+        RuntimeError: if the engine is closed, busy with other requests, or fails.
+    """
+    if not llm.is_finished():
+        raise RuntimeError("run() needs an engine without other requests: finish them")
+    params = llm.get_default_sampling_params() if sampling_params is None else sampling_params
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"`sampling_params` must be a SamplingParams, got {type(params).__name__}")
+    source = rows if isinstance(rows, Ahead) else as_rows(rows)
+    template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs or {}}
+    job = _Job(llm, source, params, chat, template, ordered, stop)
+    if chat:
+        job.renderer({})  # what is wrong with it is wrong with every row
+    return job.results()
+
+
+class _Job:
+    """One call of `run`; its arguments are named there."""
+
+    def __init__(
+        self,
+        llm: Engine,
+        rows: Iterator[Row],
+        params: SamplingParams,
+        chat: bool,
+        template: Mapping[str, Any],
+        ordered: bool,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._llm, self._rows, self._params = llm, rows, params
+        self._chat, self._template = chat, template
+        self._ordered, self._stop = ordered, stop
+        self._renderer: ChatRenderer | None = None
+        self._model = Path(llm.config.model).name
+        self._most = llm.config.max_num_seqs * getattr(llm.config, "data_parallel_size", 1)
+        self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
+        self._order: deque[bytes] = deque()  # keys of rows whose result has not been given
+        self._is_end = False
+
+    def results(self) -> Results:
+        """The results, in the order that was asked for."""
+        if not self._ordered:
+            yield from self._finished()
+            return
+        held: dict[bytes, Result] = {}
+        for result in self._finished():
+            held[result.row.key] = result
+            while self._order and self._order[0] in held:
+                yield held.pop(self._order.popleft())
+
+    def _finished(self) -> Results:
+        """The results as they are finished."""
+        try:
+            while not self._stop():
+                yield from self._feed()
+                if self._in_flight:
+                    for output in self._llm.step():
+                        row, params = self._in_flight.pop(output.request_id)
+                        yield Result(row, output, None, params, self._model)
+                elif self._is_end:
+                    return
+        finally:
+            if not self._llm.is_closed:
+                self._llm.abort_all()
+
+    def _feed(self) -> Results:
+        """Read rows and queue them. Yields the results of those that are refused."""
+        added = 0
+        while self._has_room(added):
+            row = next(self._rows, None)
+            if row is None:
+                self._is_end = True
+                return
+            added += 1
+            if self._ordered:
+                self._order.append(row.key)
+            if (refused := self._add(row)) is not None:
+                yield refused
+
+    def _has_room(self, added: int) -> bool:
+        """Whether another row is to be queued before the next step, after so many."""
+        count, window = len(self._in_flight), 2 * self._most
+        if self._is_end or count >= window or added >= window:
+            return False
+        if count >= self._most and added >= BETWEEN_STEPS:
+            return False
+        if count and len(self._order) >= MOST_HELD * window:
+            return False
+        rows = self._rows
+        return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)
+
+    def _add(self, row: Row) -> Result | None:
+        """Queue a row; the result of one that is refused."""
+        if row.error is not None:
+            return Result(row, error=row.error)
+        try:
+            prompt, params = self._request(row)
+            request_id = self._llm.add_request(prompt, params)
+        except (TypeError, ValueError) as error:
+            return Result(row, error=str(error))
+        self._in_flight[request_id] = row, params
+        return None
+
+    def _request(self, row: Row) -> tuple[Any, SamplingParams]:
+        """What a row means for the engine."""
+        if row.is_openai:
+            ask = read_request(row.fields, self._params)
+        else:
+            ask = read_ask(row.fields, self._params, self._chat)
+        params = ask.params
+        if params.seed is None and not params.is_greedy:
+            seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
+            params = replace(params, seed=seed)
+        if ask.messages is None:
+            return ask.prompt, params
+        return self.renderer(ask.chat).render(ask.messages, "messages"), params
+
+    def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:
+        """Of conversations with such arguments of their own."""
+        if self._renderer is not None and not own:
+            return self._renderer
+        variables = own.get("chat_template_kwargs") or {}
+        if isinstance(variables, Mapping):
+            variables = {**self._template["chat_template_kwargs"], **variables}
+        renderer = ChatRenderer(
+            self._llm.tokenizer,
+            chat_template=self._template["chat_template"],
+            add_generation_prompt=own.get("add_generation_prompt", True),
+            continue_final_message=own.get("continue_final_message", False),
+            tools=own.get("tools"),
+            chat_template_kwargs=variables,
+        )
+        if not own:
+            self._renderer = renderer
+        return renderer

@@ -1,0 +1,255 @@
+"""Requests of OpenAI's batch format, and their results.
+
+In: `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`, or
+"/v1/completions". Out, as https://platform.openai.com/docs/api-reference/batch (request-input and
+request-output) has it: `{"id", "custom_id", "response": {"status_code", "request_id", "body"},
+"error"}`. A request that is refused has the status 400 and OpenAI's error object in the body, as
+its service answers; `error` repeats code and message, so that readers of either find it.
+
+Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
+OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
+the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit. Calls
+of `tools` stay in the text, as the model writes them.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages, read_params
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import Foreign, check_bool, check_int, only
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NOT_READ = {  # by which no result differs
+    *("model", "user", "metadata", "store", "service_tier", "stream_options", "prompt_cache_key"),
+    *("safety_identifier", "parallel_tool_calls"),
+}
+UNSUPPORTED: Foreign = {
+    "audio": (only(None), "answers are text"),
+    "best_of": (only(None, 1), "pass n"),
+    "echo": (only(None, False), "results do not repeat the prompt"),
+    "function_call": (only(None, "none"), "pass tools"),
+    "functions": (only(None, []), "pass tools"),
+    "modalities": (only(None, ["text"]), "answers are text"),
+    "prediction": (only(None), "leave it out"),
+    "reasoning_effort": (only(None), "pass chat_template_kwargs"),
+    "stream": (only(None, False), "results come whole"),
+    "suffix": (only(None, ""), "put it into the prompt"),
+    "tool_choice": (only(None, "none", "auto"), "the model chooses: leave it out"),
+    "verbosity": (only(None), "say it in the messages"),
+    "web_search_options": (only(None), "nothing is searched"),
+}
+
+
+def is_request(values: Any) -> bool:
+    """Whether a row is meant to be in this format."""
+    return (
+        isinstance(values, Mapping)
+        and isinstance(values.get("body"), Mapping)
+        and "url" in values
+        and not {"prompt", "prompt_token_ids", "messages"} & set(values)
+    )
+
+
+def read_request(values: Mapping[str, Any], default: SamplingParams) -> Ask:
+    """What a request asks for.
+
+    Args:
+        values: its fields.
+        default: sampling parameters where the body has none.
+
+    Raises:
+        TypeError, ValueError: naming what is wrong.
+    """
+    url, body = values.get("url"), values.get("body")
+    if values.get("custom_id") is None:
+        raise ValueError("`custom_id` must be given, got none")
+    if values.get("method", "POST") != "POST":
+        raise ValueError(f"`method` must be POST, got {values['method']!r}")
+    if url not in (CHAT, COMPLETIONS):
+        raise ValueError(f"`url` must be {CHAT} or {COMPLETIONS}, got {url!r}")
+    if not isinstance(body, Mapping):
+        raise TypeError(f"`body` must be an object, got {body!r}")
+    given = dict(_body(body))
+    own: dict[str, Any] = {}
+    if url == CHAT:
+        messages = given.pop("messages", None)
+        if messages is None:
+            raise ValueError("`body.messages` must be given, got none")
+        own = {name: given.pop(name) for name in CHAT_FIELDS if name in given}
+        if body.get("tool_choice") == "none":
+            own.pop("tools", None)
+        _chat_logprobs(given)
+        ask = Ask(default, messages=read_messages(messages), chat=own)
+    else:
+        ask = Ask(default, _one_prompt(given.pop("prompt", None)))
+    if unknown := sorted(set(given) - PARAMETERS):
+        raise ValueError(f"`body.{unknown[0]}` is not supported for {url}: leave it out")
+    return ask._replace(params=read_params(given, default))
+
+
+def _body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is given in a body, under our names.
+
+    Raises:
+        TypeError, ValueError: for what is not supported.
+    """
+    for name, value in body.items():
+        is_nothing, remedy = UNSUPPORTED.get(name, (None, ""))
+        if is_nothing is not None:
+            if not is_nothing(value):
+                raise ValueError(f"`body.{name}` {value!r} is not supported: {remedy}")
+        elif value is None or name in NOT_READ:
+            continue
+        elif name == "max_completion_tokens":
+            yield "max_tokens", value
+        elif name == "response_format":
+            yield from _form(value)
+        else:
+            yield name, value
+
+
+def _form(value: Any) -> Iterator[tuple[str, Any]]:
+    """`response_format` as `structured_outputs`."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "json_object":
+        yield "structured_outputs", {"json_object": True}
+    elif kind == "json_schema":
+        named = value.get("json_schema")
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"`body.response_format.json_schema.schema` must be a JSON Schema, got {schema!r}"
+            )
+        yield "structured_outputs", {"json": schema}
+    elif kind != "text":
+        raise ValueError(
+            "`body.response_format` must have the `type` text, json_object or json_schema, "
+            f"got {value!r}"
+        )
+
+
+def _chat_logprobs(given: dict[str, Any]) -> None:
+    """In chats `logprobs` is yes or no, and `top_logprobs` how many."""
+    is_wanted, count = given.pop("logprobs", False), given.pop("top_logprobs", None)
+    check_bool("body.logprobs", is_wanted)
+    if count is not None:
+        check_int("body.top_logprobs", count, 0)
+        if not is_wanted:
+            raise ValueError("`body.top_logprobs` needs `logprobs` true, got false")
+    if is_wanted:
+        given["logprobs"] = count or 0
+
+
+def _one_prompt(prompt: Any) -> Any:
+    if prompt is None:
+        raise ValueError("`body.prompt` must be given, got none")
+    if isinstance(prompt, list) and any(isinstance(item, (str, list)) for item in prompt):
+        if len(prompt) > 1:
+            raise ValueError(
+                f"`body.prompt` must be one prompt, got a list of {len(prompt)}: write a row for "
+                "each"
+            )
+        return prompt[0]
+    return prompt
+
+
+def answer(row: Row, output: RequestOutput | None, error: str | None, model: str) -> dict[str, Any]:
+    """The line of the output file for a request.
+
+    Args:
+        row: the request.
+        output: its result; None if it was refused.
+        error: why.
+        model: its name, unless the body has one.
+    """
+    request_id = row.key.hex()
+    response: dict[str, Any]
+    if error is not None or output is None:
+        refusal = {"message": error, "type": "invalid_request_error", "param": None}
+        response = {"error": {**refusal, "code": "invalid_request"}}
+        status, problem = 400, {"code": "invalid_request", "message": str(error)}
+    else:
+        body = row.fields["body"]
+        is_chat, most = row.fields["url"] == CHAT, body.get("top_logprobs") or 0
+        choices = [_message(each, most) if is_chat else _text(each) for each in output.outputs]
+        num_generated = sum(len(each.token_ids) for each in output.outputs)
+        response = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.get("model") or model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(output.prompt_token_ids),
+                "completion_tokens": num_generated,
+                "total_tokens": len(output.prompt_token_ids) + num_generated,
+                "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            },
+        }
+        status, problem = 200, {}
+    return {
+        "id": f"batch_req_{request_id}",
+        "custom_id": row.custom_id,
+        "response": {"status_code": status, "request_id": request_id, "body": response},
+        "error": problem or None,
+    }
+
+
+def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
+    """A choice of a chat, with so many of the most likely tokens."""
+    logprobs = None
+    if completion.logprobs is not None:
+        content = [_place(place, most) for place in completion.logprobs]
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
+    """The log-probabilities of a token of a chat, which comes first among them."""
+    drawn = next(iter(place.values()))
+    best = sorted(
+        (token for token in place.values() if token.rank <= most), key=lambda token: token.rank
+    )
+    return {**_token(drawn), "top_logprobs": [*map(_token, best)]}
+
+
+def _token(token: Logprob) -> dict[str, Any]:
+    text = token.decoded_token or ""
+    data = [*text.encode(errors="replace")]
+    return {"token": text, "logprob": token.logprob, "bytes": data}
+
+
+def _text(completion: CompletionOutput) -> dict[str, Any]:
+    """A choice of a completion."""
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "logprobs": None if completion.logprobs is None else _columns(completion.logprobs),
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def _columns(places: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
+    """The log-probabilities of the tokens of a completion."""
+    drawn = [next(iter(place.values())) for place in places]
+    texts = [token.decoded_token or "" for token in drawn]
+    offsets = [0]
+    for text in texts:
+        offsets.append(offsets[-1] + len(text))
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in drawn],
+        "top_logprobs": [
+            {token.decoded_token or "": token.logprob for token in place.values()}
+            for place in places
+        ],
+        "text_offset": offsets[:-1],
+    }

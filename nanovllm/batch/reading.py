@@ -1,0 +1,219 @@
+"""`read_rows`: the rows of a file, one after the other, in bounded memory.
+
+Formats: "jsonl" (an object on each line; requests of OpenAI's batch format are known by the first
+line, and "openai" says so), "parquet" (a file, or a directory of them in the order of their names)
+and "text" (a prompt on each line). Blank lines are no rows, and a byte order mark is skipped. A
+line that is not UTF-8, not JSON or no object is a row that carries an error.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from nanovllm.batch import openai_batch
+from nanovllm.batch.rows import Row, make_row, refuse_doubles
+from nanovllm.utils.checks import check_choice
+
+INPUT_FORMATS = ("jsonl", "openai", "parquet", "text")
+SUFFIXES = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".txt", ".text"), "text"),
+}
+STANDARD = "-"  # input or output
+BOM = b"\xef\xbb\xbf"
+COUNTED_BYTES = 1 << 30  # of a longer file lines are not counted ahead
+
+
+def format_of(path: str | Path, given: str | None, name: str, formats: tuple[str, ...]) -> str:
+    """The format of a file: the one given, else by its name; JSON lines for standard input/output.
+
+    Args:
+        path: of the file.
+        given: the format, or None.
+        name: what errors call it.
+        formats: those that there are.
+    """
+    if given is not None:
+        check_choice(name, given, formats)
+        return given
+    if str(path) == STANDARD:
+        return "jsonl"
+    if Path(path).is_dir():
+        return "parquet"
+    found = SUFFIXES.get(Path(path).suffix.lower())
+    if found is None:
+        raise ValueError(
+            f"`{name}` must be given for a file with another suffix than {', '.join(SUFFIXES)}, "
+            f"got {str(path)!r}: pass one of {', '.join(formats)}"
+        )
+    return found
+
+
+def check_shard(shard: tuple[int, int]) -> None:
+    """Raise unless it is a part, from 1, and how many there are."""
+    part, parts = shard
+    if not 1 <= part <= parts:
+        raise ValueError(f"`shard` must be I/N with I in 1..N, got {part}/{parts}")
+
+
+def read_rows(
+    source: str | Path | IO[bytes],
+    input_format: str | None = None,
+    *,
+    shard: tuple[int, int] = (1, 1),
+) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+        source: its path, "-" for standard input, or a file that is open for reading bytes.
+        input_format: one of `INPUT_FORMATS`; None: by the name.
+        shard: (i, n): each n-th row, beginning with the i-th, counted from 1.
+
+    Yields:
+        The rows in their order.
+
+    Raises:
+        ValueError: at once, for a format that is not there.
+        OSError: at once, if it cannot be opened, and later, if it cannot be read.
+    """
+    check_shard(shard)
+    if isinstance(source, (str, Path)):
+        kind = format_of(source, input_format, "input_format", INPUT_FORMATS)
+    else:
+        kind = input_format or "jsonl"
+        check_choice("input_format", kind, INPUT_FORMATS)
+    if kind == "parquet":
+        rows = _parquet_rows(open_parquet(source), shard)
+    else:
+        if isinstance(source, (str, Path)):
+            is_standard = str(source) == STANDARD
+            source = _standard_input() if is_standard else open(source, "rb")  # noqa: SIM115
+        rows = _text_rows(source, shard) if kind == "text" else _json_rows(source, shard, kind)
+    return refuse_doubles(rows)
+
+
+def _standard_input() -> IO[bytes]:
+    """With a buffer of its own: Python cannot end while a thread waits with that of `sys.stdin`."""
+    return open(0, "rb", closefd=False)
+
+
+def _lines(file: IO[bytes], shard: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a shard that are not blank, with their numbers among all of these."""
+    part, parts = shard
+    number = 0
+    with file:
+        for i, line in enumerate(file):
+            content = (line.removeprefix(BOM) if i == 0 else line).rstrip(b"\r\n")
+            if not content.strip():
+                continue
+            if number % parts == part - 1:
+                yield number, content
+            number += 1
+
+
+def _text_rows(file: IO[bytes], shard: tuple[int, int]) -> Iterator[Row]:
+    for number, content in _lines(file, shard):
+        try:
+            yield make_row(number, content, {"prompt": content.decode()})
+        except UnicodeDecodeError as error:
+            yield make_row(number, content, None, f"line must be UTF-8, got {_shown(error)}")
+
+
+def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[Row]:
+    is_openai = True if kind == "openai" else None  # None: the first row tells
+    for number, content in _lines(file, shard):
+        values, problem = None, None
+        try:
+            values = json.loads(content.decode())
+        except UnicodeDecodeError as error:
+            problem = f"line must be UTF-8, got {_shown(error)}"
+        except (ValueError, RecursionError) as error:
+            problem = f"line must be JSON: {error}"
+        if is_openai is None:
+            is_openai = openai_batch.is_request(values)
+        yield make_row(number, content, values, problem, is_openai)
+
+
+def _shown(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+
+
+# -- Parquet ------------------------------------------------------------------------------------
+
+
+def import_pyarrow() -> tuple[Any, Any]:
+    """pyarrow and its module for Parquet; ValueError where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            'Parquet needs pyarrow, which is not installed: pip install "nanovllm[parquet]"'
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """The file itself, or those of a directory."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.glob("*.parquet") if not file.name.startswith((".", "_")))
+    if not files:
+        raise ValueError(f"{path} must have files *.parquet, got none")
+    return files
+
+
+def open_parquet(source: str | Path | IO[bytes]) -> list[Any]:
+    """The files as pyarrow reads them."""
+    pyarrow, parquet = import_pyarrow()
+    files: list[Any] = [source]
+    if isinstance(source, (str, Path)):
+        if str(source) == STANDARD:  # it begins with its end
+            files = [tempfile.TemporaryFile()]  # noqa: SIM115
+            shutil.copyfileobj(_standard_input(), files[0])
+        else:
+            files = [*map(str, parquet_files(Path(source)))]
+    try:
+        return [parquet.ParquetFile(file) for file in files]
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{source} cannot be read as Parquet: {error}") from error
+
+
+def _parquet_rows(files: Iterable[Any], shard: tuple[int, int]) -> Iterator[Row]:
+    part, parts = shard
+    number = 0
+    for batch in _batches(files):
+        for place in range((part - 1 - number) % parts, batch.num_rows, parts):
+            [values] = batch.slice(place, 1).to_pylist()
+            content = json.dumps(values, default=str).encode()
+            yield make_row(number + place, content, values)
+        number += batch.num_rows
+
+
+def _batches(files: Iterable[Any]) -> Iterator[Any]:
+    pyarrow, _ = import_pyarrow()
+    for file in files:
+        with file:
+            try:
+                yield from file.iter_batches(batch_size=1024)
+            except pyarrow.ArrowInvalid as error:
+                raise OSError(f"the input cannot be read as Parquet: {error}") from error
+
+
+def count_rows(path: str | Path, input_format: str, shard: tuple[int, int]) -> int | None:
+    """How many rows `read_rows` gives; None if that is not known before they are read."""
+    if str(path) == STANDARD or not (Path(path).is_file() or Path(path).is_dir()):
+        return None
+    part, parts = shard
+    if input_format == "parquet":
+        total = sum(file.metadata.num_rows for file in open_parquet(path))
+    elif Path(path).stat().st_size > COUNTED_BYTES:
+        return None
+    else:
+        with Path(path).open("rb") as file:
+            total = sum(1 for line in file if line.strip())
+    return len(range(part - 1, total, parts))

@@ -1,0 +1,179 @@
+"""`Row`: one line of the input, its key, and what it asks for.
+
+A row is an object with one of these, and with what the caller likes:
+
+- `prompt`: text, or token ids; `prompt_token_ids`, to which `prompt` is the text then;
+- `messages`: a conversation, for the chat template, with `tools`, `chat_template_kwargs`,
+  `add_generation_prompt` and `continue_final_message` as in `LLM.chat`.
+
+Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
+unknown names are refused; null stands for the job's default. All other fields are the caller's own:
+the result carries them.
+
+A row is known by its `custom_id` (a string or an integer), or without one by its number and
+content. Of rows with the same `custom_id` the first is computed; the others carry an error.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from nanovllm.batch.keys import KeySet
+from nanovllm.batch.params import from_json
+from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
+
+PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
+CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the input.
+
+    Attributes:
+        number: its place in the input, from 0; blank lines do not count.
+        key: 16 bytes by which its result is known.
+        fields: its contents; empty if they could not be read.
+        error: why it cannot be used; None if nothing is wrong so far.
+        is_openai: it is a request of OpenAI's batch format, and so will its result be.
+    """
+
+    number: int
+    key: bytes
+    fields: Mapping[str, Any]
+    error: str | None = None
+    is_openai: bool = False
+
+    @property
+    def custom_id(self) -> str | int | None:
+        """What the caller calls it."""
+        return self.fields.get("custom_id")
+
+
+class Ask(NamedTuple):
+    """What a row asks for.
+
+    Attributes:
+        params: how to sample.
+        prompt: as `LLM.add_request` takes it; None for a conversation.
+        messages: the conversation.
+        chat: arguments of `LLM.chat` that it has of its own.
+    """
+
+    params: SamplingParams
+    prompt: Any = None
+    messages: Any = None
+    chat: Mapping[str, Any] = {}
+
+
+def make_row(
+    number: int, content: bytes, values: Any, error: str | None = None, is_openai: bool = False
+) -> Row:
+    """The row of a line, say.
+
+    Args:
+        number: its place in the input.
+        content: what it is known by if it has no `custom_id`.
+        values: its fields.
+        error: why there are none.
+        is_openai: see `Row`.
+    """
+    if error is None and not isinstance(values, Mapping):
+        error = f"a row must be an object, got {type(values).__name__}"
+    contents = {} if error is not None else values
+    own_id = contents.get("custom_id")
+    if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, (str, int))):
+        error = f"`custom_id` must be a string or an integer, got {own_id!r}"
+        own_id = None
+    if own_id is None:
+        key = xxh3_128_digest(b"%d %b" % (number, content))
+    else:
+        key = xxh3_128_digest(f"custom_id {json.dumps(own_id)}".encode())
+    return Row(number, key, contents, error, is_openai)
+
+
+def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
+    """Rows of what a caller has: rows, dictionaries with their fields, or prompts."""
+    for number, item in enumerate(items):
+        if isinstance(item, Row):
+            yield item
+            continue
+        values = {"prompt": item} if isinstance(item, str) else item
+        content = json.dumps(values, default=str).encode()
+        yield make_row(number, content, values)
+
+
+def refuse_doubles(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows; those with the `custom_id` of an earlier one with an error and a key of their own.
+
+    It remembers 24 to 48 bytes for each row with a `custom_id`.
+    """
+    seen = KeySet()
+    for row in rows:
+        if row.custom_id is None or row.error is not None or seen.add(row.key):
+            yield row
+        else:
+            error = f"`custom_id` must differ from row to row, got {row.custom_id!r} again"
+            yield replace(row, key=xxh3_128_digest(b"%d %b" % (row.number, row.key)), error=error)
+
+
+def read_ask(values: Mapping[str, Any], default: SamplingParams, chat: bool = False) -> Ask:
+    """What a row asks for.
+
+    Args:
+        values: its fields.
+        default: sampling parameters where it has none.
+        chat: take a prompt for the message of a user.
+
+    Raises:
+        TypeError, ValueError: naming the field that is wrong.
+    """
+    params = read_params(values, default)
+    prompt, token_ids = values.get("prompt"), values.get("prompt_token_ids")
+    messages = values.get("messages")
+    if messages is not None:
+        if prompt is not None or token_ids is not None:
+            raise ValueError("a row must have either `messages` or a prompt, got both")
+        own = {name: values[name] for name in CHAT_FIELDS if values.get(name) is not None}
+        return Ask(params, messages=read_messages(messages), chat=own)
+    if prompt is None and token_ids is None:
+        names = ", ".join(f"`{name}`" for name in values)
+        raise ValueError(
+            "a row must have `prompt`, `prompt_token_ids` or `messages`, got "
+            f"{'the fields ' + names if names else 'no fields'}"
+        )
+    if token_ids is not None:
+        text = {} if prompt is None else {"prompt": prompt}
+        return Ask(params, {"prompt_token_ids": token_ids, **text})
+    if chat and isinstance(prompt, str):
+        return Ask(params, messages=[{"role": "user", "content": prompt}])
+    return Ask(params, prompt)
+
+
+def read_messages(messages: Any) -> Any:
+    """A conversation without the nulls that columns of tables have for keys of other messages."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
+
+
+def read_params(values: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
+    """The sampling parameters of a row, over the default ones.
+
+    Raises:
+        TypeError, ValueError: naming the parameter that is wrong.
+    """
+    nested = values.get("sampling_params")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
+    own = {name: value for name, value in values.items() if name in PARAMETERS}
+    given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
+    return replace(default, **from_json(given)) if given else default

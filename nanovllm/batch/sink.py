@@ -1,0 +1,213 @@
+"""`ResumableSink`: an output to which the same job comes back until all of its rows are finished.
+
+Beside the output stands `OUTPUT.job.json`, which says what made it: a job of another model or other
+parameters is refused. It is a file of its own so that the output has results only, for readers that
+take each line for a row. It is written under another name, and renamed, before the first result.
+
+Whatever moment the process is killed at, the output holds whole results, each row at most once, and
+the rows without one are computed next time. Results are written as they come, and the disk is made
+to hold them at least every ten seconds; `parts.py` says how Parquet differs.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from typing_extensions import Self
+
+from nanovllm.batch.identity import differences
+from nanovllm.batch.keys import KeySet
+from nanovllm.batch.lines import Lines, Texts, sync_directory, text_line
+from nanovllm.batch.parts import Parts
+from nanovllm.batch.reading import format_of
+from nanovllm.batch.results import Result
+from nanovllm.batch.rows import Row
+from nanovllm.utils.checks import check_choice
+
+OUTPUT_FORMATS = ("jsonl", "parquet", "text")
+STORES: dict[str, Callable[[Path], Lines | Parts]] = {
+    "jsonl": Lines,
+    "parquet": Parts,
+    "text": Texts,
+}
+SYNC_SECONDS, SYNC_ROWS = 10.0, 10_000
+
+
+class ResumableSink:
+    """Where results go. Use it as a context manager, or call `close`.
+
+    Args:
+        path: of the output; a directory of files for Parquet.
+        job: what the results depend on beside the rows, as JSON has it: `describe_job` makes one.
+            An output that was begun with another one is refused.
+        output_format: "jsonl", "parquet" or "text"; None: by the name.
+        retry_errors: take the results that carry an error out of the output, so that their rows are
+            computed again.
+
+    Attributes:
+        num_finished: results in the output.
+        num_errors: those of them that carry an error.
+        ordered: results must come in the order of the rows.
+
+    Raises:
+        ValueError: if the output is that of something else, or of another job.
+        BlockingIOError: if another process writes to it.
+        OSError: if it cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        job: Mapping[str, Any] | None = None,
+        *,
+        output_format: str | None = None,
+        retry_errors: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        kind = format_of(path, output_format, "output_format", OUTPUT_FORMATS)
+        self._store = STORES[kind](self.path)
+        self.ordered = self._store.ordered
+        self.num_finished = self.num_errors = self._num_met = 0
+        self._finished = KeySet()
+        self._unsynced, self._synced_at = 0, time.monotonic()
+        try:
+            if retry_errors and not self._store.can_retry:
+                raise ValueError(
+                    "`retry_errors` must be False for texts, which do not tell errors, got True"
+                )
+            self._check_job({**(job or {}), "output_format": kind})
+            self._recover()
+            if retry_errors and self.num_errors:
+                self._store.drop_failed()
+                self._recover()
+        except BaseException:
+            self._store.close()
+            raise
+
+    def _check_job(self, job: dict[str, Any]) -> None:
+        file = self.path.with_name(f"{self.path.name}.job.json")
+        if self._store.is_empty():
+            new = file.with_name(f"{file.name}.tmp")
+            with new.open("w", encoding="utf-8") as stream:
+                json.dump(job, stream, indent=1)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(new, file)
+            sync_directory(file.parent)
+            return
+        if not file.exists():
+            raise ValueError(
+                f"{self.path} is there already and is no output of such a job (there is no {file}):"
+                " choose another output, or remove it"
+            )
+        try:
+            old = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"{file} must be JSON: {error}; remove it with its output, or choose another output"
+            ) from error
+        if changes := [*differences(old, json.loads(json.dumps(job)))]:
+            raise ValueError(
+                f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "
+                "output, or say the same again"
+            )
+
+    def _recover(self) -> None:
+        """Read back what is finished."""
+        self._finished = KeySet()
+        self.num_finished = self.num_errors = 0
+        for key, has_failed in self._store.recover():
+            if not self._finished.add(key):
+                raise ValueError(f"{self.path} must have a row once, got {key.hex()} twice")
+            self.num_finished += 1
+            self.num_errors += has_failed
+        if isinstance(self._store, Texts):
+            self.num_finished = self._store.num_lines
+
+    def unfinished(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows of a job without those that are finished."""
+        if isinstance(self._store, Texts):
+            self._num_met = self.num_finished
+            yield from islice(rows, self.num_finished, None)
+            return
+        for row in rows:
+            if row.key in self._finished:
+                self._num_met += 1
+            else:
+                yield row
+
+    @property
+    def num_strangers(self) -> int:
+        """Results in the output of rows that `unfinished` has not met: the input has changed."""
+        return len(self._finished) - self._num_met if self._finished else 0
+
+    def write(self, result: Result) -> None:
+        """Take a result.
+
+        Raises:
+            OSError: if it cannot be written. The results before it are kept.
+        """
+        self._store.append(result)
+        self.num_finished += 1
+        self.num_errors += result.error is not None
+        self._unsynced += 1
+        now = time.monotonic()
+        if self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS:
+            self._store.sync()
+            self._unsynced, self._synced_at = 0, now
+
+    def close(self) -> None:
+        """Have the disk hold everything, and let others write."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class StreamSink:
+    """Where results go that nobody comes back to: standard output, say.
+
+    Args:
+        file: is open for writing bytes, and stays so.
+        output_format: "jsonl" or "text".
+
+    Attributes:
+        num_finished, num_errors, num_strangers, ordered: as of a `ResumableSink`.
+    """
+
+    num_strangers = 0
+
+    def __init__(self, file: IO[bytes], output_format: str = "jsonl") -> None:
+        check_choice("output_format", output_format, ("jsonl", "text"))
+        self._file, self.ordered = file, output_format == "text"
+        self.num_finished = self.num_errors = 0
+
+    def unfinished(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """All rows."""
+        return iter(rows)
+
+    def write(self, result: Result) -> None:
+        """Write a line, at once: whoever reads it may wait for it."""
+        self._file.write(text_line(result) if self.ordered else result.to_line())
+        self._file.flush()
+        self.num_finished += 1
+        self.num_errors += result.error is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass

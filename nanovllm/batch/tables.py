@@ -1,0 +1,83 @@
+"""Batches of rows as data frames have them: columns of numpy arrays, pandas, Arrow.
+
+A library is imported here only if the caller has imported it: that a batch is one of its objects
+says so.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Batch = TypeVar("Batch")  # dict[str, np.ndarray], pandas.DataFrame, pyarrow.Table or RecordBatch
+INTEGERS = ("num_prompt_tokens", "num_generated_tokens")  # of what is added; the rest are strings
+
+
+def columns_of(batch: Any) -> list[str]:
+    """The names of its columns.
+
+    Raises:
+        TypeError: if it is no batch.
+    """
+    if isinstance(batch, Mapping):
+        return list(batch)
+    if _is_of(batch, "pandas", "DataFrame"):
+        return list(batch.columns)
+    if _is_of(batch, "pyarrow", "Table") or _is_of(batch, "pyarrow", "RecordBatch"):
+        return list(batch.schema.names)
+    raise TypeError(
+        "a batch must be a dictionary of columns, a pandas.DataFrame, a pyarrow.Table or a "
+        f"pyarrow.RecordBatch, got {type(batch).__name__}"
+    )
+
+
+def read_column(batch: Any, name: str) -> list[Any]:
+    """A column as Python's objects, None for what is missing."""
+    column = batch[name]
+    if _is_of(batch, "pandas", "DataFrame"):
+        column = column.astype(object).where(column.notna(), None)
+    return _plain(column.to_pylist() if hasattr(column, "to_pylist") else column)
+
+
+def with_columns(batch: Batch, added: Mapping[str, Sequence[Any]]) -> Batch:
+    """A batch of the same kind with columns more, or others under their names.
+
+    In pandas and Arrow their types do not depend on the values: strings, and integers, that may
+    be missing. In numpy they are arrays of objects where a value is missing or a string.
+    """
+    table: Any = batch
+    if isinstance(table, Mapping):
+        arrays = {name: _array(name, values) for name, values in added.items()}
+        return {**table, **arrays}  # type: ignore[return-value]
+    if _is_of(table, "pandas", "DataFrame"):
+        pandas = sys.modules["pandas"]
+        types = {name: "Int64" if name in INTEGERS else "string" for name in added}
+        return table.assign(**{n: pandas.array(added[n], dtype=types[n]) for n in added})
+    pyarrow: Any = sys.modules["pyarrow"]
+    columns = {field: table.column(field.name) for field in table.schema if field.name not in added}
+    for name, values in added.items():
+        kind = pyarrow.int64() if name in INTEGERS else pyarrow.string()
+        columns[pyarrow.field(name, kind)] = pyarrow.array(values, type=kind)
+    schema = pyarrow.schema(list(columns), metadata=table.schema.metadata)
+    return type(table).from_arrays(list(columns.values()), schema=schema)
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
+
+
+def _plain(value: Any) -> Any:
+    """Python's own lists, dictionaries and numbers, for those of numpy in them."""
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _array(name: str, values: Sequence[Any]) -> Any:
+    import numpy as np
+
+    is_whole = name in INTEGERS and None not in values
+    return np.array(values, dtype=np.int64 if is_whole else object)

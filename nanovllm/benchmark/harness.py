@@ -1,0 +1,139 @@
+"""nano-vLLM's workload, a run of it, what that achieved, and what its figures depend on."""
+
+import json
+import platform
+import random
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams, __version__
+from nanovllm.benchmark import limits
+from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import Int4
+
+ROOT = Path(__file__).parents[2]  # of a clone; else where packages are installed
+
+
+def workload(
+    num_seqs: int, seed: int, vocab_size: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """nano-vLLM's prompts and parameters; ids are folded into a vocabulary below 10000."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(100, 1024))]
+        for _ in range(num_seqs)
+    ]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(100, 1024))
+        for _ in range(num_seqs)
+    ]
+    return prompts, params
+
+
+def run_once(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], progress: bool
+) -> tuple[int, float]:
+    """Generated tokens and seconds of one run; every output is checked for its length."""
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
+    seconds = time.perf_counter() - start
+    for output, param in zip(outputs, params, strict=True):
+        if len(output.outputs[0].token_ids) != param.max_tokens:
+            raise RuntimeError(f"request {output.request_id} did not run to its length")
+    return sum(num_new_tokens(params)), seconds
+
+
+def num_new_tokens(params: list[SamplingParams]) -> list[int]:
+    """How many tokens each of them asks for; all say it."""
+    return [param.max_tokens or 0 for param in params]
+
+
+def hardware_name(device: str) -> str:
+    """What the GPU or CPU calls itself."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
+
+
+def conditions(llm: LLM) -> dict[str, Any]:
+    """What a figure depends on. `commit` is that of a clone."""
+    commit = ""
+    if (ROOT / "pyproject.toml").is_file():
+        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    metrics = llm.metrics()
+    keys = (
+        *("attention_backend", "device", "dtype", "quantization", "kv_cache_dtype"),
+        *("tensor_parallel_size", "all_reduce", "overlap", "cuda_graphs", "num_kvcache_blocks"),
+    )
+    return {
+        "commit": commit or None,
+        "nanovllm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "hardware": hardware_name(metrics["device"]),
+        **{key: metrics[key] for key in keys},
+        "mixed_steps": llm.config.mixed_steps,
+        "fused_kernels": llm.config.fused_kernels,
+        "num_preemptions": metrics["num_preemptions"],
+        "num_cached_tokens": metrics["num_cached_tokens"],
+    }
+
+
+def achieved(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    seconds: float,
+    *,
+    bandwidth: float | None = None,
+    flops: float | None = None,
+    num_shared: int = 0,
+) -> dict[str, Any]:
+    """Bandwidth and share of the roofline of a run (`limits.report`).
+
+    Args:
+        seconds: that it took.
+        bandwidth, flops: limits of one device; None for those that are known.
+        num_shared: tokens that all prompts begin with, in the cache before the run.
+    """
+    metrics = llm.metrics()
+    itemsize = 4 if metrics["dtype"] == "float32" else 2
+    lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
+    config = llm.model_config
+    formats = (
+        kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
+        linear_itemsize(metrics["quantization"], config, itemsize),
+    )
+    work = limits.work(config, itemsize, *lens, num_shared, *formats)
+    name = hardware_name(metrics["device"])
+    limit = limits.hardware(name, itemsize, bandwidth, flops)
+    return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
+
+
+def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
+    """Bytes of a number in a KV cache, with its share of an exponent."""
+    return 1 + 1 / head_dim if "8" in dtype else itemsize
+
+
+def linear_itemsize(held: str, config: ModelConfig, itemsize: int) -> float:
+    """Bytes of a number in a matrix of a linear layer, with its share of a scale."""
+    if isinstance(config.quantization, Int4) and held == "int4":
+        return 0.5 + 4 / config.quantization.group
+    return 1 if held == "fp8" else itemsize
+
+
+def publish(result: dict[str, Any], file: str | None) -> None:
+    """Print the result as the last line, and append it to `file`: one JSON object a line."""
+    line = json.dumps(result)
+    print(line, flush=True)
+    if file is not None:
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(line + "\n")

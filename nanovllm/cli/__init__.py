@@ -1,0 +1,1 @@
+"""The command line: `nanovllm COMMAND`, one file for each command."""

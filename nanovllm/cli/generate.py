@@ -1,0 +1,255 @@
+"""Answer a file of prompts.
+
+Rows are objects in JSON, rows of Parquet or lines of text, with a prompt or messages and any
+sampling parameters of their own; the flags here are for rows that have none. Results are written as
+they are finished. The same command again goes on where it ended, whatever ended it.
+
+exit codes:
+  0    every row has its answer
+  1    every row is in the output, some with an error in the place of an answer
+  2    a mistake in the call: nothing was computed
+  3    the engine failed
+  4    input or output failed: a full disk, say
+  130  stopped by Ctrl-C (143: by SIGTERM), in order
+  141  whoever reads standard output has gone
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+from nanovllm.batch.ahead import Ahead
+from nanovllm.batch.identity import default_params, describe_job
+from nanovllm.batch.job import run as run_job
+from nanovllm.batch.reading import INPUT_FORMATS, STANDARD, count_rows, format_of, read_rows
+from nanovllm.batch.rows import Row
+from nanovllm.batch.sink import OUTPUT_FORMATS, ResumableSink, StreamSink
+from nanovllm.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    sampling_options,
+)
+from nanovllm.cli.report import Report, say
+from nanovllm.config import Config, our_options
+from nanovllm.hub import checkpoint_directory
+from nanovllm.sampling_params import SamplingParams
+
+ANSWERED, SOME_ERRORS, ENGINE_FAILED, FILE_FAILED = 0, 1, 3, 4
+BY_SIGNAL = 128  # and its number, as shells have it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    add = parser.add_argument
+    add("--model", required=True, help="directory of a checkpoint, or its name on the hub")
+    add("--input", required=True, metavar="FILE", help="rows; - for standard input")
+    add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
+    add("--input-format", choices=INPUT_FORMATS, help="default: by the name, for - jsonl")
+    add("--output-format", choices=OUTPUT_FORMATS, help="default: by the name, for - jsonl")
+    add("--ordered", action="store_true", help="write results in the order of the rows")
+    add(
+        "--shard",
+        type=_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="each N-th row, beginning with the I-th: one of N jobs, each with its own output",
+    )
+    add(
+        "--retry-errors",
+        action="store_true",
+        help="compute rows again whose result in the output is an error",
+    )
+    add("--chat", action="store_true", help="prompts are messages of a user, not texts to go on")
+    add("--chat-template", metavar="FILE", help="a Jinja template, for the checkpoint's own")
+    add(
+        "--chat-template-kwargs",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help='variables of the template, such as {"enable_thinking": false}',
+    )
+    add_engine_options(parser)
+    add_sampling_options(parser)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is to be done, with nothing wrong in it.
+
+    Attributes:
+        options: of the engine, for `LLM(config.model, ...)`.
+        params: of rows that have none.
+        chat: arguments of `nanovllm.batch.run` about chats.
+        rows: the input.
+        is_piped: it is standard input.
+        ordered: results are wanted in the order of the rows.
+        sink: the output.
+    """
+
+    config: Config
+    options: dict[str, Any]
+    params: SamplingParams
+    chat: dict[str, Any]
+    rows: Iterator[Row]
+    is_piped: bool
+    ordered: bool
+    sink: ResumableSink | StreamSink
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the rows.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        TypeError, ValueError: for a mistake in the call.
+    """
+    try:
+        kind = format_of(args.input, args.input_format, "--input-format", INPUT_FORMATS)
+        total = count_rows(args.input, kind, args.shard)
+        call = _read_call(args, kind)
+    except BlockingIOError as error:  # another process has the output
+        raise ValueError(str(error)) from error
+    except OSError as error:
+        say(f"error: {error}")
+        return FILE_FAILED
+    report = Report(call.sink, total, None if args.output == STANDARD else args.output)
+    try:
+        with call.sink:
+            code = _answer(call, report)
+    except OSError as error:
+        if args.output == STANDARD:  # what it has not taken would fail again as Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BY_SIGNAL + signal.SIGPIPE
+        say(f"error: {error}")
+        code = FILE_FAILED
+    report.end(is_complete=code == ANSWERED)
+    return SOME_ERRORS if code == ANSWERED and call.sink.num_errors else code
+
+
+def _read_call(args: argparse.Namespace, kind: str) -> _Call:
+    """What the flags say, the input and the output opened.
+
+    Raises:
+        TypeError, ValueError: for a mistake.
+        OSError: for files that cannot be opened.
+    """
+    options = engine_options(args)
+    config = Config(os.path.expanduser(args.model), **our_options(options))
+    is_dummy = config.load_format == "dummy"
+    directory = checkpoint_directory(config.model, config.revision, weights=not is_dummy)
+    config = replace(config, model=directory, revision=None)
+    options.pop("revision", None)
+    params = default_params(config, sampling_options(args))
+    chat = {"chat": args.chat, "chat_template_kwargs": args.chat_template_kwargs}
+    if args.chat_template is not None:
+        with open(args.chat_template, encoding="utf-8") as file:
+            chat["chat_template"] = file.read()
+    rows = read_rows(args.input, kind, shard=args.shard)
+    if args.output != STANDARD:
+        shard = "/".join(map(str, args.shard))
+        job = describe_job(config, params, **chat, input_format=kind, shard=shard)
+        sink: ResumableSink | StreamSink = ResumableSink(
+            args.output, job, output_format=args.output_format, retry_errors=args.retry_errors
+        )
+    elif args.retry_errors:
+        raise ValueError("--retry-errors needs an output that is a file: pass --output FILE")
+    elif args.output_format == "parquet":
+        raise ValueError("--output must be a directory for Parquet, got standard output")
+    else:
+        sink = StreamSink(sys.stdout.buffer, args.output_format or "jsonl")
+    is_piped, ordered = args.input == STANDARD, args.ordered or sink.ordered
+    return _Call(config, options, params, chat, rows, is_piped, ordered, sink)
+
+
+def _answer(call: _Call, report: Report) -> int:
+    """Compute what is not finished yet.
+
+    Raises:
+        OSError: if a result cannot be written.
+    """
+    left = call.sink.unfinished(call.rows)
+    if (first := next(left, None)) is None:
+        return ANSWERED  # without loading the model
+    from nanovllm.llm import LLM
+
+    left = chain([first], left)
+    with ExitStack() as stack:
+        try:
+            llm = stack.enter_context(LLM(call.config.model, **call.options))
+        except (TypeError, ValueError):
+            raise
+        except Exception:
+            traceback.print_exc()
+            return ENGINE_FAILED
+        stop = stack.enter_context(_Stop())
+        stack.enter_context(report)
+        rows = Ahead(left) if call.is_piped else left
+        results = run_job(llm, rows, call.params, **call.chat, ordered=call.ordered, stop=stop)
+        stack.enter_context(closing(results))
+        while True:
+            try:
+                result = next(results, None)
+            except OSError:  # of the input
+                raise
+            except Exception:
+                traceback.print_exc()
+                return ENGINE_FAILED
+            if result is None:
+                return ANSWERED if stop.signum is None else BY_SIGNAL + stop.signum
+            call.sink.write(result)
+            report.add(result)
+
+
+class _Stop:
+    """Ctrl-C and SIGTERM end the job after the step that is computed; a second one, at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signum is not None
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+    def __enter__(self) -> "_Stop":
+        signums = (signal.SIGINT, signal.SIGTERM)
+        self._old = {signum: signal.signal(signum, self._handle) for signum in signums}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"must be I/N with I in 1..N, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")
+    return value

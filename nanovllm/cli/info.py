@@ -1,0 +1,161 @@
+"""What is installed, and what it can run on here.
+
+Versions, devices with their memory, which attention backends each has and why not the others, and
+the extras with the command that installs them. For a report of a problem: --json.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+
+from nanovllm import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 2**30
+HEAD_DIM, BLOCK_SIZE = 128, 256  # of the model that backends are asked about
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    found = collect()
+    print(json.dumps(found) if args.json else describe(found))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """All of it, as JSON has it; bytes for memory, None for what is not there."""
+    own = [Requirement(text) for text in _requirements()]
+    return {
+        "nanovllm": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {each.name: _version(each.name) for each in own if not _extra(each)},
+        "devices": _devices(),
+        "no_cuda": _no_cuda(),
+        "extras": _extras(own),
+    }
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("nanovllm") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a clone, without an install
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """The extra that it belongs to."""
+    _, is_of_one, rest = str(requirement.marker or "").partition('extra == "')
+    return rest.partition('"')[0] if is_of_one else None
+
+
+def _extras(requirements: list[Requirement]) -> dict[str, dict[str, Any]]:
+    extras: dict[str, dict[str, Any]] = {}
+    for each in requirements:
+        if (extra := _extra(each)) is None:
+            continue
+        entry = extras.setdefault(extra, {"installed": True, "packages": {}, "install": ""})
+        version = entry["packages"][each.name] = _version(each.name)
+        if version is None or not each.specifier.contains(version, prereleases=True):
+            entry["installed"] = False
+        each.marker = None
+        entry["install"] = f'{entry["install"] or "pip install"} "{each}"'
+    return extras
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from nanovllm.benchmark.harness import hardware_name
+    from nanovllm.engine.memory import available_cpu_memory
+    from nanovllm.utils.device import capability
+
+    is_linux = hasattr(os, "sched_getaffinity")
+    cpu = torch.device("cpu")
+    devices: list[dict[str, Any]] = [
+        {
+            "device": "cpu",
+            "name": hardware_name("cpu"),
+            "cores": len(os.sched_getaffinity(0)) if is_linux else os.cpu_count(),
+            "total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "free_bytes": available_cpu_memory(),
+            "attention": _attention(cpu, torch.float32),
+        }
+    ]
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", i)
+        free, total = torch.cuda.mem_get_info(device)
+        entry = {
+            "device": str(device),
+            "name": hardware_name(str(device)),
+            "compute_capability": ".".join(map(str, capability(i))),
+            "total_bytes": total,
+            "free_bytes": free,
+            "attention": _attention(device, torch.bfloat16),
+        }
+        devices.append(entry)
+    return devices
+
+
+def _attention(device: "torch.device", dtype: "torch.dtype") -> dict[str, str | None]:
+    """Each backend and why it cannot run there; None if it can."""
+    from nanovllm.attention import BACKENDS, AttentionNeeds
+
+    needs = AttentionNeeds(device, dtype, HEAD_DIM, BLOCK_SIZE)
+    return {backend.name: backend.refusal(needs) for backend in BACKENDS}
+
+
+def _no_cuda() -> str | None:
+    """Why there are no CUDA devices; None if there are."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this build of PyTorch is for CPUs alone"
+    return f"PyTorch {torch.__version__} finds no GPU, or no driver for it"
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The same as text."""
+    packages = (f"{name} {version or '(missing)'}" for name, version in found["packages"].items())
+    lines = [
+        f"nanovllm {found['nanovllm']}, Python {found['python']}, {found['platform']}",
+        ", ".join(packages),
+    ]
+    for device in found["devices"]:
+        facts = [device["name"]]
+        if "cores" in device:
+            facts.append(f"{device['cores']} cores")
+        else:
+            facts.append(f"compute capability {device['compute_capability']}")
+        total, free = (device[f"{kind}_bytes"] / GIB for kind in ("total", "free"))
+        facts.append(f"{total:.1f} GiB, {free:.1f} free")
+        lines.append(f"\n{device['device']}: {', '.join(facts)}")
+        for name, refusal in device["attention"].items():
+            lines.append(f"  attention {name}: {'no: ' + refusal if refusal else 'yes'}")
+    if found["no_cuda"]:
+        lines.append(f"no CUDA device: {found['no_cuda']}")
+    lines.append("\nextras:")
+    for name, extra in found["extras"].items():
+        lines.append(f"  {name}: {'installed' if extra['installed'] else extra['install']}")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""The entry of the command line: reads the arguments, runs a command, and ends in an exit code.
+
+A command is a module with a docstring, `add_arguments(parser)` and `run(args) -> int`. It imports
+torch when it runs, not before, so that `--help` answers at once.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from nanovllm import __version__
+from nanovllm.cli import bench, chat, generate, info
+
+COMMANDS: dict[str, ModuleType] = {
+    "generate": generate,
+    "chat": chat,
+    "bench": bench,
+    "info": info,
+}  # in the order of --help
+USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctrl-C
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of a command has dozens."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit code: the command's own; 2 for a mistake of the user, whose one line is then on
+        standard error; 130 after Ctrl-C; 1 if whoever reads standard output has gone.
+
+    Raises:
+        SystemExit: after `--help` and `--version`, and where the arguments cannot be read.
+    """
+    args = _parser().parse_args(argv)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("nanovllm").setLevel(level)
+    try:
+        return COMMANDS[args.command].run(args)
+    except (TypeError, ValueError) as error:  # how the library names what is wrong
+        print(f"nanovllm {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end fails, too
+        return 1
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="nanovllm", description="Offline LLM inference.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, help="`COMMAND --help` says more"
+    )
+    for name, module in COMMANDS.items():
+        summary, _, details = (module.__doc__ or "").partition("\n\n")
+        command = commands.add_parser(
+            name,
+            usage=f"nanovllm {name} [options]",
+            help=summary.rstrip("."),
+            description=f"{summary}\n\n{details}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.add_argument(
+            "-v", "--verbose", action="store_true", help="log what the engine does at its start"
+        )
+    return parser

@@ -1,0 +1,133 @@
+"""Flags for the fields of `Config` and `SamplingParams`: their names, types, defaults and help text
+are taken from these classes, so a new field is a flag without a word here.
+
+A field's own name is its flag, with dashes. `seed` is in both classes: `--seed` is that of
+`SamplingParams`, `--engine-seed` that of `Config`.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from nanovllm.batch.params import from_json
+from nanovllm.config import Config, Options
+from nanovllm.sampling_params import SamplingParams
+
+ENGINE, SAMPLING = "engine", "sampling"  # begin the names of what is parsed
+FLAGS = {(ENGINE, "seed"): "engine-seed"}
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Flags for all options of an engine; `model` is for each command to add."""
+    _add(parser, ENGINE, Config, get_type_hints(Options))
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, as keyword arguments of `LLM`."""
+    return _given(args, ENGINE)
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, leave_out: Container[str] = ()
+) -> None:
+    """Flags for the fields of `SamplingParams`."""
+    hints = get_type_hints(SamplingParams)
+    hints = {name: hint for name, hint in hints.items() if name not in leave_out}
+    _add(parser, SAMPLING, SamplingParams, hints)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that were given, as keyword arguments of `SamplingParams`."""
+    return from_json(_given(args, SAMPLING))
+
+
+def _given(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    prefix = f"{kind}."
+    named = vars(args).items()
+    return {key.removeprefix(prefix): value for key, value in named if key.startswith(prefix)}
+
+
+def _add(parser: argparse.ArgumentParser, kind: str, cls: Any, hints: Mapping[str, Any]) -> None:
+    group = parser.add_argument_group(
+        f"{kind} options", f"as in nanovllm.{cls.__name__}; `none` is Python's None"
+    )
+    texts = field_texts(cls)
+    for field in dataclasses.fields(cls):
+        if field.name not in hints or field.default is dataclasses.MISSING:
+            continue
+        is_word = field.default is None or isinstance(field.default, bool)
+        default = str(field.default).lower() if is_word else field.default
+        read, metavar = _reader(hints[field.name])
+        options: dict[str, Any] = {
+            "dest": f"{kind}.{field.name}",
+            "default": argparse.SUPPRESS,
+            "help": f"{texts.get(field.name, '')} (default: {default})".replace("%", "%%"),
+        }
+        if read is None:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": read, "metavar": metavar}
+        flag = FLAGS.get((kind, field.name), field.name).replace("_", "-")
+        group.add_argument(f"--{flag}", **options)
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """What the section "Attributes" of a class's docstring says of each, in one line."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], re.M)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
+    """What reads a value of this type from text, and how help calls it; None for yes or no."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
+    [kind] = kinds
+    if kind is bool:
+        return None, ""
+    read, metavar = READERS.get(kind) or (json_value, "JSON")
+
+    def read_or_none(text: str) -> Any:
+        return None if is_union and text.lower() == "none" else read(text)
+
+    return read_or_none, metavar
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def json_value(text: str) -> Any:
+    """What a flag for a list or an object takes."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
+
+
+def _strings(text: str) -> Any:
+    """A list, or the only string of one."""
+    return json_value(text) if text.startswith("[") else [text]
+
+
+READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (_integer, "N"),
+    float: (_number, "X"),
+    str: (str, "NAME"),
+    Sequence[str]: (_strings, "JSON"),
+}

@@ -1,0 +1,102 @@
+"""Runs the command line in forked processes, which need not import torch again.
+
+As a script it reads calls, a line of JSON each, and answers with a line. A call has `argv`; files
+as `stdin` and `stdout`; `closed`: nobody reads its standard output; `signal` and `at`: the signal
+is sent when the output has so many bytes; `part_rows`: of a file of Parquet.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+class Forks:
+    """The script, from outside."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+        )
+
+    def __call__(self, *argv, **call):
+        """The exit code, or minus the signal that ended it, and what it said on standard error."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps({"argv": [*map(str, argv)], **call}), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        return answer["code"], answer["stderr"]
+
+    def close(self):
+        self._process.communicate()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of those in a directory."""
+    try:
+        return sum(map(size_of, path.iterdir())) if path.is_dir() else path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def child(call, stderr):
+    """The command, in this process."""
+    from nanovllm.batch import parts
+    from nanovllm.cli.main import main
+
+    parts.PART_ROWS = call.get("part_rows", parts.PART_ROWS)
+    os.dup2(os.open(call.get("stdin", os.devnull), os.O_RDONLY), 0)
+    target = os.open(call.get("stdout", os.devnull), os.O_WRONLY)
+    if call.get("closed"):
+        read, target = os.pipe()
+        os.close(read)
+    os.dup2(target, 1)
+    os.dup2(stderr, 2)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, open(fd, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    code = 70
+    try:
+        code = main(call["argv"])
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def serve():
+    """Answer calls."""
+    import transformers  # noqa: F401
+
+    import nanovllm.llm  # noqa: F401
+
+    for line in sys.stdin:
+        call = json.loads(line)
+        stderr = os.memfd_create("stderr")
+        pid = os.fork()
+        if not pid:
+            child(call, stderr)
+        status = None
+        if "signal" in call:
+            output = Path(call["argv"][call["argv"].index("--output") + 1])
+            while status is None and size_of(output) < call["at"]:
+                ended, found = os.waitpid(pid, os.WNOHANG)
+                status = found if ended else None
+                time.sleep(0.001)
+            if status is None:
+                os.kill(pid, signal.Signals[call["signal"]])
+        if status is None:
+            status = os.waitpid(pid, 0)[1]
+        os.lseek(stderr, 0, os.SEEK_SET)
+        with open(stderr, encoding="utf-8") as file:
+            answer = {"code": os.waitstatus_to_exitcode(status), "stderr": file.read()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

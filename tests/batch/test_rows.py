@@ -1,0 +1,256 @@
+"""What rows ask for: plain ones, and requests of OpenAI's batch format."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from nanovllm.batch import Result, read_rows
+from nanovllm.batch.keys import KeySet
+from nanovllm.batch.openai_batch import read_request
+from nanovllm.batch.rows import as_rows, read_ask
+
+DEFAULT = SamplingParams(temperature=0.5, max_tokens=7)
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def rows_of(*lines: bytes, **options):
+    return [*read_rows(io.BytesIO(b"".join(lines)), **options)]
+
+
+def request(body, url=CHAT, **fields):
+    return {"custom_id": "a", "method": "POST", "url": url, "body": body, **fields}
+
+
+@given(st.lists(st.integers(1, 2**128 - 1), max_size=3000))
+def test_key_set_is_a_set(numbers):
+    """With keys that begin alike, too, which look for their place side by side."""
+    keys = [number.to_bytes(16, "big") for number in numbers]
+    known, expected = KeySet(), set()
+    for key in keys:
+        assert known.add(key) == (key not in expected)
+        expected.add(key)
+    assert len(known) == len(expected)
+    assert all(key in known for key in keys)
+    assert bytes([255] * 15 + [254]) in known or bytes([255] * 15 + [254]) not in expected
+
+
+def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
+    ask = read_ask({"prompt": "x", "max_tokens": 3, "seed": None, "mine": [1]}, DEFAULT)
+    assert ask.prompt == "x"
+    assert ask.params == SamplingParams(temperature=0.5, max_tokens=3)
+    ask = read_ask(
+        {"prompt": "x", "top_k": 3, "sampling_params": {"top_k": 4, "logit_bias": {"5": -1}}},
+        DEFAULT,
+    )
+    assert (ask.params.top_k, ask.params.logit_bias) == (4, {5: -1.0})
+    form = read_ask({"prompt": "x", "structured_outputs": {"regex": "a"}}, DEFAULT)
+    assert form.params.structured_outputs.regex == "a"
+    assert read_ask({"prompt": "x"}, DEFAULT).params is DEFAULT
+    assert read_ask({"prompt": "x"}, DEFAULT, chat=True).messages == [
+        {"role": "user", "content": "x"}
+    ]
+    ask = read_ask({"messages": [{**MESSAGES[0], "name": None}], "tools": [{}]}, DEFAULT)
+    assert ask.messages == MESSAGES and ask.chat == {"tools": [{}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "no fields"),
+        ({"text": "x", "id": 1}, "got the fields `text`, `id`"),
+        ({"prompt": "x", "messages": MESSAGES}, "either `messages` or a prompt"),
+        ({"prompt": "x", "max_tokens": "many"}, "`max_tokens` must be an integer, got 'many'"),
+        ({"prompt": "x", "sampling_params": {"max_token": 3}}, "did you mean `max_tokens`"),
+        ({"prompt": "x", "sampling_params": 3}, "`sampling_params` must be an object"),
+        ({"prompt": "x", "best_of": 3}, "pass n"),
+    ],
+)
+def test_mistakes_in_a_row_are_named(values, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        read_ask(values, DEFAULT)
+
+
+def test_rows_are_known_by_their_id_else_by_number_and_content():
+    lines = [b'{"prompt": "x"}\n', b'{"prompt": "x"}\n', b'{"custom_id": "a", "prompt": "x"}\n']
+    keys = [row.key for row in rows_of(*lines)]
+    assert len(set(keys)) == 3
+    assert [row.key for row in rows_of(*lines)] == keys
+    moved = rows_of(b'{"custom_id": "a", "prompt": "y"}\n', lines[0], lines[0])
+    assert moved[0].key == keys[2]  # whatever its place and content
+    assert moved[1].key == keys[1]
+    assert moved[2].key not in keys
+    number, text = rows_of(b'{"custom_id": 1}\n', b'{"custom_id": "1"}\n')
+    assert number.key != text.key
+
+
+def test_ids_that_come_again_are_errors_of_their_own_rows():
+    rows = rows_of(*[b'{"custom_id": "a", "prompt": "x"}\n'] * 3)
+    assert [row.error for row in rows] == [
+        None,
+        *["`custom_id` must differ from row to row, got 'a' again"] * 2,
+    ]
+    assert len({row.key for row in rows}) == 3
+    [row] = rows_of(b'{"custom_id": [1], "prompt": "x"}\n')
+    assert row.error == "`custom_id` must be a string or an integer, got [1]"
+
+
+def test_rows_of_dictionaries_and_prompts():
+    first, second = as_rows(["x", {"prompt": "y", "n": 2}])
+    assert (first.fields, second.number) == ({"prompt": "x"}, 1)
+
+
+# -- OpenAI's format ----------------------------------------------------------------------------
+
+
+def test_bodies_are_read():
+    ask = read_request(
+        request(
+            {
+                "model": "m",
+                "messages": MESSAGES,
+                "max_completion_tokens": 5,
+                "stop": ["a"],
+                "logprobs": True,
+                "top_logprobs": 2,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+                "user": "u",
+                "stream": False,
+                "top_k": 4,
+                "temperature": None,
+            }
+        ),
+        DEFAULT,
+    )
+    assert ask.messages == MESSAGES
+    params = ask.params
+    assert (params.max_tokens, params.stop, params.logprobs, params.top_k) == (5, ("a",), 2, 4)
+    assert (params.structured_outputs.json, params.temperature) == ("{}", 0.5)
+    ask = read_request(request({"prompt": ["x"], "logprobs": 1}, "/v1/completions"), DEFAULT)
+    assert (ask.prompt, ask.params.logprobs) == ("x", 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (request({"messages": MESSAGES}, custom_id=None), "`custom_id` must be given"),
+        (request({"messages": MESSAGES}, method="GET"), "`method` must be POST"),
+        (request({}, url="/v1/embeddings"), "`url` must be .*got '/v1/embeddings'"),
+        (request({}), "`body.messages` must be given"),
+        (request({"messages": MESSAGES, "audio": {}}), "`body.audio` {} is not supported"),
+        (request({"messages": MESSAGES, "tool_choice": "required"}), "tool_choice"),
+        (request({"messages": MESSAGES, "colour": 1}), "`body.colour` is not supported"),
+        (request({"messages": MESSAGES, "top_logprobs": 1}), "needs `logprobs` true"),
+        (request({"messages": MESSAGES, "response_format": {"type": "xml"}}), "response_format"),
+        (request({"prompt": ["x", "y"]}, "/v1/completions"), "a row for each"),
+        (request({"prompt": "x", "echo": True}, "/v1/completions"), "`body.echo` True"),
+        ({"custom_id": "a", "url": CHAT}, "`body` must be an object"),
+    ],
+)
+def test_what_a_body_cannot_have_is_refused_by_name(values, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        read_request(values, DEFAULT)
+
+
+def test_results_have_openais_form():
+    """As the example of the reference has it: code that reads that service's files reads ours."""
+    place = {7: Logprob(-0.5, 2, "b"), 8: Logprob(-0.1, 1, "a")}
+    completion = CompletionOutput(0, "b", [7], "stop", None, [place], -0.5)
+    output = RequestOutput(3, "hi", [1, 2], [completion], True, 1)
+    asked = {"model": "m", "messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    [row] = rows_of(json.dumps(request(asked)).encode())
+    line = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
+    assert line["custom_id"] == "a" and line["error"] is None
+    assert line["response"]["status_code"] == 200
+    body = line["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "m")
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "b", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    [token] = choice["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("b", [98])
+    assert [each["token"] for each in token["top_logprobs"]] == ["a"]
+    [row] = rows_of(json.dumps(request({**asked, "top_logprobs": 2})).encode())
+    two = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
+    [token] = two["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in token["top_logprobs"]] == ["a", "b"]
+    assert body["usage"]["total_tokens"] == 3
+
+    [row] = rows_of(json.dumps(request({"prompt": "x"}, "/v1/completions")).encode())
+    line = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
+    [choice] = line["response"]["body"]["choices"]
+    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("b", [-0.5])
+
+    line = json.loads(Result(row, None, "too long").to_line())
+    assert line["response"]["status_code"] == 400
+    assert line["response"]["body"]["error"]["message"] == line["error"]["message"] == "too long"
+
+
+def test_the_first_line_says_whether_a_file_is_openais():
+    ask = json.dumps(request({"messages": MESSAGES})).encode() + b"\n"
+    assert all(row.is_openai for row in rows_of(ask, b"no json\n"))
+    page = b'{"url": "http://", "body": {}, "prompt": "x"}\n'
+    assert not any(row.is_openai for row in rows_of(page, b"no json\n"))
+    assert all(row.is_openai for row in rows_of(b"no json\n", ask, input_format="openai"))
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def test_lines_that_cannot_be_read_are_rows_with_errors():
+    lines = (b'{"prompt": "\xc3\xa4"}\r\n', b"\n", b" \t\n", b'{"a"\n', b'"x"\n', b'{"b": "\xff"}')
+    rows = rows_of(b"\xef\xbb\xbf", *lines)
+    assert rows[0].fields == {"prompt": "ä"}
+    assert [row.number for row in rows] == [0, 1, 2, 3]
+    assert "line must be JSON" in rows[1].error
+    assert rows[2].error == "a row must be an object, got str"
+    assert rows[3].error == "line must be UTF-8, got byte 0xff at position 7"
+    [deep] = rows_of(b"[" * 100_000)
+    assert "line must be JSON" in deep.error
+    first, second = rows_of(b"one\r\n\n\xff", input_format="text")
+    assert first.fields == {"prompt": "one"} and "UTF-8" in second.error
+
+
+@given(st.integers(1, 5), st.integers(0, 12))
+def test_shards_have_each_row_once(parts, count):
+    lines = [b'{"prompt": "%d"}\n' % i for i in range(count)]
+    shards = [rows_of(*lines, shard=(part, parts)) for part in range(1, parts + 1)]
+    assert sorted(row.number for rows in shards for row in rows) == [*range(count)]
+    keys = {row.key for rows in shards for row in rows}
+    assert keys == {row.key for row in rows_of(*lines)}
+    for part, rows in enumerate(shards, 1):
+        assert all(row.number % parts == part - 1 for row in rows)
+
+
+def test_parquet_is_read_in_batches_files_and_shards(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    for name, begin in (("b", 1500), ("a", 0)):  # in the order of their names
+        numbers = [*range(begin, begin + 1500)]
+        table = pa.table({"prompt": [str(i) for i in numbers], "max_tokens": [None, 3] * 750})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=400)
+    rows = [*read_rows(tmp_path)]
+    assert [row.fields["prompt"] for row in rows] == [str(i) for i in range(3000)]
+    assert read_ask(rows[0].fields, DEFAULT).params is DEFAULT
+    parts = [[*read_rows(tmp_path, shard=(part, 7))] for part in range(1, 8)]
+    assert sorted(row.number for part in parts for row in part) == [*range(3000)]
+    assert all(row.number % 7 == i for i, part in enumerate(parts) for row in part)
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 none")
+    with pytest.raises(ValueError, match="cannot be read as Parquet"):
+        read_rows(tmp_path)
+
+
+def test_formats_are_named(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text("x")
+    with pytest.raises(ValueError, match=r"`input_format` must be given .*rows\.csv"):
+        read_rows(file)
+    with pytest.raises(ValueError, match="got 3/2"):
+        read_rows(file, "text", shard=(3, 2))
+    with pytest.raises(FileNotFoundError):
+        read_rows(tmp_path / "none.jsonl")

@@ -1,0 +1,273 @@
+"""The entry, the flags made of the classes' fields, and `nanovllm info`."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams, __version__
+from nanovllm.cli import info, options
+from nanovllm.cli.main import COMMANDS, main
+from nanovllm.config import DEFAULTS
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+# -- the entry ------------------------------------------------------------------------------------
+
+
+def test_both_ways_in_lead_to_it() -> None:
+    done = run(sys.executable, "-m", "nanovllm", "--version")
+    assert (done.returncode, done.stdout) == (0, f"nanovllm {__version__}\n")
+    script = Path(sys.executable).parent / "nanovllm"
+    if not script.exists():
+        pytest.skip("the package is not installed in this environment")
+    done = run(str(script), "chat", "--max-tokens", "0")
+    assert done.returncode == 2
+    assert done.stderr == "nanovllm chat: error: `max_tokens` must be at least 1, got 0\n"
+
+
+def test_help_answers_before_torch_is_imported() -> None:
+    code = f"""if True:
+        import sys
+        from nanovllm.cli.main import main
+        for command in [[], *([name] for name in {list(COMMANDS)})]:
+            try:
+                main([*command, "--help"])
+            except SystemExit as end:
+                assert end.code == 0
+        heavy = ["torch", "transformers", "numpy", "triton", "pyarrow", "pandas", "ray"]
+        sys.exit(str([name for name in heavy if name in sys.modules]))
+    """
+    done = run(sys.executable, "-c", code)
+    assert done.stderr == "[]\n"
+    assert done.stdout.count("usage: nanovllm") == 1 + len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_flag_says_what_it_does(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    COMMANDS[command].add_arguments(parser)
+    assert [action.dest for action in parser._actions if not (action.help or "").strip()] == []
+    assert parser.format_help()  # no text has a bare %
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["chat", "--temperature", "-1"], "`temperature` must be finite and 0"),
+        (["chat", "--model", "/nowhere"], "`model` must be the directory of a checkpoint"),
+        (["chat", "--device", "gpu"], "`device` must be cuda, cuda:N, cpu or auto, got 'gpu'"),
+        (["chat", "--top-k", "many"], "--top-k: must be an integer, got 'many'"),
+        (["chat", "--top-p", "half"], "--top-p: must be a number, got 'half'"),
+        (["chat", "--logit-bias", "{5: 1}"], "--logit-bias: must be JSON"),
+        (["chat", "--logit-bias", '{"a": 1}'], "`logit_bias` must hold integer token ids"),
+        (["chat", "--structured-outputs", "{}"], "`structured_outputs` must have exactly one"),
+        (["chat", "--temp", "1"], "unrecognized arguments: --temp"),  # not --temperature
+        (["talk"], "invalid choice: 'talk'"),
+        ([], "required: command"),
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(args)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert message in err and err.count("\n") == 1 and err.startswith("nanovllm")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(info, "collect", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        main(["info"])
+
+
+def test_ctrl_c_has_the_exit_code_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "collect", interrupt)
+    assert main(["info"]) == 130
+
+
+def test_a_reader_that_has_gone_is_no_traceback() -> None:
+    code = """if True:
+        import sys
+        from nanovllm.cli import info, main
+        info.collect, info.describe = dict, lambda found: "more than a pipe holds" * 10_000
+        sys.exit(main.main(["info"]))
+    """
+    reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    reader.wait()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=reader.stdin, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+# -- flags ----------------------------------------------------------------------------------------
+
+
+def parse(*args: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    found = parser.parse_args(args)
+    return options.engine_options(found), options.sampling_options(found)
+
+
+@pytest.mark.parametrize(
+    ("args", "engine"),
+    [
+        ((), {}),
+        (("--max-num-seqs", "7", "--seed", "3"), {"max_num_seqs": 7}),
+        (("--engine-seed", "3"), {"seed": 3}),
+        (("--gpu-memory-utilization", "0.5"), {"gpu_memory_utilization": 0.5}),
+        (("--enforce-eager", "--no-mixed-steps"), {"enforce_eager": True, "mixed_steps": False}),
+        (("--overlap",), {"overlap": True}),
+        (("--no-overlap",), {"overlap": False}),
+        (("--max-model-len", "none"), {"max_model_len": None}),
+        (("--quantization", "None", "--dtype", "half"), {"quantization": None, "dtype": "half"}),
+    ],
+)
+def test_engine_flags(args: tuple[str, ...], engine: dict[str, Any]) -> None:
+    assert parse(*args)[0] == engine
+
+
+@pytest.mark.parametrize(
+    ("args", "sampling"),
+    [
+        (("--engine-seed", "3"), {}),
+        (("--seed", "3"), {"seed": 3}),
+        (("--max-tokens", "none", "--temperature", "0"), {"max_tokens": None, "temperature": 0.0}),
+        (("--stop", "###"), {"stop": ["###"]}),
+        (("--stop", '["a", "[b"]'), {"stop": ["a", "[b"]}),
+        (("--bad-words", "no"), {"bad_words": ["no"]}),
+        (("--stop-token-ids", "[1, 2]"), {"stop_token_ids": [1, 2]}),
+        (("--logit-bias", '{"57": 2.5}'), {"logit_bias": {57: 2.5}}),
+        (
+            ("--structured-outputs", '{"choice": ["a", "b"]}'),
+            {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])},
+        ),
+        (
+            ("--no-detokenize", "--ignore-eos", "--n", "2"),
+            {"detokenize": False, "ignore_eos": True, "n": 2},
+        ),
+    ],
+)
+def test_sampling_flags(args: tuple[str, ...], sampling: dict[str, Any]) -> None:
+    assert parse(*args)[1] == sampling
+    SamplingParams(**sampling)
+
+
+def test_flags_are_the_fields_and_say_their_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    engine = {"engine." + name: value for name, value in DEFAULTS.items()}
+    fields = {"sampling." + f.name: f.default for f in dataclasses.fields(SamplingParams)}
+    actions = {action.dest: action for action in parser._actions[1:]}
+    assert set(actions) == {*engine, *fields}
+    for name, default in {**engine, **fields}.items():
+        is_word = default is None or isinstance(default, bool)
+        text = str(default).lower() if is_word else str(default)
+        assert (actions[name].help or "").endswith(f" (default: {text})"), name
+        assert len(actions[name].help or "") > len(f" (default: {text})") + 5, name
+    assert "model" in (actions["engine.max_model_len"].help or "")
+
+
+def test_a_new_field_is_a_flag_by_itself() -> None:
+    """With its name, type, default, and the text of the class's docstring."""
+
+    @dataclasses.dataclass
+    class Options:
+        """Of an engine.
+
+        Attributes:
+            num_things: how many, of which
+                50% are here.
+            other: another.
+
+        Raises:
+            ValueError: never.
+        """
+
+        num_things: int | None = 5
+        other: bool = False
+
+    parser = argparse.ArgumentParser()
+    hints = {"num_things": int | None, "other": bool}
+    options._add(parser, options.ENGINE, Options, hints)
+    assert "how many, of which 50% are here. (default: 5)" in " ".join(parser.format_help().split())
+    args = parser.parse_args(["--num-things", "7", "--other"])
+    assert options.engine_options(args) == {"num_things": 7, "other": True}
+
+
+# -- info -----------------------------------------------------------------------------------------
+
+
+def test_info_knows_what_runs(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
+    """Backends that it refuses are refused by an engine, for the same reason; others run."""
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["nanovllm"], found["packages"]["torch"]) == (__version__, torch.__version__)
+    [cpu] = found["devices"]
+    assert cpu["device"] == "cpu" and cpu["cores"] >= 1
+    assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
+    assert set(cpu["attention"]) == {"triton", "flash_attn", "torch"} and found["no_cuda"]
+    for name, refusal in cpu["attention"].items():
+        if name == "torch":
+            assert refusal is None
+            LLM(tiny, device="cpu", attention_backend=name, num_kvcache_blocks=2).exit()
+        elif refusal is not None:  # the interpreter runs Triton
+            with pytest.raises(ValueError) as error:
+                LLM(tiny, device="cpu", attention_backend=name)
+            assert f"{name}: {refusal}" in str(error.value)
+
+
+def test_info_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    set_capability: Callable[[tuple[int, int]], None],
+) -> None:
+    """Of one that is too old for our kernels."""
+    set_capability((7, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * 2**30, 16 * 2**30))
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "\ncuda:0: Tesla T4, compute capability 7.5, 16.0 GiB, 12.0 free\n" in out
+    refusal = "needs a GPU of compute capability 8.0 or higher, got 7.5"
+    assert f"  attention triton: no: {refusal}\n" in out
+    assert out.count("  attention torch: yes\n") == 2 and "no CUDA device" not in out
+
+
+def test_info_tells_what_an_extra_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = ["torch>=2", 'a>=2; extra == "x"', 'b[c]; extra == "x"', 'b; extra == "y"']
+    versions = {"torch": "2.7", "a": "1.9", "b": "1"}
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert '  x: pip install "a>=2" "b[c]"\n  y: installed\n' in out
