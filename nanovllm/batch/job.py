@@ -107,7 +107,7 @@ class _Job:
         self._ordered, self._stop = ordered, stop
         self._renderer: ChatRenderer | None = None
         self._model = Path(llm.config.model).name
-        self._most = llm.config.max_num_seqs * getattr(llm.config, "data_parallel_size", 1)
+        self._most = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been given
         self._is_end = False
@@ -131,7 +131,8 @@ class _Job:
                 if self._in_flight:
                     for output in self._llm.step():
                         row, params = self._in_flight.pop(output.request_id)
-                        yield Result(row, output, None, params, self._model)
+                        answer = output if output.error is None else None
+                        yield Result(row, answer, output.error, params, self._model)
                 elif self._is_end:
                     return
         finally:

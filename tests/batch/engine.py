@@ -26,7 +26,9 @@ class StandIn:
     is_closed = False
 
     def __init__(self, max_num_seqs=4, keep=True, rate=0.5):
-        self.config = SimpleNamespace(model="/models/name", max_num_seqs=max_num_seqs, seed=0)
+        self.config = SimpleNamespace(
+            model="/models/name", max_num_seqs=max_num_seqs, data_parallel_size=1, seed=0
+        )
         self.random = random.Random(0)
         self.waiting, self.asked, self.counts = {}, [], []
         self.keep, self.rate, self.number = keep, rate, 0
