@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -117,7 +118,7 @@ class _Replica:
             that hangs; None at the end.
         answers: descriptions that it was asked for; None when it has ended.
         facts: None until it is ready.
-        watcher: the thread that takes what it says.
+        threads: they take what it says, and tell it what is in the outbox.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
@@ -125,7 +126,13 @@ class _Replica:
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         self.answers: SimpleQueue[Description | None] = SimpleQueue()
         self.facts: Facts | None = None
-        self.watcher: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
+
+    def join(self) -> None:
+        """Wait for the end of its threads, when its process has ended."""
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
     def send(self) -> None:
         """Tell it what is in the outbox."""
@@ -218,13 +225,17 @@ class Replicas:
                 except BaseException:
                     ours.close()
                     raise
-            replica = self._replicas[number] = _Replica(process, ours)
+            replica = _Replica(process, ours)
             replica.outbox.put(setup)
-            replica.watcher = threading.Thread(
-                target=self._watch, args=(number, replica), daemon=True
-            )
-            replica.watcher.start()
-            threading.Thread(target=replica.send, daemon=True).start()
+            try:
+                for target in (partial(self._watch, number, replica), replica.send):
+                    thread = threading.Thread(target=target, daemon=True)
+                    thread.start()
+                    replica.threads.append(thread)
+            except BaseException:  # there can be no more threads
+                process.kill()
+                raise
+            self._replicas[number] = replica
 
     def start_again(self, number: int) -> bool:
         """Start a replica that has ended, unless it has been often enough. Returns whether."""
@@ -285,7 +296,10 @@ class Replicas:
             if any(output.finished for output in message.outputs):
                 self._tries[number] = 1
         elif isinstance(message, Ended):
-            self._replicas.pop(number).socket.close()
+            replica = self._replicas.pop(number, None)
+            if replica is not None:  # it was started whole
+                replica.join()
+                replica.socket.close()
         return number, message
 
     @staticmethod
@@ -337,9 +351,7 @@ class Replicas:
                 replica.process.wait()
                 with contextlib.suppress(OSError):
                     replica.socket.shutdown(socket.SHUT_RDWR)  # a fork may hold the other end
-                watcher = replica.watcher
-                if watcher is not None and watcher is not threading.current_thread():
-                    watcher.join()
+                replica.join()
                 replica.socket.close()
 
 
