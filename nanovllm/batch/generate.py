@@ -106,7 +106,8 @@ class Generate:
         if not isinstance(given, SamplingParams):
             given = replace(llm.get_default_sampling_params(), **given)
         self._has_outputs = given.n > 1 or given.logprobs is not None or not given.detokenize
-        self._most = 2 * llm.config.max_num_seqs  # rows that `map` keeps in the engine
+        replicas = getattr(llm.config, "data_parallel_size", 1)
+        self._most = 2 * llm.config.max_num_seqs * replicas  # rows that `map` keeps in the engine
         job = {
             "chat": chat,
             "chat_template": chat_template,
