@@ -27,7 +27,7 @@ def write_sums(directory: str) -> None:
     """An input."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     ids = range(1000)
-    prompts = [f"{id_ % 10}{id_ % 7}+{id_}=" for id_ in ids]
+    prompts = [f"{100 + 7 * id_ % 900}+{100 + 13 * id_ % 900}=" for id_ in ids]
     table = pyarrow.table({"id": ids, "prompt": prompts})
     parquet.write_table(table, f"{directory}/sums.parquet")
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--input", help="Parquet files; without it, sums")
     parser.add_argument("--output", default="answers", help="their directory (answers)")
     parser.add_argument("--model", default=TINY, help="directory of a checkpoint, or its name")
-    parser.add_argument("--engines", type=int, default=1, help="in the cluster (1); fewer than CPUs")
+    parser.add_argument("--engines", type=int, default=1, help="(1); fewer than CPUs")
     parser.add_argument("--gpus", type=int, help="of each engine, the model is split over (1)")
     args = parser.parse_args()
     output = args.output if "://" in args.output else str(Path(args.output).resolve())

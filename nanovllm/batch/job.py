@@ -1,13 +1,12 @@
 """`run`: rows in, results out, through an engine that always has enough to do.
 
 Only a window of rows is in the engine, twice as many as it runs at once: memory does not grow with
-the input. Rows are read, rendered and tokenised between steps, a few at a time, while the device
-computes; all at once only while the engine has fewer than it can run.
+the input. Rows are read, rendered and tokenised between steps, while the device computes: a few at
+a time, so that it does not wait for them, and more while the engine has fewer than it can run.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -21,7 +20,7 @@ from nanovllm.chat import ChatRenderer
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-BETWEEN_STEPS = 16  # rows: tokenising them takes about as long as a step
+BETWEEN_STEPS = 16  # rows: what they take is to be less than a step
 Results: TypeAlias = Generator[Result, None, None]
 WAIT = 0.1  # seconds for a row, until `stop` is asked again
 MOST_HELD = 8  # windows of results that wait for one before them
@@ -110,6 +109,7 @@ class _Job:
         self._most = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been given
+        self._ramp = BETWEEN_STEPS  # the first steps are not to wait for all rows that can run
         self._is_end = False
 
     def results(self) -> Results:
@@ -141,24 +141,24 @@ class _Job:
 
     def _feed(self) -> Results:
         """Read rows and queue them. Yields the results of those that are refused."""
-        added = 0
-        while self._has_room(added):
+        self._ramp = min(2 * self._ramp, self._most)
+        missing = self._most - len(self._in_flight)
+        for _ in range(max(BETWEEN_STEPS, min(missing, self._ramp))):
+            if not self._has_room():
+                return
             row = next(self._rows, None)
             if row is None:
                 self._is_end = True
                 return
-            added += 1
             if self._ordered:
                 self._order.append(row.key)
             if (refused := self._add(row)) is not None:
                 yield refused
 
-    def _has_room(self, added: int) -> bool:
-        """Whether another row is to be queued before the next step, after so many."""
+    def _has_room(self) -> bool:
+        """Whether there is a place for another row, and perhaps a row."""
         count, window = len(self._in_flight), 2 * self._most
-        if self._is_end or count >= window or added >= window:
-            return False
-        if count >= self._most and added >= BETWEEN_STEPS:
+        if self._is_end or count >= window:
             return False
         if count and len(self._order) >= MOST_HELD * window:
             return False
@@ -179,17 +179,14 @@ class _Job:
 
     def _request(self, row: Row) -> tuple[Any, SamplingParams]:
         """What a row means for the engine."""
+        seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
         if row.is_openai:
-            ask = read_request(row.fields, self._params)
+            ask = read_request(row.fields, self._params, seed)
         else:
-            ask = read_ask(row.fields, self._params, self._chat)
-        params = ask.params
-        if params.seed is None and not params.is_greedy:
-            seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
-            params = replace(params, seed=seed)
+            ask = read_ask(row.fields, self._params, seed, self._chat)
         if ask.messages is None:
-            return ask.prompt, params
-        return self.renderer(ask.chat).render(ask.messages, "messages"), params
+            return ask.prompt, ask.params
+        return self.renderer(ask.chat).render(ask.messages, "messages"), ask.params
 
     def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:
         """Of conversations with such arguments of their own."""

@@ -53,12 +53,15 @@ def is_request(values: Any) -> bool:
     )
 
 
-def read_request(values: Mapping[str, Any], default: SamplingParams) -> Ask:
+def read_request(
+    values: Mapping[str, Any], default: SamplingParams, seed: int | None = None
+) -> Ask:
     """What a request asks for.
 
     Args:
         values: its fields.
         default: sampling parameters where the body has none.
+        seed: as in `read_params`.
 
     Raises:
         TypeError, ValueError: naming what is wrong.
@@ -87,7 +90,7 @@ def read_request(values: Mapping[str, Any], default: SamplingParams) -> Ask:
         ask = Ask(default, _one_prompt(given.pop("prompt", None)))
     if unknown := sorted(set(given) - PARAMETERS):
         raise ValueError(f"`body.{unknown[0]}` is not supported for {url}: leave it out")
-    return ask._replace(params=read_params(given, default))
+    return ask._replace(params=read_params(given, default, seed))
 
 
 def _body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

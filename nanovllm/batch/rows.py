@@ -97,13 +97,14 @@ def make_row(
 
 def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
     """Rows of what a caller has: rows, dictionaries with their fields, or prompts."""
+    seen = KeySet()
     for number, item in enumerate(items):
         if isinstance(item, Row):
             yield item
             continue
         values = {"prompt": item} if isinstance(item, str) else item
         content = json.dumps(values, default=str).encode()
-        yield make_row(number, content, values)
+        yield _once(make_row(number, content, values), seen)
 
 
 def refuse_doubles(rows: Iterable[Row]) -> Iterator[Row]:
@@ -113,25 +114,34 @@ def refuse_doubles(rows: Iterable[Row]) -> Iterator[Row]:
     """
     seen = KeySet()
     for row in rows:
-        if row.custom_id is None or row.error is not None or seen.add(row.key):
-            yield row
-        else:
-            error = f"`custom_id` must differ from row to row, got {row.custom_id!r} again"
-            yield replace(row, key=xxh3_128_digest(b"%d %b" % (row.number, row.key)), error=error)
+        yield _once(row, seen)
 
 
-def read_ask(values: Mapping[str, Any], default: SamplingParams, chat: bool = False) -> Ask:
+def _once(row: Row, seen: KeySet) -> Row:
+    if row.custom_id is None or row.error is not None or seen.add(row.key):
+        return row
+    error = f"`custom_id` must differ from row to row, got {row.custom_id!r} again"
+    return replace(row, key=xxh3_128_digest(b"%d %b" % (row.number, row.key)), error=error)
+
+
+def read_ask(
+    values: Mapping[str, Any],
+    default: SamplingParams,
+    seed: int | None = None,
+    chat: bool = False,
+) -> Ask:
     """What a row asks for.
 
     Args:
         values: its fields.
         default: sampling parameters where it has none.
+        seed: as in `read_params`.
         chat: take a prompt for the message of a user.
 
     Raises:
         TypeError, ValueError: naming the field that is wrong.
     """
-    params = read_params(values, default)
+    params = read_params(values, default, seed)
     prompt, token_ids = values.get("prompt"), values.get("prompt_token_ids")
     messages = values.get("messages")
     if messages is not None:
@@ -165,8 +175,15 @@ def read_messages(messages: Any) -> Any:
     ]
 
 
-def read_params(values: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
+def read_params(
+    values: Mapping[str, Any], default: SamplingParams, seed: int | None = None
+) -> SamplingParams:
     """The sampling parameters of a row, over the default ones.
+
+    Args:
+        values: the fields of the row.
+        default: those that it takes where it has none.
+        seed: for a row that is drawn at random, and has none.
 
     Raises:
         TypeError, ValueError: naming the parameter that is wrong.
@@ -176,4 +193,7 @@ def read_params(values: Mapping[str, Any], default: SamplingParams) -> SamplingP
         raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
     own = {name: value for name, value in values.items() if name in PARAMETERS}
     given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
+    has_seed = default.seed is not None or given.get("seed", -1) != -1  # which is none, too
+    if seed is not None and not has_seed and given.get("temperature", default.temperature) != 0:
+        given["seed"] = seed
     return replace(default, **from_json(given)) if given else default

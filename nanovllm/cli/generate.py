@@ -47,6 +47,10 @@ from nanovllm.sampling_params import SamplingParams
 
 ANSWERED, SOME_ERRORS, ENGINE_FAILED, FILE_FAILED = 0, 1, 3, 4
 BY_SIGNAL = 128  # and its number, as shells have it
+WRONG_NAMES = (
+    *(FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+    BlockingIOError,  # another process has the output
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         kind = format_of(args.input, args.input_format, "--input-format", INPUT_FORMATS)
         total = count_rows(args.input, kind, args.shard)
         call = _read_call(args, kind)
-    except BlockingIOError as error:  # another process has the output
+    except WRONG_NAMES as error:
         raise ValueError(str(error)) from error
     except OSError as error:
         say(f"error: {error}")

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 CLOSE = 0.75  # of names: slips of the pen, and not two names that share a word
+PLAIN = {int, float, bool, str, tuple, dict, type(None)}  # most values, and quickly told
 Call = TypeVar("Call", bound=Callable[..., Any])
 # Names of vLLM that are not ours: which of their values ask for nothing that is missing here, and
 # what to do in the place of the others.
@@ -144,6 +145,8 @@ def plain_numbers(instance: Any) -> None:
     """Make the numbers of a frozen dataclass Python's own: numpy's overflow in products."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
+        if type(value) in PLAIN:
+            continue
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             number = int(value) if isinstance(value, numbers.Integral) else float(value)
             object.__setattr__(instance, field.name, number)

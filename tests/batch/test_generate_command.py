@@ -1,5 +1,6 @@
 """`nanovllm generate`: every ending that it documents, in processes of its own."""
 
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import pytest
 from forks import Forks, size_of
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.main import main
 
 SMALL = (
     *("--device", "cpu", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
@@ -171,12 +173,12 @@ def test_mistakes_end_with_one_line_and_nothing_computed(command, tmp_path, rows
         (("--input", rows, "--output", "x.csv"), "`output_format` must be given"),
         (("--input", rows, "--output", out, "--top-p", "3"), "`top_p` must be"),
         (("--input", rows, "--retry-errors"), "--retry-errors needs an output"),
+        (("--input", tmp_path / "none.jsonl"), "No such file"),
+        (("--input", rows, "--output", tmp_path / "none" / "out.jsonl"), "No such file"),
         (("--input", rows, "--output", rows), "is no output of such a job"),
     ):
         code, said = command(*options)
         assert code == 2 and says in said and said.count("\n") == 1, said
-    code, said = command("--input", tmp_path / "none.jsonl")
-    assert code == 4 and "No such file" in said
     descriptor = os.open(out, os.O_CREAT | os.O_RDWR)
     import fcntl
 
@@ -184,6 +186,27 @@ def test_mistakes_end_with_one_line_and_nothing_computed(command, tmp_path, rows
     code, said = command("--input", rows, "--output", out)
     assert code == 2 and "another process" in said
     os.close(descriptor)
+
+
+def test_an_engine_that_fails_leaves_what_was_finished(
+    tiny, tmp_path, rows, expected, monkeypatch, capsys
+):
+    path, step, steps = tmp_path / "out.jsonl", LLM.step, itertools.count()
+    command = ("generate", "--model", tiny, *SMALL, *GREEDY, "--input", rows, "--output", path)
+
+    def fails(llm):
+        if next(steps) == 20:
+            raise RuntimeError("the device is gone")
+        return step(llm)
+
+    monkeypatch.setattr(LLM, "step", fails)
+    assert main([*map(str, command)]) == 3
+    said = capsys.readouterr().err
+    assert "RuntimeError: the device is gone" in said
+    assert "the same command goes on from here" in said
+    assert 0 < len(lines(path)) < COUNT
+    assert main([*map(str, command)]) == 0
+    assert answers(lines(path)) == expected
 
 
 @pytest.mark.slow

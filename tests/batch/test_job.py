@@ -51,10 +51,13 @@ def test_the_window_is_bounded_and_filled_a_few_rows_at_a_time():
     llm, read = StandIn(max_num_seqs=40, rate=0.2), itertools.count()
     rows = ({"prompt": f"p{next(read)}"} for _ in range(1000))
     assert sum(1 for _ in run(llm, rows)) == 1000
-    assert llm.counts[0] == 40  # no more than can run, before the first step
     growth = [now - before for before, now in itertools.pairwise(llm.counts)]
     assert max(llm.counts) == 80 and max(growth) <= BETWEEN_STEPS
-    assert min(llm.counts[:20]) >= 40
+    assert min(llm.counts[5:40]) >= 40
+    wide = StandIn(max_num_seqs=400, rate=0.2)
+    assert sum(1 for _ in run(wide, (f"p{i}" for i in range(3000)))) == 3000
+    assert wide.counts[0] == 2 * BETWEEN_STEPS  # the first step does not wait for all
+    assert min(wide.counts[5:30]) >= 400  # and later ones always have what they can run
 
 
 def test_results_that_wait_for_their_turn_are_bounded():
@@ -117,9 +120,12 @@ def test_rows_without_a_seed_get_one_of_their_own():
     llm = StandIn()
     drawn = SamplingParams(temperature=1, max_tokens=5)
     rows = ["p0", "p1", {"prompt": "p2", "seed": 7}, {"prompt": "p3", "temperature": 0}]
+    rows += [{"prompt": "p4", "seed": -1, "max_tokens": 3}]  # another name for none
     [*run(llm, rows, drawn)]
     seeds = [params.seed for _, params in llm.asked]
-    assert seeds[2:] == [7, None] and seeds[0] != seeds[1] and None not in seeds[:2]
+    assert seeds[2:4] == [7, None]
+    assert len({*seeds[:2], seeds[4]} - {None}) == 3
+    assert llm.asked[4][1].max_tokens == 3
     again = StandIn()
     [*run(again, rows, drawn)]
     assert [params.seed for _, params in again.asked] == seeds

@@ -51,7 +51,7 @@ def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
     form = read_ask({"prompt": "x", "structured_outputs": {"regex": "a"}}, DEFAULT)
     assert form.params.structured_outputs.regex == "a"
     assert read_ask({"prompt": "x"}, DEFAULT).params is DEFAULT
-    assert read_ask({"prompt": "x"}, DEFAULT, chat=True).messages == [
+    assert read_ask({"prompt": "x"}, DEFAULT, None, chat=True).messages == [
         {"role": "user", "content": "x"}
     ]
     ask = read_ask({"messages": [{**MESSAGES[0], "name": None}], "tools": [{}]}, DEFAULT)
@@ -100,8 +100,9 @@ def test_ids_that_come_again_are_errors_of_their_own_rows():
 
 
 def test_rows_of_dictionaries_and_prompts():
-    first, second = as_rows(["x", {"prompt": "y", "n": 2}])
+    first, second, third = as_rows(["x", *[{"prompt": "y", "custom_id": 2}] * 2])
     assert (first.fields, second.number) == ({"prompt": "x"}, 1)
+    assert second.error is None and third.error and second.key != third.key
 
 
 # -- OpenAI's format ----------------------------------------------------------------------------
