@@ -71,7 +71,8 @@ def conditions(llm: LLM) -> dict[str, Any]:
     metrics = llm.metrics()
     keys = (
         *("attention_backend", "device", "dtype", "quantization", "kv_cache_dtype"),
-        *("tensor_parallel_size", "all_reduce", "overlap", "cuda_graphs", "num_kvcache_blocks"),
+        *("data_parallel_size", "tensor_parallel_size", "all_reduce", "overlap", "cuda_graphs"),
+        "num_kvcache_blocks",
     )
     return {
         "commit": commit or None,
@@ -115,7 +116,8 @@ def achieved(
     work = limits.work(config, itemsize, *lens, num_shared, *formats)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, bandwidth, flops)
-    return limits.report(work, seconds, limit and limit.times(metrics["tensor_parallel_size"]))
+    num_devices = metrics["data_parallel_size"] * metrics["tensor_parallel_size"]
+    return limits.report(work, seconds, limit and limit.times(num_devices))
 
 
 def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:

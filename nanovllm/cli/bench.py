@@ -79,7 +79,10 @@ def rate(text: str) -> float:
 def model_name(args: argparse.Namespace) -> str:
     """How results name the model, and the GPUs if there are several."""
     name = str(args.model or args.dummy or TINY)
-    size = engine_options(args).get("tensor_parallel_size", 1)
+    options = engine_options(args)
+    num_replicas, size = (options.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor"))
+    if num_replicas > 1:
+        return f"{name}, {num_replicas} replicas of {size} GPU{'s' if size > 1 else ''}"
     return name if size == 1 else f"{name}, {size} GPUs"
 
 

@@ -356,7 +356,8 @@ class LLMEngine:
         """
         with self._lock:
             self._check_open()
-            return {**self._describe(), **self.core.describe()}
+            size = self.config.data_parallel_size
+            return {**self._describe(), **self.core.describe(), "data_parallel_size": size}
 
     # -- the end --------------------------------------------------------------------------------
 

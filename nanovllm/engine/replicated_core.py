@@ -183,7 +183,6 @@ class ReplicatedCore(Core[RemoteRequest]):
             **self.metrics.as_dict(),
             "prefix_cache_hit_rate": self.metrics.prefix_cache_hit_rate,
             **latencies.as_dict(),
-            "data_parallel_size": self._dispatcher.num_replicas,
             "num_replica_restarts": self._replicas.num_restarts,
             "replicas": {str(number): each.metrics for number, each in found.items()},
         }
