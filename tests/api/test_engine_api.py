@@ -173,6 +173,7 @@ def test_metrics_explain_a_run(llm):
         "quantization": "none",
         "kv_cache_dtype": "float32",
         "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
         "all_reduce": "none",
         "cuda_graphs": 0,
         "num_graph_replays": 0,
