@@ -12,7 +12,7 @@ CEILINGS = {
     "files": 38,
     "files_in_circles": 0,
     "core_lines": 4730,
-    "package_lines": 18_600,
+    "package_lines": 18_700,
     "longest_file": 371,
     "model_lines": 123,
 }
