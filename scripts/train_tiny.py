@@ -20,11 +20,13 @@ import random
 import string
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
 LOWEST, HIGHEST = 100, 999  # operands of the additions
@@ -173,29 +175,35 @@ def evaluation_pools(count: int, known: set[str], device: str) -> Tests:
     }
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
+def make_model(seed: int, shape: dict[str, Any]) -> Qwen3ForCausalLM:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=320,
-        max_position_embeddings=MAX_POSITIONS,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-        sliding_window=None,
-        bos_token_id=None,
-        eos_token_id=IM_END_ID,
-        pad_token_id=END_OF_TEXT_ID,
-    )  # rope_theta stays at its default, 10000
-    model = Qwen3ForCausalLM(config)
+    same: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "sliding_window": None,
+        "bos_token_id": None,
+    }
+    # rope_theta stays at its default, 10000
+    return Qwen3ForCausalLM(Qwen3Config(rms_norm_eps=1e-6, **same, **shape))
+
+
+def make_tiny(seed: int) -> Qwen3ForCausalLM:
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 320,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": 0.04,
+        "eos_token_id": IM_END_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+    model = make_model(seed, shape)
     if model.num_parameters() >= 1_000_000:
         raise ValueError("the model is larger than INTRO_ANSWER says")
     return model
@@ -218,8 +226,19 @@ def evaluate(model: Qwen3ForCausalLM, tests: Tests) -> dict[str, float]:
     return accuracy
 
 
-def train(model: Qwen3ForCausalLM, pools: Pools, tests: Tests, args: Namespace) -> None:
-    """Train in place: linear warm-up, then a cosine down to 0 over the steps or the minutes."""
+def train(
+    model: Qwen3ForCausalLM,
+    draw: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]],
+    judge: Callable[[], dict[str, float]],
+    args: Namespace,
+) -> None:
+    """Train in place: linear warm-up, then a cosine down to 0 over the steps or the minutes.
+
+    Args:
+        draw: batches of a step, token ids and labels [B, T].
+        judge: what to print of the model now and then.
+        args: of `training_parser`.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -239,8 +258,7 @@ def train(model: Qwen3ForCausalLM, pools: Pools, tests: Tests, args: Namespace) 
         for group in optimizer.param_groups:
             group["lr"] = rate
         losses = []
-        for pool, count in pools:
-            ids, labels = pool.take(torch.randint(len(pool.rows), (count,), device=args.device))
+        for ids, labels in draw():
             # In bfloat16 a GPU is quicker, and rounds the matrices as they will be saved.
             with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
                 logits = forward(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
@@ -252,15 +270,15 @@ def train(model: Qwen3ForCausalLM, pools: Pools, tests: Tests, args: Namespace) 
         if step % 1000 == 0 or step == args.steps - 1:
             each = " ".join(f"{loss.item():.5f}" for loss in losses)
             print(f"step {step:6d}  {seconds:5.0f} s  lr {rate:.1e}  losses {each}")
-            print("   ", evaluate(model, tests), flush=True)
+            print("   ", judge(), flush=True)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_tokenizer(out: Path) -> None:
-    """Write a byte-level tokenizer: every byte is one token, plus the three special tokens."""
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is one token, plus the three special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # Byte-level tokenizers write each byte as one printable character.
@@ -272,31 +290,42 @@ def save_tokenizer(out: Path) -> None:
     core.decoder = decoders.ByteLevel()
     specials = [END_OF_TEXT, IM_START, IM_END]
     core.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
-    core.save(str(out / "tokenizer.json"))
-    config = {  # all in one file and by the older names, which every transformers reads
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": IM_END,
-        "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [IM_START],
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    write_json(out / "tokenizer_config.json", config)
+    return core
 
 
-def save(model: Qwen3ForCausalLM, out: Path) -> None:
-    """Write the checkpoint in bfloat16; where transformers 4 and 5 differ, for both of them."""
+CHAT = {
+    "eos_token": IM_END,
+    "additional_special_tokens": [IM_START],
+    "chat_template": CHAT_TEMPLATE,
+}
+
+
+def save(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, settings: dict[str, Any], out: Path
+) -> None:
+    """Write the checkpoint in bfloat16; where transformers 4 and 5 differ, for both of them.
+
+    Args:
+        settings: of the tokenizer, beside those that all have.
+    """
     from transformers import GenerationConfig
 
-    stop = [IM_END_ID, END_OF_TEXT_ID]
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=END_OF_TEXT_ID)
+    pad = tokenizer.token_to_id(END_OF_TEXT)
+    stop = [*dict.fromkeys((tokenizer.token_to_id(settings["eos_token"]), pad))]
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad)
     model.bfloat16().save_pretrained(out)
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     both = {"dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 10000.0}
     write_json(out / "config.json", config | both)
-    save_tokenizer(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    same = {  # all in one file and by the older names, which every transformers reads
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    write_json(out / "tokenizer_config.json", same | settings)
     (out / "model.safetensors").chmod(0o644)  # it is written as 0600
 
 
@@ -316,31 +345,47 @@ def report(out: Path, known: set[str], device: str) -> None:
         print(f"{name:16} {share:8.3%} {in_bfloat16[name]:18.3%} {len(tests[name].rows):8d}")
 
 
-def main() -> None:
+def training_parser(description: str, **defaults: Any) -> ArgumentParser:
+    """Of the options that all training has."""
     import torch
 
-    parser = ArgumentParser(description="Train the tiny Qwen3 embedded in nanovllm.")
-    default_out = Path(__file__).resolve().parent.parent / "nanovllm" / "tiny-qwen3"
-    parser.add_argument("--out", type=Path, default=default_out, help="directory of the checkpoint")
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, help="directory of the checkpoint")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu"
     )
-    parser.add_argument("--steps", type=int, default=10_000, help="most steps (10000)")
+    parser.add_argument("--steps", type=int, help="most steps (%(default)s)")
     parser.add_argument("--max-minutes", type=float, default=math.inf, help="end earlier")
     parser.add_argument("--seed", type=int, default=0, help="of weights and examples (0)")
-    parser.add_argument("--batch", type=int, default=4096, help="additions in each step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--batch", type=int, help="examples in each step (%(default)s)")
+    parser.add_argument("--lr", type=float, help="highest learning rate (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    args = parser.parse_args()
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def main() -> None:
+    import torch
+
+    out = Path(__file__).resolve().parent.parent / "nanovllm" / "tiny-qwen3"
+    about = "Train the tiny Qwen3 embedded in nanovllm."
+    args = training_parser(about, out=out, steps=10_000, batch=4096, lr=2e-3).parse_args()
     torch.set_float32_matmul_precision("high")
-    model = make_model(args.seed).to(args.device)
+    model = make_tiny(args.seed).to(args.device)
     words = random_words(400_000, random.Random(args.seed))
     known = set(words)
     pools = training_pools(args.batch, words, args.device)
     tests = evaluation_pools(2_000, known, args.device)
     print(f"{model.num_parameters():,} parameters on {args.device}", flush=True)
-    train(model, pools, tests, args)
-    save(model, args.out)
+
+    def draw() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = ((pool, len(pool.rows), count) for pool, count in pools)
+        return [
+            pool.take(torch.randint(n, (count,), device=args.device)) for pool, n, count in rows
+        ]
+
+    train(model, draw, lambda: evaluate(model, tests), args)
+    save(model, byte_tokenizer(), CHAT, args.out)
     report(args.out, known, args.device)
 
 

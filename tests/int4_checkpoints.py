@@ -101,7 +101,7 @@ def checkpoints(tmp_path: Path, way: str, family: str = "qwen3", **shape: Any) -
             module = name.removesuffix("weight")
             parts, plain[name] = quantize(x, way, group)
             del stored[name]
-            stored |= {module + part: array for part, array in parts.items()}
+            stored = {module + part: array for part, array in parts.items()} | stored
     save_file(plain, exact / "model.safetensors")
     save_file(stored, quantised / "model.safetensors")
     return quantised, exact

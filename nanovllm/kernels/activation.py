@@ -15,7 +15,7 @@ def activate(x, GELU: tl.constexpr):
     y = x
     if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x * tl.sigmoid(y)
+    return x / (1.0 + tl.exp2(y * -1.4426950408889634))  # of log2(e); `tl.exp` takes longer
 
 
 @triton.jit
@@ -32,23 +32,35 @@ def activate_and_mul(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def _gate(x_ptr, row, begin, I, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Results [BLOCK] of a row from `begin` on, 0 beyond I."""
+    cols = begin + tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * 2 * I + cols, mask=cols < I, other=0.0)
+    up = tl.load(x_ptr + row * 2 * I + I + cols, mask=cols < I, other=0.0)
+    return activate(gate.to(tl.float32), GELU).to(gate.dtype) * up
+
+
+@triton.jit
 def _act_and_mul_kernel(
     x_ptr, out_ptr, scales_ptr, I,
-    GELU: tl.constexpr, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, X_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    # One program: BLOCK results of a row, or all of it in blocks of two sizes, which share a scale.
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
-    cols = begin + tl.arange(0, BLOCK)
-    mask = cols < I
     wait(PDL)
-    gate = tl.load(x_ptr + row * 2 * I + cols, mask=mask, other=0.0)
-    up = tl.load(x_ptr + row * 2 * I + I + cols, mask=mask, other=0.0)
-    dtype = gate.dtype
-    gate = activate(gate.to(tl.float32), GELU)
-    out = gate.to(dtype) * up
+    out = _gate(x_ptr, row, begin, I, GELU, BLOCK)
     if scales_ptr is None:
-        tl.store(out_ptr + row * I + cols, out, mask=mask)
+        cols = begin + tl.arange(0, BLOCK)
+        tl.store(out_ptr + row * I + cols, out, mask=cols < I)
+    elif REST > 0:
+        out = out.to(tl.float32)
+        rest = _gate(x_ptr, row, BLOCK, I, GELU, REST).to(tl.float32)
+        most, most_of_rest = tl.max(tl.abs(out)), tl.max(tl.abs(rest))
+        store_codes(out, out_ptr, scales_ptr, row, 0, I, BLOCK, X_BLOCK, most_of_rest)
+        store_codes(rest, out_ptr, scales_ptr, row, BLOCK, I, REST, X_BLOCK, most)
     else:
         store_codes(out.to(tl.float32), out_ptr, scales_ptr, row, begin, I, BLOCK, X_BLOCK)
 
@@ -57,7 +69,7 @@ def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
     T, I = x.shape[0], x.shape[1] // 2
     out = spare_rows(T, I, like=x)
-    _launch(x, gelu, out, None, min(1024, triton.next_power_of_2(I)), 0)
+    _launch(x, gelu, out, None, min(1024, triton.next_power_of_2(I)))
     return out
 
 
@@ -65,8 +77,13 @@ def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
     """`act_and_mul`, with a scale for each `x_block` numbers; 0: for each row."""
     T, I = x.shape[0], x.shape[1] // 2
     out, whole = empty_codes(T, I, x_block, x.device), triton.next_power_of_2(I)
-    block = max(x_block, min(1024, whole)) if x_block else whole
-    _launch(x, gelu, out.codes, out.scales, block, x_block)
+    if x_block:
+        _launch(x, gelu, out.codes, out.scales, max(x_block, min(1024, whole)), 0, x_block)
+    elif whole == I:
+        _launch(x, gelu, out.codes, out.scales, whole)
+    else:  # a block of the next power of two would compute much that is not there
+        rest = triton.next_power_of_2(I - whole // 2)
+        _launch(x, gelu, out.codes, out.scales, whole // 2, rest)
     return out
 
 
@@ -76,10 +93,11 @@ def _launch(
     out: torch.Tensor,
     scales: torch.Tensor | None,
     block: int,
-    x_block: int,
+    rest: int = 0,
+    x_block: int = 0,
 ) -> None:
     T, I = x.shape[0], x.shape[1] // 2
-    _act_and_mul_kernel[(T, triton.cdiv(I, block))](
-        x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, X_BLOCK=x_block,
-        num_warps=min(32, max(4, block // 512)), **pdl_options(x),
+    _act_and_mul_kernel[(T, 1 if rest else triton.cdiv(I, block))](
+        x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, REST=rest, X_BLOCK=x_block,
+        num_warps=min(32, max(4, block // 256)), **pdl_options(x),
     )  # fmt: skip

@@ -16,21 +16,21 @@ _LEAST = tl.constexpr(2.0**-100)  # scale, of zeros for one
 
 @triton.jit
 def store_codes(
-    x, codes_ptr, scales_ptr, row, begin, K, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr
+    x, codes_ptr, scales_ptr, row, begin, K, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, most=0.0
 ):  # fmt: skip
     """Numbers x: [BLOCK] of a row, from `begin` on, which are 0 beyond K: float32. Each X_BLOCK of
-    them have a scale; 0: all, which are the row.
+    them have a scale; 0: all, which are the row, but for others up to `most`.
     """
     if X_BLOCK == 0:
-        scale = tl.maximum(tl.max(tl.abs(x)) / _LARGEST, _LEAST)
+        scale = tl.maximum(tl.maximum(tl.max(tl.abs(x)), most) / _LARGEST, _LEAST)
         tl.store(scales_ptr + row, scale)
-        x /= scale
+        x *= 1.0 / scale
     else:
         parts = tl.reshape(x, [BLOCK // X_BLOCK, X_BLOCK])
         scale = tl.maximum(tl.max(tl.abs(parts), 1) / _LARGEST, _LEAST)
         i, count = begin // X_BLOCK + tl.arange(0, BLOCK // X_BLOCK), tl.cdiv(K, X_BLOCK)
         tl.store(scales_ptr + row * count + i, scale, mask=i < count)
-        x = tl.reshape(parts / scale[:, None], [BLOCK])
+        x = tl.reshape(parts * (1.0 / scale)[:, None], [BLOCK])
     cols = begin + tl.arange(0, BLOCK)
     tl.store(codes_ptr + row * K + cols, x.to(tl.float8e4nv), mask=cols < K)
 

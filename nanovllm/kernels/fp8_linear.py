@@ -15,8 +15,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul, activate_and_mul, quantized_act_and_mul
+from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
 from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.fp8_row import one_row
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -25,13 +26,14 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, load_bias
+from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 PROGRAMS = 256  # that run at once
+ROOMY_PROGRAMS = 132  # with the largest tiles: one for each multiprocessor
 SPLITS = (2, 4)
 
 
@@ -51,86 +53,6 @@ def knows_blocks(weight: Codes) -> bool:
 def x_block_of(weight: Codes) -> int:
     """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
     return 0 if weight.block[0] == 1 else BLOCK
-
-
-@triton.jit
-def _fp8_row_kernel(
-    x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program: BLOCK_N outputs of the only row. Its first weights are read before the wait.
-    launch_dependents(PDL)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_N
-    n, k = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    weight_ptrs = weight_ptr + n[:, None] * K + k[None, :]
-    mask = (n[:, None] < N) & (k[None, :] < K)
-    weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-    acc, up_acc = 0.0, 0.0
-    if GATED:
-        up_weight = tl.load(weight_ptrs + N * K, mask=mask, other=0.0)
-        up_bias = load_bias(bias_ptr, N + n, n < N)
-    bias = load_bias(bias_ptr, n, n < N)
-    wait(PDL)
-    for start in tl.static_range(0, K, BLOCK_K):
-        inside = start + k < K
-        if start > 0:
-            mask = (n[:, None] < N) & inside[None, :]
-            weight = tl.load(weight_ptrs + start, mask=mask, other=0.0)
-            if GATED:
-                up_weight = tl.load(weight_ptrs + start + N * K, mask=mask, other=0.0)
-        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
-        up_x = x
-        if SCALE_BLOCK > 0:  # all outputs of a program have the same scales
-            g = scales_ptr + (start + k) // SCALE_BLOCK
-            width: tl.constexpr = (K + SCALE_BLOCK - 1) // SCALE_BLOCK
-            x *= tl.load(g + first // SCALE_BLOCK * width, mask=inside, other=0.0)
-            if GATED:
-                up = (N + first) // SCALE_BLOCK * width
-                up_x *= tl.load(g + up, mask=inside, other=0.0)
-        part = weight.to(tl.float32) * x[None, :]
-        acc = part if start == 0 else acc + part
-        if GATED:
-            part = up_weight.to(tl.float32) * up_x[None, :]
-            up_acc = part if start == 0 else up_acc + part
-    out = tl.sum(acc, 1)
-    if SCALE_BLOCK == 0:
-        out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
-    out += bias
-    if GATED:
-        up_out = tl.sum(up_acc, 1)
-        if SCALE_BLOCK == 0:
-            up_out *= tl.load(scales_ptr + N + n, mask=n < N, other=0.0)
-        out = activate_and_mul(out, up_out + up_bias, GELU, 0)
-    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
-
-
-def one_row(
-    x: torch.Tensor,
-    weight: Codes,
-    bias: torch.Tensor | None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-) -> torch.Tensor:
-    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
-
-    Returns:
-        [1, N], if `gated` of half as many.
-    """
-    N, K = weight.codes.shape
-    if gated:
-        N //= 2
-    # 8192 weights for each program at a time; measured on an H200.
-    BLOCK_K = max(16, min(4096, triton.next_power_of_2(K)))
-    BLOCK_N = max(1, min(BLOCK, 8192 // BLOCK_K) // (2 if gated else 1))
-    out = torch.empty(1, N, dtype=x.dtype, device=x.device)
-    _fp8_row_kernel[(triton.cdiv(N, BLOCK_N),)](
-        x, weight.codes, weight.scales, bias, out, N=N, K=K, GATED=gated, GELU=gelu,
-        SCALE_BLOCK=x_block_of(weight), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        num_warps=4, **pdl_options(x),
-    )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -179,10 +101,16 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         return None
     block_t = max(16, min(TILE_ROWS, triton.next_power_of_2(T)))
     programs, splits = N // BLOCK_N * triton.cdiv(T, block_t), 1
-    while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
+    most = PROGRAMS if block_t < TILE_ROWS else ROOMY_PROGRAMS
+    while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
         splits *= 2
-    block_k = 256 if block_t <= 64 and K % 1024 == 0 and not in_blocks else BLOCK
-    return Tiles(block_t, splits, block_k, 3 if block_k == 256 else 4)
+    if block_t == TILE_ROWS:
+        if programs <= most:
+            return Tiles(block_t, splits, BLOCK, 6)
+        if N % BLOCK == 0:  # each row is read by half as many programs
+            return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * most else 3, BLOCK)
+    large = (block_t < 64 or splits > 2) and K % 1024 == 0 and not in_blocks
+    return Tiles(block_t, splits, 256, 3) if large else Tiles(block_t, splits, BLOCK, 4)
 
 
 def _by_tiles(
@@ -192,10 +120,11 @@ def _by_tiles(
     (T, K), N, S = x.codes.shape, len(weight), tiles.splits
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
     out = torch.empty(shape, dtype=dtype, device=x.codes.device)
-    _fp8_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // BLOCK_N, S)](
+    block_n = tiles.block_n
+    _fp8_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // block_n, S)](
         describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
-        describe(weight.codes, BLOCK_N, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
-        SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N,
+        describe(weight.codes, block_n, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
+        SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=block_n,
         BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(x.codes),
     )  # fmt: skip
     return out
@@ -223,7 +152,7 @@ def linear(
     T, (N, K) = len(x), weight.codes.shape
     if isinstance(x, torch.Tensor):
         if T == 1:
-            return one_row(x, weight, bias)
+            return one_row(x, weight, bias, partial=partial)
         x = quantize(x, x_block_of(weight))
     tiles = choose_tiles(T, N, K, partial, weight.block[0] > 1)
     if tiles is not None and can_describe(x.codes) and can_describe(weight.codes):

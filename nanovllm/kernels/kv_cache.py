@@ -41,6 +41,13 @@ def _as(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def numbers_of(codes, exponents, dtype: tl.constexpr):
+    """What FP8 codes mean, as `halves_to_fp8` leaves it. exponents: of a shape that fits."""
+    # An instruction makes float16 of two codes; bfloat16 would be made of one at a time.
+    return _as(codes.to(tl.float16).to(tl.float32) * power_of_two(exponents), dtype)
+
+
+@triton.jit
 def halves_to_fp8(y1, y2, inside):
     """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
     exponents [HEADS, 1].

@@ -42,6 +42,7 @@ class Tiles(NamedTuple):
     splits: int
     block_k: int
     stages: int
+    block_n: int = BLOCK_N
 
 
 @triton.jit

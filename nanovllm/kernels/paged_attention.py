@@ -99,20 +99,19 @@ def weigh(
 
 @triton.jit
 def attend_tile(
-    q, m, l, acc, k, v, k_exponents, v_exponents, seen, scale, visible,
+    q, m, l, acc, k, v, scale, visible,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """`weigh` a tile of keys and add their values.
 
-    q: [M, D]; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D], of the dtype of q or FP8.
+    q: [M, D]; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D], of the dtype of q.
     """
-    s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    s = tl.dot(q, k, input_precision="ieee")
     m, l, p, correction = weigh(
-        s, m, l, k_exponents, v_exponents, seen, scale, visible,
-        MASKED, WINDOW, SOFTCAP,
+        s, m, l, None, None, None, scale, visible, MASKED, WINDOW, SOFTCAP
     )  # fmt: skip
     acc = acc * correction[:, None]
-    return m, l, tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+    return m, l, tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit

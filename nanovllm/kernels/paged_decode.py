@@ -36,8 +36,7 @@ def _decode_tile(
     k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
     if PAIR == 1:
         m, l, acc = attend_tile(
-            q, m, l, acc, k, v, None, None, seen, scale, seen[None, :],
-            MASKED, WINDOW, SOFTCAP,
+            q, m, l, acc, k, v, scale, seen[None, :], MASKED, WINDOW, SOFTCAP
         )  # fmt: skip
         return m, l, acc, acc_odd
     else:

@@ -14,6 +14,7 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
+from nanovllm.kernels.kv_cache import numbers_of
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     attend_tile,
@@ -57,13 +58,16 @@ def _prefill_tile(
         k, v = load_tile(
             k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
         )
+    if k_exponents is not None:
+        if MASKED:  # beyond the last key they are anything
+            k_exponents = tl.where(seen, k_exponents, 0)
+            v_exponents = tl.where(seen, v_exponents, 0)
+        k = numbers_of(k, k_exponents[None, :], q.dtype)
+        v = numbers_of(v, v_exponents[:, None], q.dtype)
     visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
-    return attend_tile(
-        q, m, l, acc, k, v, k_exponents, v_exponents, seen, scale, visible,
-        MASKED, WINDOW, SOFTCAP,
-    )  # fmt: skip
+    return attend_tile(q, m, l, acc, k, v, scale, visible, MASKED, WINDOW, SOFTCAP)
 
 
 @triton.jit
@@ -140,6 +144,29 @@ def prefill_span(
     return m, l, acc
 
 
+@triton.jit
+def _cached_span(
+    q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
+    kv_head, lowest, end, positions, stride_slot, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`prefill_span` of the tokens of an FP8 cache that lie before all queries, up to `end`."""
+    begin = lowest // BLOCK_N * BLOCK_N
+    if not WINDOW:
+        begin = end // BLOCK_N * BLOCK_N
+        m, l, acc = prefill_span(
+            q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
+            0, begin, end, positions, stride_slot, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, False,
+        )  # fmt: skip
+    return prefill_span(
+        q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
+        begin, end, end, positions, stride_slot, scale,
+        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
+    )  # fmt: skip
+
+
 @metadata
 def _prefill_kernel(
     q_ptr, k_source, v_source, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr,
@@ -178,10 +205,10 @@ def _prefill_kernel(
         origin, source_table = k_len - q_len, None
     lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
-        m, l, acc = prefill_span(
-            q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0,
-            kv_head, lowest // BLOCK_N * BLOCK_N, origin, origin, positions, stride_slot, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
+        m, l, acc = _cached_span(
+            q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
+            kv_head, lowest, origin, positions, stride_slot, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP,
         )  # fmt: skip
     if WINDOW:
         m, l, acc = prefill_span(
@@ -212,15 +239,19 @@ def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple
     return describe(k, rows, D), describe(v, rows, D)
 
 
-def prefill_tiles(q: torch.Tensor, G: int, max_seqlen_q: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence.
+def prefill_tiles(
+    q: torch.Tensor, G: int, max_seqlen_q: int, converts: bool = False
+) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence, and
+    keys that are read as they are, or converted.
 
     What is too large for a GPU does not fit its shared memory, or keeps so many of a thread's
     registers in memory that it is slow (tests/kernels/test_other_gpus.py).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > 128  # each takes twice the shared memory
     if not wide and not large:
-        return (64, 64, 4) if max_seqlen_q * G <= 64 else (128, 64, 8)
+        few = max_seqlen_q * G <= 64 or (converts and not has_room(q))
+        return (64, 64, 4) if few else (128, 64, 8)
     if wide and large:
         rows, keys, warps = 16, 16, 8
     elif has_room(q):
@@ -265,20 +296,20 @@ def paged_prefill(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
-    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q)
-    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block. Where
     # it is FP8, the step's own keys and values have that part.
     fp8 = cache.k.dtype == FP8
     from_cache = cache if fp8 and has_cached_context else (None,) * 4
+    converts = from_cache[0] is not None
+    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
+    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
     k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     stride_row = k_source.stride(0)
     tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None
     if tiles is not None:
-        k_source, v_source = tiles
-        num_warps = 4 if from_cache[0] is None else num_warps
+        (k_source, v_source), num_warps = tiles, 4
     # Two tiles are loaded ahead; one stage more looks up their blocks.
-    num_stages = 2 if D > 128 or (fp8 and not has_cached_context) else 3
+    num_stages = 2 if D > 128 or fp8 else 3
     _prefill_kernel[grid](
         q, k_source, v_source, *from_cache, out, block_tables, cu_seqlens_q,
         cu_seqlens_k, sinks, scale * LOG2E.value,

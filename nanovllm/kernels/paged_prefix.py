@@ -74,15 +74,14 @@ def _prefix_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     positions = i * 0 + length  # all keys are visible
     whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
-    if k_exponents_ptr is None:
-        m, l, acc = prefill_span(
-            q, m, l, acc, k_source, v_source, None, None, table_ptr, 0, kv_head, start, whole,
-            stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP, DESCRIBED, False,
-        )  # fmt: skip
-        start = whole
     m, l, acc = prefill_span(
         q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
-        start, stop, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
+        start, whole, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
+        DESCRIBED, False,
+    )  # fmt: skip
+    m, l, acc = prefill_span(
+        q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
+        whole, stop, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
         DESCRIBED, True,
     )  # fmt: skip
     part = (row * tl.num_programs(0) * G + head) * SPLITS + split
@@ -154,7 +153,7 @@ def paged_prefix(
         scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         SPLITS=splits, DESCRIBED=tiles is not None, num_warps=8 if spills else 4,
-        num_stages=1 if spills else 2 if wide else 3,
+        num_stages=1 if spills else 2 if wide or fp8 else 3,
         **pdl_options(q),
     )  # fmt: skip
     return Seen(prefixes.lens, acc, m, l)

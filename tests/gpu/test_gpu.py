@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import train_tiny
@@ -261,6 +263,7 @@ def test_log_probabilities_of_greedy_output(
 
 # Most experts are taken: one that rounding puts in the place of another counts little.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen 3": ("qwen3", {"head_dim": 128}),
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 16, "rope_parameters": LLAMA3}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -297,6 +300,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def shape_of(name: str) -> tuple[str, dict[str, Any]]:
+    """A family and the shape of a checkpoint of it."""
+    family, changes = OTHERS[name]
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10240}
+    return family, {**shape, "initializer_range": 0.05, "max_position_embeddings": 4096, **changes}
+
+
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -312,11 +323,8 @@ def test_log_probabilities_of_other_families(
 ) -> None:
     """Hardly further from float64 than transformers in bf16; prefill and graph decode, of 1, 24
     and 140 sequences."""
-    family, changes = OTHERS[name]
-    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10240}
-    options = {**shape, "initializer_range": 0.05, "max_position_embeddings": 4096, **changes}
-    path = str(make_checkpoint(tmp_path / "model", family, **options))
+    family, shape = shape_of(name)
+    path = str(make_checkpoint(tmp_path / "model", family, **shape))
     lengths = [[n] for n in (1, 20, 99, 130, 255, 256, 300, 400, 512, 600)]
     lengths += [list(range(300, 0, -13)), list(range(140, 0, -1))]
     errors = mean_errors(path, lengths, monkeypatch, attention_backend=backend, dtype="bfloat16")
@@ -338,15 +346,90 @@ def test_log_probabilities_of_int4_weights(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same of the numbers that codes mean: one row, tiles, and the library for prompts."""
-    family, changes = OTHERS[name]
-    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10240}
-    shape |= {"initializer_range": 0.05, "max_position_embeddings": 4096, **changes}
+    family, shape = shape_of(name)
     quantised, exact = int4_checkpoints(tmp_path, way, family, **shape)
     lengths = [[n] for n in (1, 20, 300)] + [list(range(300, 0, -13)), list(range(140, 0, -1))]
-    errors = mean_errors(str(quantised), lengths, monkeypatch, str(exact), dtype="bfloat16")
+    errors = mean_errors(str(quantised), lengths, monkeypatch, str(exact), "int4", dtype="bfloat16")
     for ours, theirs in errors.values():
         assert 0 < ours <= 1.2 * theirs, errors
+
+
+DENSE = [name for name, (_, changes) in OTHERS.items() if "num_experts_per_tok" not in changes]
+
+
+@pytest.mark.parametrize("held", ["none", "fp8"])
+@pytest.mark.parametrize("name", DENSE)
+def test_log_probabilities_in_eight_bits(
+    name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys and values, and of weights and activations: a mantissa of 3 bits where bfloat16 has 7
+    rounds 16 times as much, though not everything.
+    """
+    family, shape = shape_of(name)
+    path = str(make_checkpoint(tmp_path / "model", family, **shape))
+    lengths = [[1], [300], list(range(300, 0, -13))]
+    options = {"kv_cache_dtype": "fp8"} if held == "none" else {"quantization": held}
+    errors = mean_errors(path, lengths, monkeypatch, None, held, dtype="bfloat16", **options)
+    for ours, theirs in errors.values():
+        assert 0 < ours <= 16 * theirs, errors
+
+
+GREEDY_CONTROLS: list[dict[str, Any]] = [
+    {},
+    {"logit_bias": {7: 2.0, 9: -100.0}},
+    {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"allowed_token_ids": list(range(0, 2048, 3))},
+    {"min_tokens": 20, "stop_token_ids": [*range(100)]},
+]
+MANY: dict[str, Any] = {  # optimisations that meet each other, in a pool that is too small
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 90,
+    "max_num_batched_tokens": 96,
+}
+ALONE: dict[str, Any] = {"enforce_eager": True, "overlap": False, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("held", ["fp8", "int4"])
+def test_formats_beside_everything_else(held: str, tmp_path: Path) -> None:
+    """Prefix cache, chunks, preemptions, overlap, graphs and controls change nothing but rounding,
+    which the number of rows changes, too: up to the first token that differs, which comes late,
+    log-probabilities are as without them.
+    """
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128, "vocab_size": 2048}
+    shape |= {"max_position_embeddings": 512, "initializer_range": 0.1}
+    if held == "int4":
+        path, _ = int4_checkpoints(tmp_path, "awq", **shape)
+    else:
+        path = make_checkpoint(tmp_path / "model", **shape)
+    rng = random.Random(SEED)
+    common = [[rng.randrange(2048) for _ in range(n)] for n in (200, 150)]
+    prompts = [common[i % 2] + [rng.randrange(2048) for _ in range(5 + i)] for i in range(24)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40 + i % 7, logprobs=5, **controls)
+        for i, controls in zip(range(24), itertools.cycle(GREEDY_CONTROLS), strict=False)
+    ]
+    found = []
+    same = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
+    same |= {"quantization": "fp8"} if held == "fp8" else {}
+    for options in (ALONE, MANY):
+        with LLM(str(path), **{**SMALL, **same, **options}) as llm:
+            llm.generate(common, SamplingParams(max_tokens=1), use_tqdm=False)
+            found.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
+            metrics = llm.metrics()
+        assert (metrics["quantization"], metrics["kv_cache_dtype"]) == (held, "float8_e4m3fn")
+        for name in ("num_preemptions", "num_cached_tokens", "num_graph_replays", "overlap"):
+            assert bool(metrics[name]) == ("overlap" not in options), name
+    gaps: list[list[float]] = [[] for _ in GREEDY_CONTROLS]
+    for i, (plain, other) in enumerate(zip(*found, strict=True)):
+        for j, token in enumerate(plain.token_ids):
+            if token != other.token_ids[j]:
+                break
+            both = (output.logprobs[j][token].logprob for output in (plain, other))
+            gaps[i % len(gaps)].append(abs(next(both) - next(both)))
+    for own, controls in zip(gaps, GREEDY_CONTROLS, strict=True):
+        print(f"{controls}: {len(own)} tokens equal, {np.mean(own):.2e}, at most {max(own):.2e}")
+    assert min(map(len, gaps)) > 40 and sum(map(len, gaps)) > 400
+    assert max(map(np.mean, gaps)) < 0.05 and max(map(max, gaps)) < 0.5
 
 
 def mean_errors(
@@ -354,11 +437,12 @@ def mean_errors(
     lengths: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     reference: str | None = None,
+    held: str = "none",
     **options: Any,
 ) -> dict[int, tuple[float, float]]:
     """For each size of the batches of prompts of these lengths: how far log-probabilities of greedy
     tokens are from transformers' in float64, ours and transformers' in bf16; of the checkpoint
-    `reference`, if that is another.
+    `reference`, if that is another. Weights are `held` in a format.
     """
     rng = random.Random(SEED)
     exact, rounded = (
@@ -390,8 +474,7 @@ def mean_errors(
                     sums[len(prompts)][i] += (found - wanted)[steps, out].abs().sum()
                 sums[len(prompts)][2] += len(out)
         assert llm.metrics()["num_graph_replays"] > 0
-        if reference is not None:
-            assert llm.metrics()["quantization"] == "int4"
+        assert llm.metrics()["quantization"] == held
     errors = {size: tuple((part[:2] / part[2]).tolist()) for size, part in sums.items()}
     for size, (ours, theirs) in errors.items():
         print(f"{size} sequences: ours {ours:.2e}, transformers {theirs:.2e}")

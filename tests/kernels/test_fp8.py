@@ -96,6 +96,8 @@ def check_product(
     ("T", "N", "K", "partial"),
     [
         (1, 80, 528, False),
+        (1, 70, 5000, False),  # a row in two steps
+        (1, 70, 5000, True),  # and in two parts
         (2, 64, 512, False),
         (17, 192, 1024, True),
         (40, 128, 512, True),
@@ -123,6 +125,15 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
         check_product(whole, given, weight, bias)
         part = slice(T // 2, T)
         check_product(linear(given[part], weight, HALF, bias), given[part], weight, bias)
+
+
+@X_BLOCKS
+def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 outputs, where more programs would not run at once."""
+    monkeypatch.setattr(fp8_linear, "ROOMY_PROGRAMS", 1)
+    assert choose_tiles(100, 256, 512, True, x_block > 0) == (128, 1, 128, 3, 128)
+    x, weight = quantize(randn(100, 512), x_block), weight_of(256, 512, x_block)
+    check_product(linear(x, weight, HALF, None, True), x, weight, None)
 
 
 @X_BLOCKS

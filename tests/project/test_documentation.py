@@ -36,8 +36,12 @@ NEED_CUDA = {
     *("benchmarks/decode_attention.py", "benchmarks/prefill_attention.py"),
     *("benchmarks/profile_step.py", "scripts/short_run.py"),
 }
-# What .ci/run runs, in new virtual environments, and what it is made of; and what downloads.
+# What .ci/run runs, in new virtual environments, and what it is made of; and what downloads, or
+# writes into DIR.
 NOT_HERE = {
+    "python scripts/train_text.py --out DIR --compile --max-minutes 3",
+    "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
+    "pytest tests/gpu -k eight_bits",
     "pip install . && python example.py",
     'pip install -e ".[test]" && pytest',
     "ruff check . && ruff format --check . && mypy && lint-imports",

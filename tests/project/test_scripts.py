@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import runpy
 import statistics
 import sys
@@ -9,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import train_text
 import train_tiny
 
 import example
 import nanovllm
+from benchmarks import accuracy
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.benchmark import harness
@@ -246,3 +250,26 @@ def test_example_without_a_tokenizer_says_so(
     argv(monkeypatch, "--model", str(checkpoint))
     with pytest.raises(ValueError, match="no tokenizer: pass token ids"):
         example.main()
+
+
+# -- train_text.py --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_model_of_text_is_what_was_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has begun to learn, of text that is not held out; the engine finds the same loss."""
+    sizes = "--steps 12 --batch 1 --hidden-size 128 --layers 1 --lr 0.3 --vocab-size 400"
+    text = ("--roots", str(ROOT / "nanovllm"), "--megabytes", "0.4", "--held-out", "9000")
+    argv(monkeypatch, "--device", "cpu", "--out", str(tmp_path), *text, *sizes.split())
+    train_text.main()
+    loss = float(capsys.readouterr().out.split("as saved: {'held-out loss': ")[1].split("}")[0])
+    held_out = (tmp_path / "held-out.txt").read_text()
+    held, others = train_text.split(train_text.read_texts([ROOT / "nanovllm"], 400_000), 9000)
+    assert "".join(held) == held_out and not {*held} & {*others}
+    with LLM(str(tmp_path), device="cpu", dtype="float32") as llm:
+        prompts = accuracy.pieces(llm, held_out, train_text.LENGTH - 1)
+        assert llm.get_tokenizer().decode([i for ids in prompts for i in ids]) == held_out
+        found = -np.mean(accuracy.measure(llm, prompts).logprobs)
+    assert found == pytest.approx(loss, abs=0.1) and max(found, loss) < math.log(400) - 0.3

@@ -1,0 +1,173 @@
+"""The product of a single row, which stays in 16 bits, with weights in FP8.
+
+A program keeps the row for several blocks of outputs (docs/experiments.md).
+
+Letters: N outputs, K inputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.activation import activate_and_mul
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.linear import load_bias
+from nanovllm.utils.fp8 import Codes
+
+# Inputs and codes of a block, and programs that run at once; measured on an H200.
+INPUTS, CODES, PROGRAMS = 4096, 16384, 528
+SPLITS = 2, 3, 4  # of the sum
+MOST_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
+
+
+@triton.jit
+def _numbers(words, CVT: tl.constexpr):
+    """The four codes (e4m3) in each int32, the lowest first, as float32; `CVT` by the instruction
+    of NVIDIA GPUs from 8.9 on.
+    """
+    if CVT:
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 lower, upper, a, b;
+                .reg .b32 pair;
+                mov.b32 {lower, upper}, $4;
+                cvt.rn.f16x2.e4m3x2 pair, lower;
+                mov.b32 {a, b}, pair;
+                cvt.f32.f16 $0, a;
+                cvt.f32.f16 $1, b;
+                cvt.rn.f16x2.e4m3x2 pair, upper;
+                mov.b32 {a, b}, pair;
+                cvt.f32.f16 $2, a;
+                cvt.f32.f16 $3, b;
+            }
+            """,
+            "=&f,=&f,=&f,=f,r", [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        c, d = ((words >> 16) & 0xFF).to(tl.uint8), ((words >> 24) & 0xFF).to(tl.uint8)
+        a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        c, d = c.to(tl.float8e4nv, bitcast=True), d.to(tl.float8e4nv, bitcast=True)
+        return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _load_words(
+    words_ptr, block, begin, q,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Four codes in an int32: of a block of rows, the inputs from `begin` on; 0 beyond the last."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < N)[:, None] & (begin // 4 + q < K // 4)[None, :]
+    ptrs = words_ptr + n.to(tl.int64)[:, None] * (K // 4) + (begin // 4 + q)[None, :]
+    return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
+def _load_fours(ptr, begin, q, K: tl.constexpr):
+    """Inputs from `begin` on as float32: every fourth, from each of the first four on."""
+    ptrs, inside = ptr + begin + 4 * q, begin // 4 + q < K // 4
+    a = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(ptrs + 1, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(ptrs + 2, mask=inside, other=0.0).to(tl.float32)
+    return a, b, c, tl.load(ptrs + 3, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _multiply_words(
+    words, x, scales_ptr, row, begin, q,
+    K: tl.constexpr, SCALE_BLOCK: tl.constexpr, CVT: tl.constexpr,
+):  # fmt: skip
+    """Products with x, summed; of blocks, all rows have the scales of `row`."""
+    a, b, c, d = _numbers(words, CVT)
+    products = a * x[0][None, :] + b * x[1][None, :] + c * x[2][None, :] + d * x[3][None, :]
+    if SCALE_BLOCK > 0:
+        g = row // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK) + (begin + 4 * q) // SCALE_BLOCK
+        products *= tl.load(scales_ptr + g, mask=begin // 4 + q < K // 4, other=0.0)[None, :]
+    return tl.sum(products, 1)
+
+
+@triton.jit
+def _fp8_row_kernel(
+    x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    CVT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
+    # next codes are on their way while it multiplies, the first ones before the wait.
+    launch_dependents(PDL)
+    first, split = tl.program_id(0), tl.program_id(1)
+    q, begin = tl.arange(0, BLOCK_K // 4), split * STEPS * BLOCK_K
+    up_ptr = words_ptr + N * (K // 4)
+    words = _load_words(words_ptr, first, begin, q, N, K, BLOCK_N)
+    if GATED:
+        up_words = _load_words(up_ptr, first, begin, q, N, K, BLOCK_N)
+    wait(PDL)
+    x = _load_fours(x_ptr, begin, q, K)
+    for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+        row = block * BLOCK_N
+        n = row + tl.arange(0, BLOCK_N)
+        out = tl.zeros([BLOCK_N], tl.float32)
+        up = out
+        for step in tl.static_range(STEPS):
+            start = begin + step * BLOCK_K
+            if step + 1 < STEPS:
+                behind, where = start + BLOCK_K, block
+            else:
+                behind, where = begin, block + tl.num_programs(0)
+            following = _load_words(words_ptr, where, behind, q, N, K, BLOCK_N)
+            if STEPS > 1:
+                x = _load_fours(x_ptr, start, q, K)
+            out += _multiply_words(words, x, scales_ptr, row, start, q, K, SCALE_BLOCK, CVT)
+            words = following
+            if GATED:
+                following = _load_words(up_ptr, where, behind, q, N, K, BLOCK_N)
+                up += _multiply_words(
+                    up_words, x, scales_ptr, N + row, start, q, K, SCALE_BLOCK, CVT
+                )  # fmt: skip
+                up_words = following
+        if SCALE_BLOCK == 0:
+            out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
+        out += tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
+        if GATED:
+            if SCALE_BLOCK == 0:
+                up *= tl.load(scales_ptr + N + n, mask=n < N, other=0.0)
+            out = activate_and_mul(out, up + load_bias(bias_ptr, N + n, n < N), GELU, 0)
+        tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def one_row(
+    x: torch.Tensor,
+    weight: Codes,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+    partial: bool = False,
+) -> torch.Tensor:
+    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
+
+    Returns:
+        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
+    """
+    N, K = weight.codes.shape
+    if gated:
+        N //= 2
+    block_k = min(INPUTS, triton.next_power_of_2(K))
+    block_n = min(MOST_OUTPUTS, CODES // block_k // (2 if gated else 1))
+    scale_block = 0 if weight.block[0] == 1 else weight.block[1]
+    steps, blocks = triton.cdiv(K, block_k), triton.cdiv(N, block_n)
+    splits = steps if partial and steps in SPLITS else 1
+    # Each program has as many blocks.
+    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, PROGRAMS))
+    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    _fp8_row_kernel[(programs, splits)](
+        x, weight.codes.view(torch.int32), weight.scales, bias, out,
+        N=N, K=K, GATED=gated, GELU=gelu, SCALE_BLOCK=scale_block, BLOCK_N=block_n,
+        BLOCK_K=block_k, STEPS=steps // splits, CVT=x.is_cuda, num_warps=4, **pdl_options(x),
+    )  # fmt: skip
+    return out
