@@ -48,8 +48,8 @@ def main() -> None:
     """Build, warm up, time both in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
     bench.add_options(parser)
-    parser.add_argument("--num-seqs", type=bench.positive, default=256)
-    parser.add_argument("--repeat", type=bench.positive, default=3)
+    parser.add_argument("--num-seqs", type=bench.positive, default=256, help="rows (256)")
+    parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()
     llm, _ = bench.build(args)
     prompts, params = harness.workload(args.num_seqs, 0, llm.model_config.vocab_size)

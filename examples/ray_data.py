@@ -37,6 +37,8 @@ def finished_ids(directory: str) -> pyarrow.Array:
     filesystem, root = fs.FileSystem.from_uri(directory)
     found = []
     for file in filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True)):
+        if file.extension != "parquet":
+            continue
         try:
             found.append(parquet.read_table(file.path, columns=["id"], filesystem=filesystem)["id"])
         except pyarrow.ArrowInvalid:

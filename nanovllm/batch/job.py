@@ -172,8 +172,8 @@ class _Job:
         try:
             prompt, params = self._request(row)
             request_id = self._llm.add_request(prompt, params)
-        except (TypeError, ValueError) as error:
-            return Result(row, error=str(error))
+        except (TypeError, ValueError, ImportError, RecursionError) as error:
+            return Result(row, error=str(error))  # one row's grammar may want a missing package
         self._in_flight[request_id] = row, params
         return None
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import TINY, SamplingParams
 from nanovllm.benchmark.shapes import DUMMY_INT4, SHAPES
-from nanovllm.cli.options import add_engine_options, engine_options
+from nanovllm.cli.options import add_engine_options, engine_options, new_file, positive, rate
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -56,24 +56,10 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
     )
     parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
     parser.add_argument("--flops", type=rate, help="its limit, operations per second")
-    parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
+    parser.add_argument(
+        "--save", type=new_file, metavar="FILE", help="append the result, as a line of JSON"
+    )
     add_engine_options(parser)
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1, from the command line."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def rate(text: str) -> float:
-    """A positive number, from the command line."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
 
 
 def model_name(args: argparse.Namespace) -> str:

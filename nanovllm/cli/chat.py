@@ -17,7 +17,7 @@ from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
     engine_options,
-    json_value,
+    object_value,
     sampling_options,
 )
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
     parser.add_argument(
         "--chat-template-kwargs",
-        type=json_value,
+        type=object_value,
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}',
     )

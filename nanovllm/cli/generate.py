@@ -15,14 +15,13 @@ exit codes:
 """
 
 import argparse
-import json
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import FrameType
@@ -38,10 +37,12 @@ from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
     engine_options,
+    object_value,
     sampling_options,
 )
 from nanovllm.cli.report import Report, say
 from nanovllm.config import Config, our_options
+from nanovllm.engine.structured_output import check_package
 from nanovllm.hub import checkpoint_directory
 from nanovllm.sampling_params import SamplingParams
 
@@ -61,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
     add("--input-format", choices=INPUT_FORMATS, help="default: by the name, for - jsonl")
     add("--output-format", choices=OUTPUT_FORMATS, help="default: by the name, for - jsonl")
-    add("--ordered", action="store_true", help="write results in the order of the rows")
+    add(
+        "--ordered",
+        action="store_true",
+        help="write results in the order of the rows; those that wait for another are lost by Ctrl-C",
+    )
     add(
         "--shard",
         type=_shard,
@@ -78,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", metavar="FILE", help="a Jinja template, for the checkpoint's own")
     add(
         "--chat-template-kwargs",
-        type=_object,
+        type=object_value,
         default={},
         metavar="JSON",
         help='variables of the template, such as {"enable_thinking": false}',
@@ -158,6 +163,11 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
     config = replace(config, model=directory, revision=None)
     options.pop("revision", None)
     params = default_params(config, sampling_options(args))
+    if params.structured_outputs is not None:
+        try:
+            check_package()
+        except ImportError as error:  # of which each row would die
+            raise ValueError(str(error)) from error
     chat = {"chat": args.chat, "chat_template_kwargs": args.chat_template_kwargs}
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
@@ -201,21 +211,47 @@ def _answer(call: _Call, report: Report) -> int:
             return ENGINE_FAILED
         stop = stack.enter_context(_Stop())
         stack.enter_context(report)
-        rows = Ahead(left) if call.is_piped else left
-        results = run_job(llm, rows, call.params, **call.chat, ordered=call.ordered, stop=stop)
+        rows = _reading(left)
+        results = run_job(
+            llm,
+            Ahead(rows) if call.is_piped else rows,
+            call.params,
+            **call.chat,
+            ordered=call.ordered,
+            stop=stop,
+        )
         stack.enter_context(closing(results))
-        while True:
-            try:
-                result = next(results, None)
-            except OSError:  # of the input
-                raise
-            except Exception:
-                traceback.print_exc()
-                return ENGINE_FAILED
-            if result is None:
-                return ANSWERED if stop.signum is None else BY_SIGNAL + stop.signum
-            call.sink.write(result)
-            report.add(result)
+        try:
+            for result in results:
+                with _files():
+                    call.sink.write(result)
+                report.add(result)
+        except _FileError as failure:
+            raise failure.error from None
+        except Exception:
+            traceback.print_exc()
+            return ENGINE_FAILED
+        return ANSWERED if stop.signum is None else BY_SIGNAL + stop.signum
+
+
+class _FileError(Exception):
+    """Input or output failed, and not the engine: `error` says how."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+@contextmanager
+def _files() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _FileError(error) from error
+
+
+def _reading(rows: Iterator[Row]) -> Iterator[Row]:
+    with _files():
+        yield from rows
 
 
 class _Stop:
@@ -234,7 +270,9 @@ class _Stop:
 
     def __enter__(self) -> "_Stop":
         signums = (signal.SIGINT, signal.SIGTERM)
-        self._old = {signum: signal.signal(signum, self._handle) for signum in signums}
+        # A shell has background jobs ignore Ctrl-C.
+        heeded = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
+        self._old = {signum: signal.signal(signum, self._handle) for signum in heeded}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -247,13 +285,3 @@ def _shard(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"must be I/N with I in 1..N, got {text!r}")
     return int(match[1]), int(match[2])
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")
-    return value

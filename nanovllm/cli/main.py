@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after `--help` and `--version`, and where the arguments cannot be read.
     """
-    args = _parser().parse_args(argv)
+    parser, commands = _parsers()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("nanovllm").setLevel(level)
@@ -60,15 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> Parser:
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of everything, and those of the commands."""
     parser = Parser(prog="nanovllm", description="Offline LLM inference.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parsers: dict[str, Parser] = {}
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, help="`COMMAND --help` says more"
     )
     for name, module in COMMANDS.items():
         summary, _, details = (module.__doc__ or "").partition("\n\n")
-        command = commands.add_parser(
+        command = parsers[name] = commands.add_parser(
             name,
             usage=f"nanovllm {name} [options]",
             help=summary.rstrip("."),
@@ -80,4 +85,4 @@ def _parser() -> Parser:
         command.add_argument(
             "-v", "--verbose", action="store_true", help="log what the engine does at its start"
         )
-    return parser
+    return parser, parsers

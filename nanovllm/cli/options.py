@@ -12,6 +12,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from nanovllm.batch.params import from_json
@@ -98,14 +99,16 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     return read_or_none, metavar
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
+    """An integer, with a message of the house."""
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """A number, likewise."""
     try:
         return float(text)
     except ValueError:
@@ -120,14 +123,45 @@ def json_value(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
 
 
+def object_value(text: str) -> dict[str, Any]:
+    """What a flag for an object takes."""
+    value = json_value(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")
+    return value
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def rate(text: str) -> float:
+    """A number above 0."""
+    value = number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
+
+
+def new_file(text: str) -> str:
+    """A file that can be written: its folder is there."""
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in a directory that is there, got {text!r}")
+    return text
+
+
 def _strings(text: str) -> Any:
     """A list, or the only string of one."""
     return json_value(text) if text.startswith("[") else [text]
 
 
 READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (_integer, "N"),
-    float: (_number, "X"),
+    int: (integer, "N"),
+    float: (number, "X"),
     str: (str, "NAME"),
     Sequence[str]: (_strings, "JSON"),
 }

@@ -60,7 +60,8 @@ class Report:
         new = sink.num_finished - self._before
         of = "" if self._total is None else f" of {self._total:,}"
         where = "" if self._output is None else f" in {self._output}"
-        say(f"{sink.num_finished:,}{of} rows{where}, {sink.num_errors:,} with errors")
+        finished = sink.num_finished - (sink.num_strangers if is_complete else 0)
+        say(f"{finished:,}{of} rows{where}, {sink.num_errors:,} with errors")
         if new:
             rate = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tok/s"
             say(f"{new:,} rows in {seconds:.1f} s, {rate}")

@@ -193,6 +193,17 @@ class _Form:
         return self._num_bytes * len(self.matchers)
 
 
+def check_package() -> None:
+    """ImportError, with what to do, if the package for grammars is missing."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "`structured_outputs` must be None without the package llguidance: "
+            'pip install "llguidance>=1.8,<2"'
+        ) from error
+
+
 class GrammarCompiler:
     """Compiles what requests ask for, and keeps what was asked for lately.
 
@@ -275,14 +286,9 @@ class GrammarCompiler:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ValueError("`structured_outputs` must be None for a model without tokenizer")
-        try:
-            import llguidance  # noqa: F401
-            from llguidance.hf import from_tokenizer
-        except ImportError as error:
-            raise ImportError(
-                "`structured_outputs` must be None without the package llguidance: "
-                'pip install "llguidance>=1.8,<2"'
-            ) from error
+        check_package()
+        from llguidance.hf import from_tokenizer
+
         try:
             ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
             if not ends:
