@@ -7,8 +7,9 @@ EMPTY = bytes(KEY_BYTES)
 class KeySet:
     """A set of keys of 16 bytes, for millions of rows.
 
-    A table with open addressing, at most two thirds full: 24 to 48 bytes for each key, where
-    Python's own set takes some 100.
+    A table with open addressing, at most two thirds full: 24 to 48 bytes for each key (half as many
+    again while it grows), where Python's own set takes some 100. A job has two: of the rows that
+    the sink has, and of the `custom_id`s that were read.
     """
 
     def __init__(self) -> None:

@@ -2,14 +2,16 @@
 
 A line is written behind the others by one call as soon as it is there: killing the process then
 loses none. What a call has written in part (a full disk, a kill), or a power cut has left, is cut
-off at once, or when the file is opened again.
+off at once, or when the file is opened again. The disk is made to hold lines when they are ten
+seconds old, or at the next `tick` behind that.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 HEAD = re.compile(rb'\{"(?:_key|id)": "(?:batch_req_)?([0-9a-f]{32})", ')
 ANSWERED, FAILED = b', "error": null}\n', b"}\n"
+FAILED_ROW = b', "error": true}\n'
+SYNC_SECONDS = 10.0
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a network's file system, say
 
 
@@ -33,15 +37,14 @@ class Lines:
     """
 
     ordered = False
-    can_retry = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = _open_locked(path)
-        self._new_path = path.with_name(f"{path.name}.tmp")
+        self._new_path = temporary_path(path)
         self._new_path.unlink(missing_ok=True)  # of a process that was killed
         self._size = os.fstat(self._fd).st_size
-        self._is_synced = True
+        self._due: float | None = None  # when the disk is to hold it; None: it does
 
     def is_empty(self) -> bool:
         """Whether there is nothing in it."""
@@ -85,7 +88,8 @@ class Lines:
         self._append(result.to_line())
 
     def _append(self, line: bytes) -> None:
-        self._is_synced = False
+        if self._due is None:
+            self._due = time.monotonic() + SYNC_SECONDS
         try:
             rest = memoryview(line)
             while rest:
@@ -95,11 +99,16 @@ class Lines:
             raise
         self._size += len(line)
 
+    def tick(self) -> None:
+        """Have the disk hold what was written if that is due."""
+        if self._due is not None and time.monotonic() >= self._due:
+            self.sync()
+
     def sync(self) -> None:
         """Have the disk hold what was written."""
-        if not self._is_synced:
+        if self._due is not None:
             os.fsync(self._fd)
-            self._is_synced = True
+            self._due = None
 
     def drop_failed(self) -> None:
         """Take out the results that carry an error, all at once, so that their rows are left."""
@@ -107,6 +116,7 @@ class Lines:
         try:
             with self.path.open("rb") as old, open(fd, "wb", closefd=False) as new:
                 new.writelines(line for line in old if line.endswith(ANSWERED))
+            os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.fsync(fd)
             os.replace(self._new_path, self.path)
         except BaseException:
@@ -129,25 +139,69 @@ class Texts(Lines):
     """A file of generated texts, a line for each row, in the order of the rows.
 
     Line breaks in a text are written as `\\n` and `\\r`, a backslash as two. A row that failed has
-    an empty line. As many rows are finished as there are lines.
+    an empty line. What a text cannot say, the row's key and whether it failed, is in lines of
+    `OUTPUT.job.rows`, which are written first: as many rows are finished as both files have lines.
     """
 
     ordered = True
-    can_retry = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        rows = path.with_name(f"{path.name}.job.rows")
+        try:
+            if self._size and not rows.exists():
+                raise ValueError(
+                    f"{path} is there already and is no output of such a job (there is no {rows}): "
+                    "choose another output, or remove it"
+                )
+            self._rows = Lines(rows)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """Nothing by keys: `num_lines` says how many rows are finished."""
-        self.num_lines, size = 0, 0
+        """The keys of its results, and whether they failed; cuts off what only one file has.
+
+        Raises:
+            ValueError: for a line of `OUTPUT.job.rows` that is none of this job.
+        """
+        size = size_of_rows = 0
         with self.path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    self.num_lines, size = self.num_lines + 1, size + len(line)
+            for line, row in zip(file, self._rows.recover(), strict=False):
+                if not line.endswith(b"\n"):
+                    break
+                size, size_of_rows = size + len(line), size_of_rows + len(_row_line(*row))
+                yield row
         self._cut(size)
-        return iter(())
+        self._rows._cut(size_of_rows)
 
     def append(self, result: Result) -> None:
         """Write the text of a result; see `Lines.append`."""
-        self._append(text_line(result))
+        size = self._rows._size
+        self._rows._append(_row_line(result.row.key, result.error is not None))
+        try:
+            self._append(text_line(result))
+        except BaseException:
+            self._rows._cut(size)
+            raise
+
+    def sync(self) -> None:
+        """Have the disk hold what was written."""
+        self._rows.sync()
+        super().sync()
+
+    def close(self) -> None:
+        """Sync it, and let others write."""
+        try:
+            self._rows.close()
+        finally:
+            super().close()
+
+
+def _row_line(key: bytes, has_failed: bool) -> bytes:
+    """What `Lines.recover` reads back as the same."""
+    error = FAILED_ROW if has_failed else ANSWERED
+    return b'{"_key": "%b"%b' % (key.hex().encode(), error)
 
 
 def text_line(result: Result) -> bytes:
@@ -158,10 +212,15 @@ def text_line(result: Result) -> bytes:
     return text.encode(errors="replace") + b"\n"
 
 
+def temporary_path(path: Path) -> Path:
+    """Where a file is written that is to take the place of another: under a name of ours."""
+    return path.with_name(f".{path.name}.nanovllm.tmp")
+
+
 def _open_locked(path: Path) -> int:
     """The file for appending, which nobody else may open so until it is closed."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             lock(fd, path)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -179,7 +238,15 @@ def lock(fd: int, path: Path) -> None:
 
     Raises:
         BlockingIOError: if another process has it.
+        ValueError: if the system has no such locks.
     """
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ValueError(
+            f"{path} must be written on Linux or macOS, got a system without file locks (fcntl): "
+            "leave the output out, and keep what the command prints"
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

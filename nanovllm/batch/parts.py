@@ -3,13 +3,18 @@
 A file is written under a name that readers skip, synced, and renamed when it is complete. Its rows
 are those of the last minute, or some thousands: what is not in a file yet is computed again after a
 kill. `pyarrow.parquet.read_table`, pandas, DuckDB, Spark and others read the directory as a table.
+
+So all files have the same columns. Lists and objects are JSON text. Other columns have a type of
+their own as long as it holds every value as it is; where it does not (a text behind numbers, 2.5
+behind integers) the column becomes text, in which texts stand as they are and the rest as JSON. For
+such a column, and for one that comes later, the files before are written anew.
 """
 
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +22,19 @@ from nanovllm.batch.lines import lock, sync_directory
 from nanovllm.batch.reading import import_pyarrow
 from nanovllm.batch.results import Result
 
-logger = logging.getLogger(__name__)
-
 PART_ROWS, PART_SECONDS = 4096, 60.0
-TEMPORARY = ".part.tmp"
+TEMPORARY = ".part.nanovllm.tmp"
+TYPES = {  # of our own columns, which the first rows may have no values in
+    **dict.fromkeys(("_key", "generated_text", "finish_reason", "error"), "string"),
+    **dict.fromkeys(("_row", "num_prompt_tokens", "num_generated_tokens"), "int64"),
+}
 
 
 class Parts:
     """A directory of results.
+
+    The columns are the fields of `Result.to_dict`. Requests of OpenAI's format have `_key`, too,
+    and `error` is text as for other rows.
 
     Args:
         path: of the directory, which is made if it is not there.
@@ -35,7 +45,6 @@ class Parts:
     """
 
     ordered = False
-    can_retry = True
 
     def __init__(self, path: Path) -> None:
         self._pyarrow, self._parquet = import_pyarrow()
@@ -50,7 +59,7 @@ class Parts:
             os.close(self._fd)
             raise
         (path / TEMPORARY).unlink(missing_ok=True)  # of a process that was killed
-        self._schema: Any = None  # of the first part
+        self._schema: Any = None  # of the last file, which all are to have
         self._waiting: list[dict[str, Any]] = []
         self._due = 0.0
 
@@ -67,10 +76,11 @@ class Parts:
         Raises:
             ValueError: for a file that is none of this job.
         """
+        self._schema = None
         for file in self._files():
             try:
                 with self._parquet.ParquetFile(file) as part:
-                    self._schema = self._schema or part.schema_arrow
+                    self._schema = part.schema_arrow
                     for batch in part.iter_batches(columns=["_key", "error"]):
                         keys, errors = batch.column("_key"), batch.column("error")
                         for key, error in zip(keys, errors, strict=True):
@@ -80,6 +90,7 @@ class Parts:
                     f"{file} must hold results of this job: {error}; delete it, and its rows are "
                     "computed again"
                 ) from error
+        self._conform()  # a kill may have come in between
 
     def append(self, result: Result) -> None:
         """Keep a result for the next file.
@@ -89,23 +100,47 @@ class Parts:
         """
         if not self._waiting:
             self._due = time.monotonic() + PART_SECONDS
-        self._waiting.append(result.to_dict())
-        if len(self._waiting) >= PART_ROWS or time.monotonic() >= self._due:
+        values = {"_key": result.row.key.hex(), **result.to_dict(), "error": result.error}
+        self._waiting.append({_text(name): value for name, value in values.items()})
+        if len(self._waiting) >= PART_ROWS:
             self.flush()
 
-    def sync(self) -> None:
-        """Files are synced when they are complete."""
+    def tick(self) -> None:
+        """Write a file if results have waited for a minute."""
+        if self._waiting and time.monotonic() >= self._due:
+            self.flush()
 
     def flush(self) -> None:
         """Write a file of what waits for one."""
         waiting, self._waiting = self._waiting, []  # never twice, whatever interrupts it
         if not waiting:
             return
-        files = self._files()
+        files, before = self._files(), self._schema
         number = int(files[-1].stem.removeprefix("part-")) + 1 if files else 0
-        table = make_table(self._pyarrow, waiting, self._schema)
-        self._schema = self._schema or table.schema
+        kinds = kinds_of(before)
+        names = dict.fromkeys([*kinds, *(name for row in waiting for name in row)])
+        kinds = {n: self._pyarrow.type_for_alias(kind) for n, kind in TYPES.items()} | kinds
+        table = self._table({name: [row.get(name) for row in waiting] for name in names}, kinds)
         self._write(table, self.path / f"part-{number:06}.parquet")
+        self._schema = table.schema
+        if before is not None and before != self._schema:
+            self._conform()
+
+    def _table(self, columns: dict[str, list[Any]], kinds: dict[str, Any]) -> Any:
+        """These values, of these types as far as they can be."""
+        arrays = {n: make_column(self._pyarrow, columns[n], kinds.get(n)) for n in columns}
+        return self._pyarrow.table(arrays)
+
+    def _conform(self) -> None:
+        """Give all files the columns and types of the last one."""
+        for file in self._files():
+            with self._parquet.ParquetFile(file) as part:
+                if part.schema_arrow == self._schema:
+                    continue
+                values = part.read().to_pydict()
+                empty = [None] * part.metadata.num_rows
+            kinds = kinds_of(self._schema)
+            self._write(self._table({n: values.get(n, empty) for n in kinds}, kinds), file)
 
     def _write(self, table: Any, path: Path) -> None:
         new = self.path / TEMPORARY
@@ -142,34 +177,41 @@ class Parts:
             os.close(self._fd)
 
 
-def make_table(pyarrow: Any, rows: list[dict[str, Any]], schema: Any) -> Any:
-    """A table of these rows.
+def kinds_of(schema: Any) -> dict[str, Any]:
+    """The types of columns by name; none of no schema."""
+    return {} if schema is None else {field.name: field.type for field in schema}
 
-    Columns have the types of the first file where the values allow it, else those of the values,
-    and values of mixed types are written as JSON.
+
+def make_column(pyarrow: Any, values: list[Any], kind: Any) -> Any:
+    """Values as an array from which they come back equal; as texts if there is none, or lists or
+    objects are among them.
+
+    Args:
+        pyarrow: the module.
+        values: None where there is none.
+        kind: the type that is wanted; None, or the type of nulls, for that of the values.
     """
-    known = {} if schema is None else {name: schema.field(name).type for name in schema.names}
-    columns = [*dict.fromkeys([*known, *(name for row in rows for name in row)])]
-    known |= {name: pyarrow.string() for name in ("generated_text", "finish_reason", "error")}
-    known |= {name: pyarrow.int64() for name in ("num_prompt_tokens", "num_generated_tokens")}
-    arrays = {}
-    for name in columns:
-        values = [row.get(name) for row in rows]
-        arrays[name] = _array(pyarrow, name, values, known.get(name))
-    return pyarrow.table(arrays)
-
-
-def _array(pyarrow: Any, name: str, values: list[Any], kind: Any) -> Any:
-    wrong = (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError)
-    if kind is not None:
-        try:
-            return pyarrow.array(values, kind)
-        except (*wrong, OverflowError):
-            logger.warning("values of `%s` are of another type than before: %s", name, kind)
-    try:
+    types = pyarrow.types
+    # Whatever is raised here says that no type holds them.
+    with suppress(pyarrow.ArrowException, ValueError, TypeError, ArithmeticError):
         array = pyarrow.array(values)
-        # Nothing but nulls: most columns that have no values yet are texts.
-        return array.cast(pyarrow.string()) if pyarrow.types.is_null(array.type) else array
-    except (*wrong, OverflowError, UnicodeEncodeError):
-        texts = [None if value is None else json.dumps(value, default=str) for value in values]
-        return pyarrow.array(texts, pyarrow.string())
+        if kind is not None and not types.is_null(kind):
+            array = array.cast(kind)
+        if not types.is_nested(array.type) and all(map(_is_same, array.to_pylist(), values)):
+            return array
+    texts = [None if value is None else _text(value) for value in values]
+    return pyarrow.array(texts, pyarrow.string())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) is not isinstance(other, bool):
+        return False
+    return bool(one == other or (one != one and other != other))  # noqa: PLR0124 (nan)
+
+
+def _text(value: Any) -> str:
+    """Text as it is, another value as JSON. Half characters (lone surrogates), which UTF-8 does
+    not have, become escapes such as `\\ud800`.
+    """
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode(errors="backslashreplace").decode()

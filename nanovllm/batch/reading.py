@@ -1,9 +1,9 @@
 """`read_rows`: the rows of a file, one after the other, in bounded memory.
 
-Formats: "jsonl" (an object on each line; requests of OpenAI's batch format are known by the first
-line, and "openai" says so), "parquet" (a file, or a directory of them in the order of their names)
-and "text" (a prompt on each line). Blank lines are no rows, and a byte order mark is skipped. A
-line that is not UTF-8, not JSON or no object is a row that carries an error.
+Formats: "jsonl" (an object on each line; the first one tells whether all are requests of OpenAI's
+batch format, and "openai" says so), "parquet" (a file, or a directory of them in the order of their
+names) and "text" (a prompt on each line). Blank lines are no rows, and a byte order mark is
+skipped. A line that is not UTF-8, not JSON or no object is a row that carries an error.
 """
 
 import json
@@ -124,7 +124,7 @@ def _text_rows(file: IO[bytes], shard: tuple[int, int]) -> Iterator[Row]:
 
 
 def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[Row]:
-    is_openai = True if kind == "openai" else None  # None: the first row tells
+    is_openai = True if kind == "openai" else None  # None: the first object tells
     for number, content in _lines(file, shard):
         values, problem = None, None
         try:
@@ -133,9 +133,9 @@ def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[R
             problem = f"line must be UTF-8, got {_shown(error)}"
         except (ValueError, RecursionError) as error:
             problem = f"line must be JSON: {error}"
-        if is_openai is None:
+        if is_openai is None and isinstance(values, dict):
             is_openai = openai_batch.is_request(values)
-        yield make_row(number, content, values, problem, is_openai)
+        yield make_row(number, content, values, problem, bool(is_openai))
 
 
 def _shown(error: UnicodeDecodeError) -> str:

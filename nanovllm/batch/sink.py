@@ -2,18 +2,19 @@
 
 Beside the output stands `OUTPUT.job.json`, which says what made it: a job of another model or other
 parameters is refused. It is a file of its own so that the output has results only, for readers that
-take each line for a row. It is written under another name, and renamed, before the first result.
+take each line for a row. It is written under another name, and renamed, before the first result. Beside
+texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed.
 
 Whatever moment the process is killed at, the output holds whole results, each row at most once, and
-the rows without one are computed next time. Results are written as they come, and the disk is made
-to hold them at least every ten seconds; `parts.py` says how Parquet differs.
+the rows without one are computed next time. Lines are written as they come, and the disk is made to
+hold them after ten seconds; Parquet's files are written when they are full, or after a minute. A
+clock does neither: `write` and `tick` look whether it is time, so a loop that may wait long for the
+next result calls `tick` in between.
 """
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -22,11 +23,11 @@ from typing_extensions import Self
 
 from nanovllm.batch.identity import differences
 from nanovllm.batch.keys import KeySet
-from nanovllm.batch.lines import Lines, Texts, sync_directory, text_line
+from nanovllm.batch.lines import Lines, Texts, sync_directory, temporary_path, text_line
 from nanovllm.batch.parts import Parts
 from nanovllm.batch.reading import format_of
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import Row
+from nanovllm.batch.rows import Row, as_rows
 from nanovllm.utils.checks import check_choice
 
 OUTPUT_FORMATS = ("jsonl", "parquet", "text")
@@ -35,14 +36,13 @@ STORES: dict[str, Callable[[Path], Lines | Parts]] = {
     "parquet": Parts,
     "text": Texts,
 }
-SYNC_SECONDS, SYNC_ROWS = 10.0, 10_000
 
 
 class ResumableSink:
     """Where results go. Use it as a context manager, or call `close`.
 
     Args:
-        path: of the output; a directory of files for Parquet.
+        path: of the output; a directory of files for Parquet. Of a symbolic link, what it names.
         job: what the results depend on beside the rows, as JSON has it: `describe_job` makes one.
             An output that was begun with another one is refused.
         output_format: "jsonl", "parquet" or "text"; None: by the name.
@@ -68,17 +68,15 @@ class ResumableSink:
         output_format: str | None = None,
         retry_errors: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path))
         kind = format_of(path, output_format, "output_format", OUTPUT_FORMATS)
         self._store = STORES[kind](self.path)
         self.ordered = self._store.ordered
-        self.num_finished = self.num_errors = self._num_met = 0
-        self._finished = KeySet()
-        self._unsynced, self._synced_at = 0, time.monotonic()
         try:
-            if retry_errors and not self._store.can_retry:
+            if retry_errors and self.ordered:
                 raise ValueError(
-                    "`retry_errors` must be False for texts, which do not tell errors, got True"
+                    "`retry_errors` must be False for texts, whose lines have their places, got "
+                    "True: write JSON lines"
                 )
             self._check_job({**(job or {}), "output_format": kind})
             self._recover()
@@ -92,7 +90,7 @@ class ResumableSink:
     def _check_job(self, job: dict[str, Any]) -> None:
         file = self.path.with_name(f"{self.path.name}.job.json")
         if self._store.is_empty():
-            new = file.with_name(f"{file.name}.tmp")
+            new = temporary_path(file)
             with new.open("w", encoding="utf-8") as stream:
                 json.dump(job, stream, indent=1)
                 stream.flush()
@@ -119,47 +117,65 @@ class ResumableSink:
 
     def _recover(self) -> None:
         """Read back what is finished."""
-        self._finished = KeySet()
-        self.num_finished = self.num_errors = 0
+        self._found, self._written = KeySet(), KeySet()
+        self.num_finished = self.num_errors = self._num_met = 0
         for key, has_failed in self._store.recover():
-            if not self._finished.add(key):
+            if not self._found.add(key):
                 raise ValueError(f"{self.path} must have a row once, got {key.hex()} twice")
             self.num_finished += 1
             self.num_errors += has_failed
-        if isinstance(self._store, Texts):
-            self.num_finished = self._store.num_lines
 
-    def unfinished(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows of a job without those that are finished."""
-        if isinstance(self._store, Texts):
-            self._num_met = self.num_finished
-            yield from islice(rows, self.num_finished, None)
-            return
+    def unfinished(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
+        """The rows of a job, as `run` takes them, without those that are finished.
+
+        Raises:
+            ValueError: if the output is one of texts, and the input has changed before their end.
+        """
+        self._num_met = 0
+        rows = as_rows(rows)
+        if self.ordered:
+            for number, (key, _) in enumerate(self._store.recover()):
+                row = next(rows, None)
+                if row is None or row.key != key:
+                    raise ValueError(
+                        f"row {number} of the input must be that of line {number + 1} of "
+                        f"{self.path}, got {'another' if row else 'none'}: choose another output"
+                    )
+            self._num_met = len(self._found)
         for row in rows:
-            if row.key in self._finished:
+            if row.key in self._found:
                 self._num_met += 1
-            else:
+            elif row.key not in self._written:
                 yield row
 
     @property
     def num_strangers(self) -> int:
         """Results in the output of rows that `unfinished` has not met: the input has changed."""
-        return len(self._finished) - self._num_met if self._finished else 0
+        return len(self._found) - self._num_met
 
     def write(self, result: Result) -> None:
         """Take a result.
 
         Raises:
             OSError: if it cannot be written. The results before it are kept.
+            ValueError: if the output has one of this row.
         """
+        key = result.row.key
+        if key in self._found or key in self._written:
+            raise ValueError(f"row {result.row.number} must be written once, got it again")
         self._store.append(result)
+        self._written.add(key)
         self.num_finished += 1
         self.num_errors += result.error is not None
-        self._unsynced += 1
-        now = time.monotonic()
-        if self._unsynced >= SYNC_ROWS or now - self._synced_at >= SYNC_SECONDS:
-            self._store.sync()
-            self._unsynced, self._synced_at = 0, now
+        self.tick()
+
+    def tick(self) -> None:
+        """Have the disk hold what has waited long enough for it.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        self._store.tick()
 
     def close(self) -> None:
         """Have the disk hold everything, and let others write."""
@@ -195,9 +211,9 @@ class StreamSink:
         self._file, self.ordered = file, output_format == "text"
         self.num_finished = self.num_errors = 0
 
-    def unfinished(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def unfinished(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
         """All rows."""
-        return iter(rows)
+        return as_rows(rows)
 
     def write(self, result: Result) -> None:
         """Write a line, at once: whoever reads it may wait for it."""
@@ -205,6 +221,9 @@ class StreamSink:
         self._file.flush()
         self.num_finished += 1
         self.num_errors += result.error is not None
+
+    def tick(self) -> None:
+        """Nothing waits."""
 
     def __enter__(self) -> Self:
         return self

@@ -191,9 +191,11 @@ def test_results_have_openais_form():
     assert line["response"]["body"]["error"]["message"] == line["error"]["message"] == "too long"
 
 
-def test_the_first_line_says_whether_a_file_is_openais():
+def test_the_first_object_says_whether_a_file_is_openais():
     ask = json.dumps(request({"messages": MESSAGES})).encode() + b"\n"
     assert all(row.is_openai for row in rows_of(ask, b"no json\n"))
+    broken = (b"no json\n", b"\xff\n", b"[]\n")
+    assert [row.is_openai for row in rows_of(*broken, ask, ask)] == [False] * 3 + [True] * 2
     page = b'{"url": "http://", "body": {}, "prompt": "x"}\n'
     assert not any(row.is_openai for row in rows_of(page, b"no json\n"))
     assert all(row.is_openai for row in rows_of(b"no json\n", ask, input_format="openai"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanovllm import CompletionOutput, RequestOutput
 from nanovllm.batch import Result, ResumableSink, read_rows
 from nanovllm.batch.parts import Parts
+from nanovllm.batch.rows import as_rows
 from nanovllm.batch.sink import StreamSink
 
 FORMATS = ("jsonl", "parquet", "text")
@@ -73,6 +74,11 @@ def test_cut_at_any_byte_the_output_is_completed(tmp_path_factory, data):
     zeros = data.draw(st.sampled_from([0, 1, 100])) if kind == "jsonl" else 0
     path.write_bytes(whole[:cut] + bytes(zeros))
     kept = whole[:cut].count(b"\n")
+    if kind == "text":  # the lines that say which rows these are may have been lost, too
+        beside = directory / "out.txt.job.rows"
+        known = beside.read_bytes()[: data.draw(st.integers(0, 6 * 64))]
+        beside.write_bytes(known)
+        kept = min(kept, known.count(b"\n"))
     assert finish(path, rows) == 6 - kept
     assert numbers(path) == [*range(6)]
     assert path.read_bytes() == whole
@@ -91,12 +97,12 @@ def test_a_job_goes_on_where_it_ended(tmp_path, kind):
 def test_a_part_that_was_being_written_is_written_anew(tmp_path):
     rows, path = rows_of(tmp_path, 6), output(tmp_path, "parquet")
     finish(path, rows, 4)
-    (path / ".part.tmp").write_bytes(b"PAR1")
+    (path / ".part.nanovllm.tmp").write_bytes(b"PAR1")
     assert finish(path, rows) == 2
     assert numbers(path) == [*range(6)]
     begun = output(tmp_path, "parquet").with_name("begun.parquet")
     begun.mkdir()
-    (begun / ".part.tmp").write_bytes(b"PAR1")
+    (begun / ".part.nanovllm.tmp").write_bytes(b"PAR1")
     ResumableSink(begun, {"n": 1}).close()
     ResumableSink(begun, {"n": 2}).close()  # there is no result of the other yet
     assert sorted(file.name for file in path.iterdir()) == [
@@ -210,6 +216,92 @@ except OSError as error:
 """
 
 
+def test_a_row_is_written_once(tmp_path):
+    """Or the output, which must have a row once, could not be opened again."""
+    rows, path = rows_of(tmp_path, 3), output(tmp_path, "jsonl")
+    finish(path, rows, 1)
+    with ResumableSink(path) as sink:
+        for row in sink.unfinished(iter(rows)):
+            sink.write(answer(row))
+            with pytest.raises(ValueError, match=f"row {row.number} must be written once"):
+                sink.write(answer(row))
+        with pytest.raises(ValueError, match="row 0 must"):
+            sink.write(answer(rows[0]))
+        assert (sink.num_finished, sink.num_strangers) == (3, 0)
+        assert [*sink.unfinished(rows[1:])] == []
+        assert sink.num_strangers == 1
+    assert numbers(path) == [0, 1, 2]
+    assert finish(path, rows) == 0
+
+
+def test_rows_are_what_run_takes(tmp_path):
+    path = tmp_path / "out.jsonl"
+    assert finish(path, ["a", {"prompt": "b"}, "c"], 2) == 3
+    assert finish(path, ["a", {"prompt": "b"}, "c"]) == 1
+
+
+def test_texts_remember_which_rows_they_are_of_and_which_failed(tmp_path):
+    rows, path = rows_of(tmp_path, 6, fails=(1,)), output(tmp_path, "text")
+    finish(path, rows, 4)
+    assert path.read_text("utf-8").splitlines()[1] == ""
+    with ResumableSink(path) as sink:
+        assert (sink.num_finished, sink.num_errors) == (4, 1)
+        assert [row.number for row in sink.unfinished(iter(rows))] == [4, 5]
+        assert sink.num_strangers == 0
+    before = path.read_bytes()
+    for changed, says in (
+        ([rows[0], rows[2], rows[1], *rows[3:]], "row 1 of the input .* line 2 .*got another"),
+        (rows[:3], "row 3 of the input .*got none"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            finish(path, changed)
+    assert path.read_bytes() == before
+    beside = tmp_path / "out.txt.job.rows"
+    beside.unlink()
+    with pytest.raises(ValueError, match="is no output of such a job"):
+        ResumableSink(path)
+    assert path.read_bytes() == before and not beside.exists()
+
+
+def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path):
+    (tmp_path / "far").mkdir()
+    real, link = tmp_path / "far" / "out.jsonl", tmp_path / "out.jsonl"
+    link.symlink_to(real)
+    rows = rows_of(tmp_path, 3, fails=(1,))
+    finish(link, rows)
+    real.chmod(0o640)
+    with ResumableSink(link, retry_errors=True) as sink:
+        assert sink.num_finished == 2
+    assert link.is_symlink() and numbers(real) == [0, 2]
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert finish(real, rows) == 1
+
+
+def test_files_of_others_beside_the_output_are_left_alone(tmp_path):
+    rows, path = rows_of(tmp_path, 2, fails=(0,)), output(tmp_path, "jsonl")
+    theirs = [tmp_path / "out.jsonl.tmp", tmp_path / "out.jsonl.job.json.tmp"]
+    for file in theirs:
+        file.write_text("mine")
+    finish(path, rows)
+    ResumableSink(path, retry_errors=True).close()
+    assert [file.read_text() for file in theirs] == ["mine"] * 2
+    names = {"in.jsonl", "out.jsonl", "out.jsonl.job.json", *(file.name for file in theirs)}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
+def test_without_file_locks_outputs_are_refused(tmp_path):
+    code = """
+import sys
+sys.modules["fcntl"] = None
+from nanovllm.batch import ResumableSink
+import nanovllm.cli.main
+ResumableSink(sys.argv[1])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "out.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ValueError" in done.stderr and "must be written on Linux or macOS" in done.stderr
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
 def test_a_disk_that_is_full_leaves_whole_results(tmp_path, kind):
     """A limit of the size of files stands for it: the call that reaches it writes a part, too."""
@@ -223,15 +315,18 @@ def test_a_disk_that_is_full_leaves_whole_results(tmp_path, kind):
     assert data.endswith(b"\n") and data.count(b"\n") == written
 
 
-def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch, kind):
     """The disk has room again: the same sink goes on behind the last whole line."""
-    rows, path = rows_of(tmp_path, 3), output(tmp_path, "jsonl")
+    rows, path = rows_of(tmp_path, 3), output(tmp_path, kind)
     write, parts = os.write, []
 
     def fails_in_the_middle(fd, data):
+        if data[:1] == b"{" and kind == "text":  # which row it is comes first
+            return write(fd, data)
         if len(parts) == 1:
             raise OSError(28, "No space left on device")
-        parts.append(write(fd, data[:20]))
+        parts.append(write(fd, data[:5]))
         return parts[-1]
 
     with ResumableSink(path) as sink:
@@ -243,6 +338,7 @@ def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
         for row in rows:
             sink.write(answer(row))
     assert numbers(path) == [0, 1, 2]
+    assert finish(path, rows) == 0
 
 
 def test_a_part_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
@@ -261,20 +357,134 @@ def test_a_part_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
     assert sorted(numbers(path)) == [*range(5)]
 
 
-def test_parts_hold_values_of_any_types(tmp_path, monkeypatch):
-    """Columns that come later, are of another type later, or of mixed types in one part."""
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+ALIKE = st.sampled_from([st.integers(), st.floats(), st.booleans(), st.text(), JSON])
+
+
+@settings(parent=SEVERAL, max_examples=100)
+@given(data=st.data(), stop=st.integers(0, 8))
+def test_parts_are_one_table_of_the_same_values(tmp_path_factory, data, stop):
+    """Columns may come later, be of another type later, or of mixed types in one part."""
     import pyarrow.parquet
 
+    directory = tmp_path_factory.mktemp("values")
+    halves = [
+        data.draw(st.lists(st.none() | kind, min_size=4, max_size=4))
+        for kind in (data.draw(ALIKE), data.draw(ALIKE))
+    ]
+    fields = [{} if data.draw(st.booleans()) else {"mine": v} for half in halves for v in half]
+    file, path = directory / "in.jsonl", directory / "out.parquet"
+    file.write_text("".join(json.dumps({"prompt": "p", **mine}) + "\n" for mine in fields))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.batch.parts.PART_ROWS", 2)
+        finish(path, [*read_rows(file)], stop)
+        finish(path, [*read_rows(file)])
+    table = pyarrow.parquet.read_table(path)
+    assert table.column("_row").to_pylist() == [*range(8)]
+    found = table.column("mine").to_pylist() if "mine" in table.column_names else [None] * 8
+    for cell, mine in zip(found, fields, strict=True):
+        expected = mine.get("mine")
+        is_json = isinstance(cell, str) and not isinstance(expected, str)
+        value = json.loads(cell) if is_json else cell
+        assert isinstance(value, bool) == isinstance(expected, bool)
+        assert value == expected or (value != value and expected != expected)  # noqa: PLR0124
+
+
+def test_types_stay_where_they_can(tmp_path, monkeypatch):
+    import pandas
+
     monkeypatch.setattr("nanovllm.batch.parts.PART_ROWS", 2)
-    values = [1, 2, "three", None, 5.5, [6], None, {"x": 7}]
+    columns = {
+        "whole": [None, None, 1, 2, 3.0, None],
+        "float": [0.5, 1, 2, 3, None, None],
+        "texts": ["5", None, 6, [7], None, {"x": None}],
+        "flags": [True, None, None, None, False, None],
+        "mixed": [1, 2, 3, 4, 5.5, "a"],
+        "lists": [[1], {}, None, [], [{}], {"x": []}],
+    }
     file, path = tmp_path / "in.jsonl", tmp_path / "out.parquet"
-    file.write_text("".join(json.dumps({"prompt": "p", "mine": v}) + "\n" for v in values))
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    file.write_text("".join(json.dumps({"prompt": "p", **row}) + "\n" for row in rows))
     finish(path, [*read_rows(file)])
-    assert len([*path.glob("part-*")]) == 4
-    tables = [pyarrow.parquet.ParquetFile(part).read() for part in sorted(path.iterdir())]
-    found = [value for table in tables for value in table.column("mine").to_pylist()]
-    assert found == [1, 2, "three", None, "5.5", "[6]", None, {"x": 7}]
-    assert all(str(table.schema.field("error").type) == "string" for table in tables)
+    assert len([*path.glob("part-*")]) == 3
+    table = pandas.read_parquet(path, dtype_backend="pyarrow")
+    found = {name: str(table[name].dtype).split("[")[0] for name in columns}
+    assert found == dict(
+        zip(columns, ("int64", "double", "string", "bool", "string", "string"), strict=True)
+    )
+    assert list(table["mixed"]) == ["1", "2", "3", "4", "5.5", "a"]
+    assert list(table["lists"].dropna()) == ["[1]", "{}", "[]", "[{}]", '{"x": []}']
+
+
+def test_values_that_parquet_has_not_end_no_job(tmp_path):
+    import pyarrow.parquet
+
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    file.write_text(
+        '{"prompt": "p", "meta": {}, "big": 36893488147419103232}\n'
+        '{"prompt": "\\ud800ä", "\\udfff": ["\\ud800"]}\n'
+    )
+    finish(path, [*read_rows(file)])
+    first, second = pyarrow.parquet.read_table(path).to_pylist()
+    assert (first["meta"], first["big"]) == ("{}", "36893488147419103232")
+    assert second["prompt"] == "\\ud800ä"
+    assert json.loads(second["\\udfff"]) == ["\ud800"]
+    assert finish(path, [*read_rows(file)]) == 0
+
+
+def test_files_before_another_type_are_written_anew_after_a_kill_too(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.setattr("nanovllm.batch.parts.PART_ROWS", 1)
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    file.write_text("".join(f'{{"prompt": "p", "x": {x}}}\n' for x in ("1", "2", '"a"')))
+    rows, replace, count = [*read_rows(file)], os.replace, []
+
+    def killed(*names):
+        count.append(names)
+        if len(count) == 6:  # a job's description, three parts, and the first of them anew
+            raise KeyboardInterrupt
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        finish(path, rows)
+    monkeypatch.undo()
+    schemas = [pyarrow.parquet.read_schema(part) for part in sorted(path.iterdir())]
+    assert [str(schema.field("x").type) for schema in schemas] == ["string", "int64", "string"]
+    assert finish(path, rows) == 0
+    assert pyarrow.parquet.read_table(path).column("x").to_pylist() == ["1", "2", "a"]
+
+
+def test_requests_of_openais_format_go_to_parquet(tmp_path):
+    """With other rows among them."""
+    import pyarrow.parquet
+
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    ask = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    file.write_text("".join(json.dumps({"custom_id": i, **ask}) + "\n" for i in ("a", "b", "c")))
+    rows = [*read_rows(file), *as_rows(["plain"])]
+    assert finish(path, rows, 2) == 4
+    with ResumableSink(path) as sink:
+        _, _, *left = rows
+        assert [*sink.unfinished(rows)] == left
+        sink.write(answer(left[0], "too long"))
+        sink.write(answer(left[1]))
+    assert finish(path, rows) == 0
+    table = pyarrow.parquet.read_table(path)
+    assert table.column("error").to_pylist() == [None, None, "too long", None]
+    assert table.column("custom_id").to_pylist() == ["a", "b", "c", None]
+    codes = [each and json.loads(each)["status_code"] for each in table["response"].to_pylist()]
+    assert codes == [200, 200, 400, None]
+    with ResumableSink(path, retry_errors=True) as sink:
+        assert [*sink.unfinished(rows)] == [rows[2]]
 
 
 def test_parts_are_written_when_they_are_due(tmp_path, monkeypatch):
@@ -285,9 +495,15 @@ def test_parts_are_written_when_they_are_due(tmp_path, monkeypatch):
         for row in rows[:3]:
             sink.write(answer(row))
         assert numbers(path) == []
+        sink.tick()
+        assert numbers(path) == []
         now[0] = 61.0
+        sink.tick()
+        assert numbers(path) == [0, 1, 2]
+        now[0] = 130.0
         sink.write(answer(rows[3]))
-        assert numbers(path) == [0, 1, 2, 3]
+        assert numbers(path) == [0, 1, 2]  # it has just come
+    assert numbers(path) == [0, 1, 2, 3]
 
 
 def test_lines_are_synced_when_that_is_due(tmp_path, monkeypatch):
@@ -299,9 +515,15 @@ def test_lines_are_synced_when_that_is_due(tmp_path, monkeypatch):
         sink.write(answer(rows[0]))
         sink.write(answer(rows[1]))
         assert not synced and numbers(path) == [0, 1]  # there for others, whoever is killed
+        sink.tick()
+        assert synced == []
         now[0] = 11.0
-        sink.write(answer(rows[2]))
+        sink.tick()
         assert len(synced) == 1
+        now[0] = 22.0
+        sink.tick()
+        assert len(synced) == 1  # nothing has come
+        sink.write(answer(rows[2]))
         sink.write(answer(rows[3]))
         assert len(synced) == 1
     assert len(synced) == 2
