@@ -2,8 +2,8 @@
 
 Beside the output stands `OUTPUT.job.json`, which says what made it: a job of another model or other
 parameters is refused. It is a file of its own so that the output has results only, for readers that
-take each line for a row. It is written under another name, and renamed, before the first result. Beside
-texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed.
+take each line for a row. It is written under another name, and renamed, before the first result.
+Beside texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed.
 
 Whatever moment the process is killed at, the output holds whole results, each row at most once, and
 the rows without one are computed next time. Lines are written as they come, and the disk is made to
