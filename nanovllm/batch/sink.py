@@ -14,6 +14,7 @@ next result calls `tick` in between.
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +73,7 @@ class ResumableSink:
         kind = format_of(path, output_format, "output_format", OUTPUT_FORMATS)
         self._store = STORES[kind](self.path)
         self.ordered = self._store.ordered
+        self._order: deque[bytes] = deque()  # keys of rows, if the results must come in theirs
         try:
             if retry_errors and self.ordered:
                 raise ValueError(
@@ -132,6 +134,7 @@ class ResumableSink:
             ValueError: if the output is one of texts, and the input has changed before their end.
         """
         self._num_met = 0
+        self._order.clear()
         rows = as_rows(rows)
         if self.ordered:
             for number, (key, _) in enumerate(self._store.recover()):
@@ -146,6 +149,8 @@ class ResumableSink:
             if row.key in self._found:
                 self._num_met += 1
             elif row.key not in self._written:
+                if self.ordered:
+                    self._order.append(row.key)
                 yield row
 
     @property
@@ -158,12 +163,19 @@ class ResumableSink:
 
         Raises:
             OSError: if it cannot be written. The results before it are kept.
-            ValueError: if the output has one of this row.
+            ValueError: if the output has one of this row, or is of texts and another row is next.
         """
         key = result.row.key
         if key in self._found or key in self._written:
             raise ValueError(f"row {result.row.number} must be written once, got it again")
+        if self._order and key != self._order[0]:
+            raise ValueError(
+                "results must come in the order of the rows in an output of texts, got that of row "
+                f"{result.row.number} too early: call `run` with ordered=True"
+            )
         self._store.append(result)
+        if self._order:
+            self._order.popleft()
         self._written.add(key)
         self.num_finished += 1
         self.num_errors += result.error is not None

@@ -248,6 +248,8 @@ def test_texts_remember_which_rows_they_are_of_and_which_failed(tmp_path):
         assert (sink.num_finished, sink.num_errors) == (4, 1)
         assert [row.number for row in sink.unfinished(iter(rows))] == [4, 5]
         assert sink.num_strangers == 0
+        with pytest.raises(ValueError, match="got that of row 5 too early"):
+            sink.write(answer(rows[5]))
     before = path.read_bytes()
     for changed, says in (
         ([rows[0], rows[2], rows[1], *rows[3:]], "row 1 of the input .* line 2 .*got another"),
