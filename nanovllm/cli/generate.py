@@ -42,7 +42,6 @@ from nanovllm.cli.options import (
 )
 from nanovllm.cli.report import Report, say
 from nanovllm.config import Config, our_options
-from nanovllm.engine.structured_output import check_package
 from nanovllm.hub import checkpoint_directory
 from nanovllm.sampling_params import SamplingParams
 
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ordered",
         action="store_true",
-        help="write results in the order of the rows; those that wait for another are lost by Ctrl-C",
+        help="write results in the order of the rows; Ctrl-C loses those that wait for another",
     )
     add(
         "--shard",
@@ -164,6 +163,8 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
     options.pop("revision", None)
     params = default_params(config, sampling_options(args))
     if params.structured_outputs is not None:
+        from nanovllm.engine.structured_output import check_package
+
         try:
             check_package()
         except ImportError as error:  # of which each row would die

@@ -5,6 +5,7 @@ as `stdin` and `stdout`; `closed`: nobody reads its standard output; `signal` an
 is sent when the output has so many bytes; `part_rows`: of a file of Parquet.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+DEADLINE = 120  # seconds, only to turn a hang into a failure
 
 
 class Forks:
@@ -58,6 +61,7 @@ def child(call, stderr):
         os.close(read)
     os.dup2(target, 1)
     os.dup2(stderr, 2)
+    faulthandler.dump_traceback_later(DEADLINE, exit=True, file=stderr)
     for name, fd in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, open(fd, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     code = 70
