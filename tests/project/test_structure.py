@@ -12,8 +12,8 @@ CEILINGS = {
     "files": 40,
     "files_in_circles": 0,
     "core_lines": 4730,
-    "package_lines": 23_700,
-    "longest_file": 401,
+    "package_lines": 24_200,
+    "longest_file": 402,
     "model_lines": 123,
 }
 LONGEST_FUNCTION = 60
