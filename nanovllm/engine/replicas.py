@@ -136,10 +136,15 @@ class _Replica:
 
     def send(self) -> None:
         """Tell it what is in the outbox."""
-        with contextlib.suppress(OSError):  # it has ended: its watcher says so
+        try:
             while (message := self.outbox.get()) is not None:
                 send_object(self.socket, message)
             self.socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it has ended: its watcher says so
+            pass
+        except BaseException:  # it would wait for the rest
+            self.process.kill()
+            raise
 
 
 class Replicas:
