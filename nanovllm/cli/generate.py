@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         TypeError, ValueError: for a mistake in the call.
     """
     try:
-        kind = format_of(args.input, args.input_format, "--input-format", INPUT_FORMATS)
+        kind = format_of(args.input, args.input_format, "input_format", INPUT_FORMATS)
         total = count_rows(args.input, kind, args.shard)
         call = _read_call(args, kind)
     except WRONG_NAMES as error:
@@ -213,13 +213,19 @@ def _answer(call: _Call, report: Report) -> int:
         stop = stack.enter_context(_Stop())
         stack.enter_context(report)
         rows = _reading(left)
+
+        def ends() -> bool:  # between two steps
+            with _files():
+                call.sink.tick()
+            return stop.signum is not None
+
         results = run_job(
             llm,
             Ahead(rows) if call.is_piped else rows,
             call.params,
             **call.chat,
             ordered=call.ordered,
-            stop=stop,
+            stop=ends,
         )
         stack.enter_context(closing(results))
         try:
@@ -260,9 +266,6 @@ class _Stop:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-
-    def __call__(self) -> bool:
-        return self.signum is not None
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:

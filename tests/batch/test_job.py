@@ -136,7 +136,7 @@ def test_rows_without_a_seed_get_one_of_their_own():
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_rows(tmp_path):
+def test_memory_grows_by_a_row_s_key_alone(tmp_path):
     most = []
     for count in (20_000, 200_000):
         command = [sys.executable, str(Path(__file__).with_name("engine.py")), str(count)]
@@ -146,7 +146,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
         ).stdout
         most.append(int(done))
     print(most)
-    assert most[1] < 1.05 * most[0]
+    assert 1024 * (most[1] - most[0]) < 100 * 180_000
 
 
 # -- what a job is ------------------------------------------------------------------------------
