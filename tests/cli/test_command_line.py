@@ -227,7 +227,9 @@ def test_info_knows_what_runs(capsys: pytest.CaptureFixture[str], tiny: str) -> 
     """Backends that it refuses are refused by an engine, for the same reason; others run."""
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["nanovllm"], found["packages"]["torch"]) == (__version__, torch.__version__)
+    # A wheel's own name has no "+cu130".
+    assert found["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert found["nanovllm"] == __version__
     [cpu] = found["devices"]
     assert cpu["device"] == "cpu" and cpu["cores"] >= 1
     assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]

@@ -142,7 +142,7 @@ def test_dummy_shapes_are_the_published_ones(
     [
         (["--repeat", "0"], "--repeat: must be at least 1, got 0"),
         (["--num-seqs", "-1"], "--num-seqs: must be at least 1, got -1"),
-        (["--num-seqs", "x"], "--num-seqs: invalid"),
+        (["--num-seqs", "x"], "--num-seqs: must be an integer, got 'x'"),
         (["--dummy", "qwen9"], "--dummy: invalid choice"),
         (["--dummy", "qwen3-8b", "--model", "x"], "not allowed with"),
     ],
@@ -174,6 +174,8 @@ def test_scripts_explain_their_options(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also those that need a GPU: `--help` ended in tracebacks, and options had no text."""
+    if "import ray" in script.read_text("utf-8"):
+        pytest.importorskip("ray")
     options: list[argparse.Action] = []
     parse = argparse.ArgumentParser.parse_args
 

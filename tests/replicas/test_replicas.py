@@ -400,6 +400,7 @@ def test_a_replica_that_hangs_hangs_nobody_else(checkpoint, monkeypatch):
     assert traces() == before
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_started_again(checkpoint, monkeypatch, caplog):
     """The system may have no memory for another process, when it has just killed one for that."""
     before = traces()
