@@ -212,7 +212,7 @@ class _Engine:
     """What the thread with the engine shares with callers.
 
     Attributes:
-        rows: what it is to answer; None ends it.
+        rows: to be answered; None ends it.
         waiting: by the numbers of rows, who waits for them.
         error: why it takes no more rows.
         ended: it has given its memory back.

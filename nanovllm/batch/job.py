@@ -27,7 +27,7 @@ MOST_HELD = 8  # windows of results that wait for one before them
 
 
 class Engine(Protocol):
-    """What is needed of an `LLM`."""
+    """The part of an `LLM` that jobs use."""
 
     tokenizer: Any
     config: Any
@@ -84,7 +84,7 @@ def run(
     template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs or {}}
     job = _Job(llm, source, params, chat, template, ordered, stop)
     if chat:
-        job.renderer({})  # what is wrong with it is wrong with every row
+        job.renderer({})  # a mistake in the template would be one in every row
     return job.results()
 
 

@@ -85,7 +85,7 @@ class Dispatcher:
         pool_tokens: int,
         max_model_len: int,
     ) -> None:
-        self.num_replicas, self._block_size = num_replicas, block_size
+        self._num_replicas, self._block_size = num_replicas, block_size
         self._most_seqs = max_num_seqs + -(-max_num_seqs // AHEAD)
         self._most_tokens = pool_tokens + pool_tokens // AHEAD
         self._lengths = LengthEstimator(max_model_len)
@@ -97,7 +97,7 @@ class Dispatcher:
         self._entries: dict[int, _Entry] = {}  # by the requests' ids
         self._arrived: list[_Entry] = []
         self._items: deque[deque[_Entry]] = deque()
-        self._loads = [_Load() for _ in range(self.num_replicas)]
+        self._loads = [_Load() for _ in range(self._num_replicas)]
         self._num_waiting = 0
 
     @property
@@ -161,7 +161,7 @@ class Dispatcher:
         """Make items of the requests that have arrived since the last call."""
         arrived = [entry for entry in self._arrived if self._waits(entry)]
         self._arrived = []
-        share = sum(entry.work for entry in arrived) / self.num_replicas
+        share = sum(entry.work for entry in arrived) / self._num_replicas
         work: defaultdict[int, int] = defaultdict(int)
         for entry in arrived:
             for block in entry.blocks:

@@ -330,14 +330,13 @@ class Replicas:
         deadline = time.monotonic() + ANSWER_SECONDS
         for number, answers in asked:
             with contextlib.suppress(queue.Empty):
-                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                while answer is not None and answer.question != self._num_questions:
-                    # that to an earlier question
+                while number not in found:  # answers to earlier questions may come first
                     answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                if answer is None:
-                    answers.put(None)
-                else:
-                    found[number] = answer
+                    if answer is None:
+                        answers.put(None)  # for the next question
+                        break
+                    if answer.question == self._num_questions:
+                        found[number] = answer
         return found
 
     def close(self) -> None:

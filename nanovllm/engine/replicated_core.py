@@ -141,7 +141,8 @@ class ReplicatedCore(Core[RemoteRequest]):
             return super().abort(request_ids)
 
     def _abort(self, requests: list[RemoteRequest]) -> None:
-        self._to_tell = deque(item for item in self._to_tell if item[0] not in requests)
+        dropped = set(requests)
+        self._to_tell = deque(item for item in self._to_tell if item[0] not in dropped)
         ids: defaultdict[int, list[int]] = defaultdict(list)
         for request in requests:
             if request.is_finished:
