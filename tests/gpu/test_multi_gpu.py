@@ -423,3 +423,45 @@ def test_defect_12_two_engines_at_once(tiny: str) -> None:
     for llm in engines:
         llm.exit()
     assert texts == ["472"] * 6
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks"), [(2, 1), pytest.param(2, 2, marks=fewer_than(4))], ids=["2", "2 of TP=2"]
+)
+def test_replicas_have_gpus_of_their_own(
+    replicas: int,
+    ranks: int,
+    tiny: str,
+    reference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: None,
+) -> None:
+    """Graphs on each; one is killed in the middle, and its requests are computed by the other."""
+    prompts, before = make_prompts(), free()
+    expected = [reference_greedy(reference, prompt) for prompt in prompts]
+    options = {**POOL, "tensor_parallel_size": ranks, "dtype": "float32"}
+    with LLM(tiny, data_parallel_size=replicas, **options) as llm:
+        taken = [a - b for a, b in zip(before, free(), strict=True)]
+        assert min(taken[: replicas * ranks]) > 1 << 30
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected
+        each = llm.metrics()["replicas"].values()
+        assert min(metrics["num_graph_replays"] for metrics in each) > 0
+        step, killed = llm.core.step, []
+
+        def killing() -> None:
+            step()
+            if not killed and llm.core.metrics.num_finished > 1.2 * len(prompts):
+                killed.append(llm.executor._replicas[0].process.pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.core, "step", killing)
+            outputs = within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
+        assert killed
+        assert [output["token_ids"] for output in outputs] == expected
+        wait_until(lambda: llm.step() is None or len(llm.executor.ready) == replicas)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected
+        restarted = llm.metrics()["replicas"]["0"]
+        assert (restarted["num_finished"] > 0, llm.executor.num_restarts) == (True, 1)
