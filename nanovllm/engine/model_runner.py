@@ -119,7 +119,8 @@ class ModelRunner:
         found, has_experts = model_config.quantization, model_config.experts is not None
         quantization = choose_quantization(config.quantization, found, has_experts)
         how = self.dtype, self.fused, group, self.backend, self.max_model_len
-        self.build = Build(*how, self.cache_dtype, quantization)
+        block_size = config.kvcache_block_size
+        self.build = Build(*how, block_size, self.cache_dtype, quantization)
         shares = config.share_prefixes and config.enable_prefix_caching
         self._members = members_of_tile(model_config, self.build) if shares else 0
         self.num_shared_steps = 0

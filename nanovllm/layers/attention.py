@@ -131,7 +131,8 @@ class Attention(Layer):
             if parts > 1:
                 qkv = like.new_zeros(parts, *shape, dtype=torch.float32)
             cache_dtype = self.build.cache_dtype or self.build.dtype
-            cache = KVCache.empty((1, 1, num_kv_heads, self.head_dim), cache_dtype, device)
+            block = 1, self.build.block_size, num_kv_heads, self.head_dim
+            cache = KVCache.empty(block, cache_dtype, device)
             zero = like.new_zeros(1, dtype=torch.int32)
             self._norm_rope_store(qkv, zero, cache, zero)
 

@@ -26,6 +26,7 @@ class Build(NamedTuple):
         group: the ranks that the model is split over.
         backend: what attends.
         max_model_len: tokens of the longest sequence.
+        block_size: tokens of a block of the KV cache.
         cache_dtype: of the KV cache; None: `dtype`.
         quantization: of the matrices of linear layers.
     """
@@ -35,6 +36,7 @@ class Build(NamedTuple):
     group: Group
     backend: AttentionBackend
     max_model_len: int
+    block_size: int = 256
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
 

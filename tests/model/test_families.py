@@ -362,7 +362,7 @@ def compared_layers(
     states: list[list[torch.Tensor]] = []
     n = 40
     for fused, backend in ((False, TorchBackend()), (True, TritonBackend())):
-        build = Build(torch.float16, fused, Group(), backend, 128, cache_dtype, quantization)
+        build = Build(torch.float16, fused, Group(), backend, 128, 16, cache_dtype, quantization)
         with torch.device(kernel_device), torch.inference_mode():
             model = model_class(config.architecture)(config, build)
             load_model(model, path)
