@@ -1,0 +1,1 @@
+"""Hooks of mkdocs for the documentation site: what is generated while it is built."""
