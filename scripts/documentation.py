@@ -1,1 +1,173 @@
-"""Hooks of mkdocs for the documentation site: what is generated while it is built."""
+"""Hooks of mkdocs for the documentation site: what is generated while it is built, and checked.
+
+- `<!-- flags: COMMAND -->` becomes the flags of that command, from the command line's own parser;
+  `<!-- families -->` the architectures that config.json may name, from `nanovllm.families`.
+- Drawings (docs/drawings/*.svg) are put into the page itself, so that they take its colours.
+- Each page also exists as Markdown, and `llms.txt` lists those, for programs that read.
+- Every link of the finished site resolves, anchors included, and no page asks another host for
+  anything: what does not is a warning, and `mkdocs build --strict` fails by it.
+"""
+
+import argparse
+import logging
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from markdownify import ATX, MarkdownConverter
+
+from nanovllm.cli.main import _parsers
+from nanovllm.families import FAMILIES
+
+logger = logging.getLogger("mkdocs.hooks")  # whose warnings count with --strict
+HIDDEN = re.compile(r'<a class="headerlink".*?</a>|<svg.*?</svg>|<button.*?</button>', re.S)
+DRAWING = re.compile(r'<p><img alt="([^"]*)" src="[^"]*?(drawings/[\w-]+\.svg)"[^>]*></p>')
+CODE = re.compile(r"language-(\w+)")
+
+_as_markdown: dict[str, tuple[str, str]] = {}  # of pages, by their path: title and text
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what is generated from the code."""
+    markdown = re.sub(r"<!-- flags: (\w+) -->", lambda found: flags(found[1]), markdown)
+    return markdown.replace("<!-- families -->", families())
+
+
+def flags(command: str) -> str:
+    """What `nanovllm COMMAND --help` says, as Markdown."""
+    parser = _parsers()[1][command]
+    parts = [_fenced(part) for part in (parser.description or "").split("\n\n")]
+    for group in parser._action_groups:
+        if not group._group_actions:
+            continue
+        if group.title in ("options", "optional arguments"):
+            parts.append("| flag | meaning |\n|---|---|\n")
+        else:
+            parts.append(f"**{group.title}** ({group.description})\n\n| flag | meaning |\n|---|---|\n")
+        parts[-1] += "\n".join(_flag(action) for action in group._group_actions)
+    return "\n\n".join(parts)
+
+
+def _fenced(paragraph: str) -> str:
+    is_laid_out = re.search(r"^ ", paragraph, re.M)
+    return f"```text\n{paragraph.rstrip()}\n```" if is_laid_out else paragraph
+
+
+def _flag(action: argparse.Action) -> str:
+    value = f" {action.metavar}" if action.metavar else ""
+    if action.choices:
+        value = f" {'|'.join(map(str, action.choices))}"  # in code, no cell ends there
+    names = ", ".join(f"`{name}{value}`" for name in action.option_strings)
+    text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+    return f"| {names} | {text}{' (required)' if action.required else ''} |"
+
+
+def families() -> str:
+    """The table of architectures, and the files that compute them."""
+    rows = [f"| `{name}` | `models/{_file(each)}` |" for name, each in sorted(FAMILIES.items())]
+    return "\n".join(["| architecture in config.json | file |", "|---|---|", *rows])
+
+
+def _file(family: Any) -> str:
+    return f"{family.model.partition('.')[0]}.py"
+
+
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
+    """Put the drawings in, and keep the page's text."""
+    html = DRAWING.sub(lambda found: _drawing(Path(config.docs_dir), found[2], found[1]), html)
+    text = _Converter(heading_style=ATX, bullets="-", escape_underscores=False).convert(
+        HIDDEN.sub("", html)
+    )
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    _as_markdown[page.file.dest_uri.removesuffix(".html") + ".md"] = str(page.title), text
+    return html
+
+
+class _Converter(MarkdownConverter):  # type: ignore[misc]
+    """Code blocks keep their language; links lead to the pages as Markdown."""
+
+    def convert_pre(self, el: Any, text: str, **_: Any) -> str:
+        classes = " ".join((el.find_parent("div", class_="highlight") or el).get("class") or ())
+        found = CODE.search(classes)
+        return f"\n```{found[1] if found else ''}\n{el.get_text().strip()}\n```\n"
+
+    def convert_a(self, el: Any, text: str, **kwargs: Any) -> str:
+        href = el.get("href") or ""
+        if not urlsplit(href).scheme:
+            el["href"] = href.replace(".html", ".md")
+        return str(super().convert_a(el, text, **kwargs))
+
+
+def _drawing(docs: Path, name: str, alt: str) -> str:
+    svg = (docs / name).read_text(encoding="utf-8")
+    return f'<figure class="drawing" role="img" aria-label="{alt}">{svg}</figure>'
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write the pages as Markdown and llms.txt, and look at every link."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}."]
+    for section in config.nav:
+        [(title, entries)] = section.items()
+        lines += ["", f"## {title}", ""]
+        lines += [_entry(each if isinstance(each, str) else str(*each.values())) for each in entries]
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for path, (_, text) in _as_markdown.items():
+        (site / path).write_text(text, encoding="utf-8")
+    for problem in problems(site):
+        logger.warning(problem)
+
+
+def _entry(path: str) -> str:
+    """A page's line of llms.txt: its title, and its first sentences."""
+    title, text = _as_markdown[path]
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    paragraphs = [part for part in text.split("\n\n") if re.match(r"[\w`*\[]", part)]
+    first = " ".join(paragraphs[0].split()) if paragraphs else ""
+    first = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first)
+    return f"- [{title}]({path}): {first}"
+
+
+# -- links --------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """What a page links to, asks for, and can be linked to by."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.links, self.wanted = {""}, [], []  # type: ignore[var-annotated]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids |= {values[name] or "" for name in ("id", "name") if name in values}
+        if tag == "a":
+            self.links.append(values.get("href") or "")
+        elif tag == "link":
+            self.wanted.append(values.get("href") or "")
+        elif values.get("src"):
+            self.wanted.append(values["src"] or "")
+
+
+def problems(site: Path) -> Iterator[str]:
+    """What is wrong with the links of a finished site."""
+    pages = {file: _Page(file.read_text(encoding="utf-8")) for file in sorted(site.rglob("*.html"))}
+    for file, page in pages.items():
+        if file.name == "404.html":  # whose links are absolute
+            continue
+        for link in page.wanted:
+            if urlsplit(link).netloc:
+                yield f"{file.relative_to(site)} asks another host for {link}"
+        for link in [*page.links, *page.wanted]:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            target = (file.parent / unquote(url.path)).resolve() if url.path else file
+            if not target.is_file():
+                yield f"{file.relative_to(site)} links to {link}, which is not there"
+            elif target in pages and unquote(url.fragment) not in pages[target].ids:
+                yield f"{file.relative_to(site)} links to {link}, an anchor that is not there"
