@@ -1,7 +1,8 @@
 """Hooks of mkdocs for the documentation site: what is generated while it is built, and checked.
 
 - `<!-- flags: COMMAND -->` becomes the flags of that command, from the command line's own parser;
-  `<!-- families -->` the architectures that config.json may name, from `nanovllm.families`.
+  `<!-- families -->` the architectures that config.json may name; `<!-- options of vLLM -->` and
+  `<!-- parameters of vLLM -->` what is accepted of vLLM's.
 - Drawings (docs/drawings/*.svg) are put into the page itself, so that they take its colours.
 - Each page also exists as Markdown, and `llms.txt` lists those, for programs that read.
 - Every link of the finished site resolves, anchors included, and no page asks another host for
@@ -11,7 +12,7 @@
 import argparse
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from urllib.parse import unquote, urlsplit
 from markdownify import ATX, MarkdownConverter
 
 from nanovllm.cli.main import _parsers
+from nanovllm.config import FOREIGN_OPTIONS
 from nanovllm.families import FAMILIES
+from nanovllm.sampling_params import FOREIGN_PARAMS
+from nanovllm.utils.checks import Foreign
 
 logger = logging.getLogger("mkdocs.hooks")  # whose warnings count with --strict
 HIDDEN = re.compile(r'<a class="headerlink".*?</a>|<svg.*?</svg>|<button.*?</button>', re.S)
 DRAWING = re.compile(r'<p><img alt="([^"]*)" src="[^"]*?(drawings/[\w-]+\.svg)"[^>]*></p>')
 CODE = re.compile(r"language-(\w+)")
+
+# What an option of vLLM may have as the value that asks for nothing.
+NEUTRAL = (
+    *(None, False, True, 0, 0.0, 1, 1.0, {}, [], "", "auto", "hf", "mp", "none", "generate"),
+    *("raw_logprobs", "string"),
+)
 
 _as_markdown: dict[str, tuple[str, str]] = {}  # of pages, by their path: title and text
 
@@ -33,6 +43,8 @@ _as_markdown: dict[str, tuple[str, str]] = {}  # of pages, by their path: title 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what is generated from the code."""
     markdown = re.sub(r"<!-- flags: (\w+) -->", lambda found: flags(found[1]), markdown)
+    markdown = markdown.replace("<!-- options of vLLM -->", foreign(FOREIGN_OPTIONS))
+    markdown = markdown.replace("<!-- parameters of vLLM -->", foreign(FOREIGN_PARAMS))
     return markdown.replace("<!-- families -->", families())
 
 
@@ -69,6 +81,23 @@ def families() -> str:
     """The table of architectures, and the files that compute them."""
     rows = [f"| `{name}` | `models/{_file(each)}` |" for name, each in sorted(FAMILIES.items())]
     return "\n".join(["| architecture in config.json | file |", "|---|---|", *rows])
+
+
+def foreign(options: Foreign) -> str:
+    """The table of names of vLLM: with which values they are accepted, and what others mean."""
+    rows = [
+        f"| `{name}` | {_accepted(accepts)} | {remedy} |"
+        for name, (accepts, remedy) in sorted(options.items())
+    ]
+    return "\n".join(["| in vLLM | accepted | instead of others |", "|---|---|---|", *rows])
+
+
+def _accepted(accepts: Callable[[Any], bool]) -> str:
+    if accepts(0.5):
+        return "any number"
+    if accepts(7):
+        return "up to 20"
+    return ", ".join(f"`{value!r}`" for value in NEUTRAL if accepts(value))
 
 
 def _file(family: Any) -> str:
