@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from markdownify import ATX, MarkdownConverter
-
 from nanovllm.cli.main import _parsers
 from nanovllm.config import FOREIGN_OPTIONS
 from nanovllm.families import FAMILIES
@@ -32,7 +30,7 @@ DRAWING = re.compile(r'<p><img alt="([^"]*)" src="[^"]*?(drawings/[\w-]+\.svg)"[
 CODE = re.compile(r"language-(\w+)")
 
 # What an option of vLLM may have as the value that asks for nothing.
-NEUTRAL = (
+NEUTRAL: tuple[Any, ...] = (
     *(None, False, True, 0, 0.0, 1, 1.0, {}, [], "", "auto", "hf", "mp", "none", "generate"),
     *("raw_logprobs", "string"),
 )
@@ -55,11 +53,10 @@ def flags(command: str) -> str:
     for group in parser._action_groups:
         if not group._group_actions:
             continue
-        if group.title in ("options", "optional arguments"):
-            parts.append("| flag | meaning |\n|---|---|\n")
-        else:
-            parts.append(f"**{group.title}** ({group.description})\n\n| flag | meaning |\n|---|---|\n")
-        parts[-1] += "\n".join(_flag(action) for action in group._group_actions)
+        if group.title not in ("options", "optional arguments"):
+            parts.append(f"**{group.title}** ({group.description})")
+        rows = [_flag(action) for action in group._group_actions]
+        parts.append("\n".join(["| flag | meaning |", "|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
@@ -106,28 +103,36 @@ def _file(family: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
     """Put the drawings in, and keep the page's text."""
+    whole = html
     html = DRAWING.sub(lambda found: _drawing(Path(config.docs_dir), found[2], found[1]), html)
-    text = _Converter(heading_style=ATX, bullets="-", escape_underscores=False).convert(
-        HIDDEN.sub("", html)
-    )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    _as_markdown[page.file.dest_uri.removesuffix(".html") + ".md"] = str(page.title), text
+    path = page.file.dest_uri.removesuffix(".html") + ".md"
+    _as_markdown[path] = str(page.title), _markdown(DRAWING.sub(r"<p>[Drawing: \1]</p>", whole))
     return html
 
 
-class _Converter(MarkdownConverter):  # type: ignore[misc]
-    """Code blocks keep their language; links lead to the pages as Markdown."""
+def _markdown(html: str) -> str:
+    """A page as Markdown: code blocks keep their language, links lead to pages of this kind."""
+    from markdownify import ATX, MarkdownConverter  # not needed where no site is built
 
-    def convert_pre(self, el: Any, text: str, **_: Any) -> str:
-        classes = " ".join((el.find_parent("div", class_="highlight") or el).get("class") or ())
-        found = CODE.search(classes)
-        return f"\n```{found[1] if found else ''}\n{el.get_text().strip()}\n```\n"
+    base: Any = MarkdownConverter
 
-    def convert_a(self, el: Any, text: str, **kwargs: Any) -> str:
-        href = el.get("href") or ""
-        if not urlsplit(href).scheme:
-            el["href"] = href.replace(".html", ".md")
-        return str(super().convert_a(el, text, **kwargs))
+    class Converter(base):  # type: ignore[misc]
+        def convert_pre(self, el: Any, text: str, **_: Any) -> str:
+            classes = " ".join((el.find_parent("div", class_="highlight") or el).get("class") or ())
+            found = CODE.search(classes)
+            return f"\n```{found[1] if found else ''}\n{el.get_text().strip()}\n```\n"
+
+        def convert_a(self, el: Any, text: str, **kwargs: Any) -> str:
+            href = el.get("href") or ""
+            if not urlsplit(href).scheme:
+                el["href"] = href.replace(".html", ".md")
+            return str(base.convert_a(self, el, text, **kwargs))
+
+        def convert_td(self, el: Any, text: str, **kwargs: Any) -> str:
+            return str(base.convert_td(self, el, text.replace("|", "\\|"), **kwargs))
+
+    made = Converter(heading_style=ATX, bullets="-", escape_underscores=False)
+    return re.sub(r"\n{3,}", "\n\n", made.convert(HIDDEN.sub("", html))).strip() + "\n"
 
 
 def _drawing(docs: Path, name: str, alt: str) -> str:
@@ -141,11 +146,11 @@ def on_post_build(config: Any, **_: Any) -> None:
     lines = [f"# {config.site_name}", "", f"> {config.site_description}."]
     for section in config.nav:
         [(title, entries)] = section.items()
-        lines += ["", f"## {title}", ""]
-        lines += [_entry(each if isinstance(each, str) else str(*each.values())) for each in entries]
+        paths = [each if isinstance(each, str) else str(*each.values()) for each in entries]
+        lines += ["", f"## {title}", "", *map(_entry, paths)]
     (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for path, (_, text) in _as_markdown.items():
-        (site / path).write_text(text, encoding="utf-8")
+    for path, (_title, markdown) in _as_markdown.items():
+        (site / path).write_text(markdown, encoding="utf-8")
     for problem in problems(site):
         logger.warning(problem)
 

@@ -1,7 +1,7 @@
 """`Drawing`: boxes, rows of cells, arrows and labels, as an SVG file for pages in light and dark.
 
-Colours are variables, which docs/assets/site.css sets by the page's scheme; a file that is looked at by
-itself goes by the system's. Text in backticks is code.
+Colours are variables, which docs/assets/site.css sets by the page's scheme; a file that is looked
+at by itself goes by the system's. Text in backticks is code.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ class Drawing:
     ) -> None:
         """A box with lines of text in its middle."""
         style = f"{kind} dash" if dashed else kind
-        self._parts.append(f'<rect class="{style}" x="{x}" y="{y}" width="{w}" height="{h}" rx="4"/>')
+        place = f'x="{x}" y="{y}" width="{w}" height="{h}"'
+        self._parts.append(f'<rect class="{style}" {place} rx="4"/>')
         lines = text.split("\n") if text else []
         top = y + h / 2 - (len(lines) - 1) * size * LEADING / 2 + size * 0.35
         for i, line in enumerate(lines):
@@ -69,7 +70,7 @@ class Drawing:
         h: float = 24,
         size: float = 11,
     ) -> None:
-        """A row of boxes side by side; `kinds` has a letter for each, or one for all ("." is plain)."""
+        """Boxes side by side; `kinds` has a letter for each, or one for all ("." is plain)."""
         for i, text in enumerate(texts):
             kind = kinds[i % len(kinds)]
             self.box(x + i * w, y, w, h, str(text), "plain" if kind == "." else kind, size)

@@ -1,13 +1,14 @@
-"""Draw docs/drawings/*.svg, the pictures of "How one request travels": `python scripts/drawings.py`.
+"""Draw docs/drawings/*.svg for "How one request travels": `python scripts/drawings.py`.
 
-They use the names of the code. The example of page and pictures is one: blocks of four tokens, steps
-of at most eight, a sequence A of ten prompt tokens, B of five, and C, which comes two steps later and
-begins with A's first eight tokens. Host: blue; device: orange; shared or cached: green.
+They use the names of the code. The example of page and pictures is one: blocks of four tokens,
+steps of at most eight, a sequence A of ten prompt tokens, B of five, and C, which comes two steps
+later and begins with A's first eight tokens. Host: blue; device: orange; shared or cached: green.
 """
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from drawing import Drawing
 
@@ -37,7 +38,7 @@ def journey() -> Drawing:
     chain(d, 16, 36, [*texts, "`Scheduler.waiting`\na queue"], "a", 164, 46, 24)
     d.head(116, 122, "The loop: `EngineCore.step`, until no request is left")
     texts = ["`Scheduler.schedule`\nwho, how many tokens", "`plan_step`\nwhat has changed"]
-    texts += ["`ModelRunner.launch`\non every rank", "`Scheduler.postprocess`\na token more for each"]
+    texts += ["`ModelRunner.launch`\non every rank", "`Scheduler.postprocess`\na token more each"]
     chain(d, 16, 134, texts, "a", 164, 46, 24)
     d.arrow((662, 82), (662, 104), (98, 104), (98, 134))
     d.arrow((662, 180), (662, 192), (98, 192), (98, 180))
@@ -59,7 +60,7 @@ def journey() -> Drawing:
 def tokens() -> Drawing:
     """A sequence at four moments: what is computed, and what is not."""
     d = Drawing(760, 238)
-    rows = [
+    rows: list[tuple[str, list[Any], str, str]] = [
         ("it has arrived", A_TOKENS, "..........", "10 uncomputed: a prefill, at most 8 of it fit"),
         ("after a chunk of 8", A_TOKENS, "aaaaaaaa..", "2 uncomputed: the rest of the prefill"),
         ("after the prompt", [*A_TOKENS, "?"], "aaaaaaaaaab", "1 uncomputed: a decode"),
@@ -94,13 +95,13 @@ def paged() -> Drawing:
         d.text(34, y + 56, "`block_table`")
         d.cells(130, y + 40, blocks, "g", 26)
     d.head(420, 24, "The pool, of N blocks")
-    owners = [A_TOKENS[:4], A_TOKENS[4:8], [*A_TOKENS[8:], "", ""], B_TOKENS[:4]]
+    owners: list[list[Any]] = [A_TOKENS[:4], A_TOKENS[4:8], [*A_TOKENS[8:], "", ""], B_TOKENS[:4]]
     owners += [[B_TOKENS[4], "", "", ""], [""] * 4]
-    for i, texts in enumerate(owners):
+    for i, held in enumerate(owners):
         y = 40 + i * 36
         kind = "aaabbg"[i]
         d.text(420, y + 17, f"block {i}")
-        d.cells(480, y, texts, "".join("g" if text == "" else kind for text in texts), 34)
+        d.cells(480, y, held, "".join("g" if text == "" else kind for text in held), 34)
         d.note(626, y + 17, f"slots {4 * i} to {4 * i + 3}")
     d.arrow((208, 96), (300, 96), (300, 124), (412, 124))
     d.note(216, 90, "`block_table[2]` is 2")
@@ -148,7 +149,7 @@ def steps() -> Drawing:
     mixed = [["A 8"], ["A 2", "B 5"], ["A", "B", "C 5"], ["C", "A", "B"], ["C", "A", "B"]]
     first = [["A 8"], ["A 2", "B 5"], ["C 5"], ["C", "A", "B"], ["C", "A", "B"]]
     for top, rows, title in (
-        (20, mixed, "As it is: what runs decodes in every step, prompts take the rest of the budget"),
+        (20, mixed, "As it is: what runs decodes in every step, prompts take what is left"),
         (168, first, "mixed_steps=False, as nano-vLLM: A and B wait while C's prompt is computed"),
     ):
         d.head(16, top + 4, title)
@@ -172,7 +173,7 @@ def steps() -> Drawing:
 def batch() -> Drawing:
     """The third step as flat arrays."""
     d = Drawing(760, 310)
-    d.head(16, 24, "The third step: A and B decode, C computes five tokens behind eight cached ones")
+    d.head(16, 24, "The third step: A and B decode, C computes five tokens behind eight cached")
     kinds = "bbaaaaa"
     rows: list[tuple[str, list[object], str]] = [
         ("`input_ids`", [-1, -1, *C_TOKENS[8:]], "-1: the device has it, in `last_tokens`"),
@@ -208,12 +209,12 @@ def batch() -> Drawing:
 def layer() -> Drawing:
     """The kernels of a decoder layer, and the two streams between them."""
     d = Drawing(760, 214)
-    top = ["`RMSNorm`\nadd + norm", "`qkv_proj`\nproduct", "norm, rotate,\nstore KV", "`Attention`\nattend"]
-    bottom = ["`o_proj`\nproduct", "`RMSNorm`\nadd + norm", "`gate_up_proj`\nproduct", "`silu(gate) * up`"]
-    chain(d, 60, 30, top, "b", 128, 46, 40)
-    chain(d, 60, 116, [*bottom[:3], "activation"], "b", 112, 46, 24)
-    d.box(604, 116, 112, 46, "`down_proj`\nproduct", "b")
-    d.arrow((580, 139), (604, 139))
+    names = ["RMSNorm", "qkv_proj", "Attention", "o_proj", "gate_up_proj", "down_proj"]
+    add, qkv, attend, out, gate, down = (f"`{name}`\nproduct" for name in names)
+    add = add.replace("product", "add + norm")
+    middle = [qkv, "norm, rotate,\nstore KV", attend.replace("product", "attend")]
+    chain(d, 60, 30, [add, *middle], "b", 128, 46, 40)
+    chain(d, 60, 116, [out, add, gate, "activation", down], "b", 112, 46, 24)
     d.arrow((692, 53), (736, 53), (736, 96), (30, 96), (30, 139), (60, 139))
     d.arrow((20, 53), (60, 53))
     d.note(16, 44, "hidden")
@@ -224,14 +225,14 @@ def layer() -> Drawing:
     d.line((124, 76), (124, 86), (252, 86), (252, 116))
     d.note(262, 90, "the residual stream: read and written by the norms only")
     d.line((252, 162), (252, 182), (748, 182))
-    d.note(262, 196, "to the next layer's norm, which adds what down_proj gives (or its partial results)")
+    d.note(262, 196, "to the next layer's norm, which adds what `down_proj` gives")
     return d
 
 
 def decode() -> Drawing:
     """Attention of single tokens: programs, tiles, and how the parts are combined."""
     d = Drawing(760, 300)
-    d.head(16, 24, "One program for each (KV head, sequence, split); here one sequence, one KV head, 4 splits")
+    d.head(16, 24, "One program for each (KV head, sequence, split); here of one sequence")
     for split in range(4):
         x = 16 + split * 146
         d.text(x, 52, f"split {split}", style="bold")
@@ -303,7 +304,9 @@ def sampling() -> Drawing:
     d.note(468, 222, "4096 noises, of one span and not of 38")
     d.arrow((281, 230), (281, 250))
     d.text(293, 252, "the largest of these is the token", size=12)
-    d.note(16, 278, "the noise is a function of (the request's key, the position, the column): the batch has no say")
+    d.note(
+        16, 278, "the noise is a function of the request's key, the position and the column alone"
+    )
     return d
 
 
@@ -332,9 +335,15 @@ def overlap() -> Drawing:
         if i < 4:
             d.box(x + (36 if i else 0), 152, 64, 26, f"plan {i + 2}", "a")
     d.arrow((156, 178), (156, 186))
-    d.note(80, 236, "what step n + 1 needs is known: which sequences, positions, slots. Tokens stay in `last_tokens`;")
-    d.note(80, 252, "on the host `PENDING` stands for them. That a token ends its text is seen one step late,")
-    d.note(80, 268, "and the superfluous token is dropped.")
+    d.note(
+        80, 236, "what step n + 1 needs is known: which sequences, positions, slots. Tokens stay in"
+    )
+    d.note(
+        80,
+        252,
+        "`last_tokens`; on the host `PENDING` stands for them. That a token ends its text is",
+    )
+    d.note(80, 268, "seen one step late, and the superfluous token is dropped.")
     return d
 
 
@@ -359,7 +368,9 @@ def tensor_parallel() -> Drawing:
     d.note(580, 138, "inside of the norm's kernel")
     d.note(80, 22, "the same weights' halves: columns of the first product, rows of the second")
     d.text(80, 240, "rank 0: `plan_step` -> `Channel` (shared memory) -> rank 1")
-    d.note(80, 256, "a `StepPlan` travels, never a sequence: each rank keeps block tables in a `SlotTable` of its own")
+    d.note(
+        80, 256, "a `StepPlan` travels, never a sequence: each rank has a `SlotTable` of its own"
+    )
     return d
 
 
@@ -379,7 +390,8 @@ def data_parallel() -> Drawing:
         d.text(484, y + 20, f"replica {i}: a process with its GPU")
         d.box(484, y + 29, 246, 22, "`LLMEngine`: schedule, launch, book", "b", 10.5)
         d.arrow((346, 70 + i * 14), (408, 70 + i * 14), (408, y + 24), (470, y + 24))
-        d.arrow((470, y + 46), (396 - i * 8, y + 46), (396 - i * 8, 182 + i * 8), (332, 182 + i * 8), dashed=True)
+        bend, end = 396 - i * 8, 182 + i * 8
+        d.arrow((470, y + 46), (bend, y + 46), (bend, end), (332, end), dashed=True)
     d.note(354, 58, "requests")
     d.note(354, 232, "outputs, when some have ended; streams: after each step")
     return d
