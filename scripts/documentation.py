@@ -70,7 +70,7 @@ def _flag(action: argparse.Action) -> str:
     if action.choices:
         value = f" {'|'.join(map(str, action.choices))}"  # in code, no cell ends there
     names = ", ".join(f"`{name}{value}`" for name in action.option_strings)
-    text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+    text = (action.help or "").replace("%%", "%").replace("|", "\\|").replace("{", "&#123;")
     return f"| {names} | {text}{' (required)' if action.required else ''} |"
 
 
