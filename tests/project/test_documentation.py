@@ -17,8 +17,8 @@ import torch
 from documentation import problems
 from packaging.requirements import Requirement
 
-import nanovllm
-from nanovllm import LLM, SamplingParams
+import nanovllm.batch
+from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.cli.main import _parsers, main
 from nanovllm.engine.metrics import Latencies, Metrics
 
@@ -217,7 +217,8 @@ def test_flags_and_extras_are_there() -> None:
     sources = [(ROOT / ".ci/run"), *(path for f in folders for path in (ROOT / f).rglob("*.py"))]
     text = "".join(path.read_text("utf-8") for path in sources)
     own = {flag for parser in parsers.values() for flag in parser._option_string_actions}
-    others = {"--index-url", "--strict", "--check", *FLAG.findall(text)}  # of pip, mkdocs, ruff
+    others = {"--index-url", "--strict", "--check", "--workers"}  # of pip, mkdocs, ruff, uvicorn
+    others |= {*FLAG.findall(text)}
     project = (ROOT / "pyproject.toml").read_text("utf-8").split("optional-dependencies]")[1]
     extras = re.findall(r"^([\w-]+) = \[", project, re.M)
     for page in PAGES:
@@ -226,7 +227,7 @@ def test_flags_and_extras_are_there() -> None:
                 command, rest = found.groups()
                 flags = parsers[command]._option_string_actions
                 assert {*FLAG.findall(rest)} <= flags.keys(), f"{name_of(page)}: {line}"
-            else:
+            elif line.startswith(("--", "python ", "pip ", "mkdocs ", "ruff ")):
                 assert {*FLAG.findall(line)} <= own | others, f"{name_of(page)}: {line}"
             if line.startswith("pip install") and (named := re.search(r'"\.(\[.*\])"', line)):
                 assert Requirement(f"nanovllm{named[1]}").extras <= {*extras}, line
@@ -250,6 +251,21 @@ def test_quoted_errors_are_those_of_the_code() -> None:
     long = [part for part in parts if part.count(" ") > 2]
     assert len(long) > 15
     assert [part for part in long if part not in code] == []
+
+
+def test_the_reference_has_everything() -> None:
+    """All public names, all methods, and all commands."""
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md")}
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages.values()), re.M)
+    names = [f"nanovllm.{name}" for name in nanovllm.__all__ if name != "TINY"]
+    names += [f"nanovllm.batch.{name}" for name in nanovllm.batch.__all__]
+    assert [name for name in names if name not in shown] == []
+    for name, cls in (("LLM", LLM), ("AsyncLLM", AsyncLLM)):
+        [members] = re.findall(rf"::: nanovllm\.{name}\n.*?\[(.*?)\]", pages["llm.md"], re.S)
+        public = {name for name in dir(cls) if not name.startswith("_")} - {"get_metrics"}
+        assert public == {*re.findall(r"\w+", members)}
+    commands = re.findall(r"<!-- flags: (\w+) -->", pages["command-line.md"])
+    assert sorted(commands) == sorted(_parsers()[1])
 
 
 def test_metrics_are_all_explained(tiny: str) -> None:
