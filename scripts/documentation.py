@@ -38,8 +38,10 @@ NEUTRAL: tuple[Any, ...] = (
 _as_markdown: dict[str, tuple[str, str]] = {}  # of pages, by their path: title and text
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in what is generated from the code."""
+    if page.file.src_uri == "experiments.md":  # mentions everything: others are to be found first
+        page.meta["search"] = {"boost": 0.2}
     markdown = re.sub(r"<!-- flags: (\w+) -->", lambda found: flags(found[1]), markdown)
     markdown = markdown.replace("<!-- options of vLLM -->", foreign(FOREIGN_OPTIONS))
     markdown = markdown.replace("<!-- parameters of vLLM -->", foreign(FOREIGN_PARAMS))
