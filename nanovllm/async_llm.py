@@ -36,7 +36,7 @@ class AsyncLLM:
         options: see `nanovllm.config.Config`.
 
     Raises:
-        as `LLM`.
+        TypeError, ValueError: as `LLM`.
     """
 
     @takes_options

@@ -139,14 +139,15 @@ class Config:
     """The options of an engine. What follows from them and the model is passed on, not stored here.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint.
+        model: directory of a Hugging Face checkpoint, or its name on the hub.
         max_num_batched_tokens: the most tokens one step computes; longer prompts take several.
         max_num_seqs: the most sequences that run at once.
         max_model_len: the most tokens of prompt and output together; the model's own limit and
             the KV pool bound it too. None: they alone.
         gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
             cache of this engine. Not used on a CPU.
-        tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over.
+        tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over, 1 to 8;
+            more than one on Linux only.
         data_parallel_size: number of replicas of the engine, each with `tensor_parallel_size` GPUs
             (on a CPU: a process, with its part of the threads) and all other options for itself.
             Requests are divided among them.
@@ -157,7 +158,7 @@ class Config:
         device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA where there is one.
         dtype: "bfloat16", "float16" ("half"), "float32" ("float"), or "auto": the checkpoint's on
             CUDA, float32 on a CPU.
-        attention_backend: "flash_attn", "triton", "torch", or "auto".
+        attention_backend: "flash_attn", "triton", "torch", or "auto": the fastest that can run.
         kv_cache_dtype: "fp8" holds keys and values in 8 bits, nearly twice the tokens in the same
             memory (`utils.kv_cache`); "auto" in the dtype of the model. On CUDA it needs compute
             capability 8.9.
@@ -170,12 +171,13 @@ class Config:
             process grows as blocks are first written to: by what sequences need at once, and by
             cached prefixes up to the whole.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
-        share_prefixes: read blocks that many decodes begin with once for all (Triton backend).
+        share_prefixes: read KV blocks that many running sequences begin with once for all of them,
+            not once for each (Triton backend, CUDA).
         mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
             alone, and the running sequences wait meanwhile, as in nano-vLLM.
-        fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding and
-            activation, and in float32 on a CPU oneDNN's matrix products; False takes the plain
-            PyTorch expressions.
+        fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding,
+            activation and small products, and in float32 on a CPU oneDNN's matrix products; False
+            takes the plain PyTorch expressions.
         overlap: launch each step before the tokens of the one before it are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random

@@ -55,7 +55,9 @@ class LLM(LLMEngine):
         Leaving the loop drops what is not finished. Between its steps other requests may be added.
 
         Args:
-            prompts, sampling_params, on_error: as for `generate`.
+            prompts: as for `generate`.
+            sampling_params: as for `generate`.
+            on_error: as for `generate`.
 
         Yields:
             Outputs of all prompts, as they come; `request_id` grows in the order of the prompts.
@@ -119,7 +121,7 @@ class LLM(LLMEngine):
             One for each prompt, in their order.
 
         Raises:
-            as `generate`.
+            TypeError, ValueError, RuntimeError: as `generate`.
         """
         params = replace(ONE_TOKEN, prompt_logprobs=0)
         outputs = []
@@ -153,7 +155,7 @@ class LLM(LLMEngine):
             One for each prompt, in their order.
 
         Raises:
-            as `generate`.
+            TypeError, ValueError, RuntimeError: as `generate`.
         """
         check_choice("pooling", pooling, POOLING)
         check_bool("normalize", normalize)

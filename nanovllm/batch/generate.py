@@ -64,7 +64,8 @@ class Generate:
         sampling_params: a `SamplingParams`, or a dictionary of its fields, which is laid over what
             the checkpoint says.
         chat: prompts are messages of a user, for the chat template.
-        chat_template, chat_template_kwargs: as in `LLM.chat`.
+        chat_template: as in `LLM.chat`.
+        chat_template_kwargs: likewise.
         engine: options of `LLM`.
 
     Raises:
@@ -137,7 +138,7 @@ class Generate:
         want them. The next batches are read while one is answered.
 
         Raises:
-            as a call.
+            TypeError, ValueError, RuntimeError: as a call.
         """
         held: deque[tuple[Batch, Future[list[Result]]]] = deque()
         for batch in batches:

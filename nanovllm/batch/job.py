@@ -64,7 +64,8 @@ def run(
             names, or prompts. In an `Ahead` they may be slow to come.
         sampling_params: of rows that have none; None: those of `get_default_sampling_params`.
         chat: answer prompts as messages of a user, by the chat template.
-        chat_template, chat_template_kwargs: as in `LLM.chat`.
+        chat_template: as in `LLM.chat`.
+        chat_template_kwargs: likewise.
         ordered: give results in the order of the rows, not as they are finished.
         stop: is asked before each step; True ends the job there.
 

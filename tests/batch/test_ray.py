@@ -127,7 +127,7 @@ def test_blocks_of_the_documentation(
     pytest.importorskip(library, reason=f"{library} is not installed")
     page = (ROOT / "docs" / "dataframes.md").read_text("utf-8")
     [block] = [
-        block for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+        block for block in re.findall(r"^```python.*?\n(.*?)^```$", page, re.M | re.S)
         if f"import {library}" in block or f"from {library}" in block
     ]  # fmt: skip
     for large, small in (

@@ -1,4 +1,8 @@
-"""README.md and docs/ hold what runs: Python blocks, and shell commands, here at small size."""
+"""README.md, CONTRIBUTING.md and docs/ say what is so: Python blocks and shell commands run, here
+at small size; flags, extras, links, quoted errors and drawings are as they are in the code.
+
+`mkdocs build --strict`, which CI runs, looks at the site as a whole.
+"""
 
 import os
 import re
@@ -7,14 +11,22 @@ import shlex
 import sys
 from pathlib import Path
 
+import drawings
 import pytest
 import torch
+from documentation import problems
+from packaging.requirements import Requirement
 
-import nanovllm
-from nanovllm.cli.main import main
+import nanovllm.batch
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.cli.main import _parsers, main
+from nanovllm.engine.metrics import Latencies, Metrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.M)
+FLAG = re.compile(r"(?<![\w`-])--[a-z][\w-]*")
 
 # A command's script -> what makes it small.
 SMALL = {
@@ -37,99 +49,116 @@ NEED_CUDA = {
     *("benchmarks/profile_step.py", "scripts/short_run.py"),
 }
 # What .ci/run runs, in new virtual environments, and what it is made of; and what downloads, or
-# writes into DIR.
+# writes into DIR or the repository.
 NOT_HERE = {
     "python scripts/train_text.py --out DIR --compile --max-minutes 3",
+    "python scripts/drawings.py",  # test_drawings_are_those_of_the_script
     "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
     "pytest tests/gpu -k eight_bits",
-    "pip install . && python example.py",
-    'pip install -e ".[test]" && pytest',
     "ruff check . && ruff format --check . && mypy && lint-imports",
     "bash .ci/run",
     "pytest -m slow",
     "pytest tests/model -k exaone",
     "pytest tests/core",
     "pytest -m slow tests/kernels/test_other_gpus.py",
-    'pip install -e ".[bench]"',
-    'pip install ".[structured-outputs]"',
-    'pip install ".[parquet]"',
-    'pip install ".[ray]"',
-    "python examples/ray_data.py",  # tests/batch/test_ray.py
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "python scripts/check_install.py",
 }
+# Scripts of tasks have tests of their own, which run them.
+SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
+# Of these the default tests run the same at smaller size: test_benchmarks.py.
+SLOW = ("job_overhead", "startup", "workloads", "cpu_vs_transformers")
+
+
+def name_of(page: Path) -> str:
+    """Its path in the repository."""
+    return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The contents of fenced blocks."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    """The contents of fenced blocks without a title."""
+    found = re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    return [content for name, content in found if name == language]
 
 
-def test_the_example_of_a_family_is_the_one_that_runs() -> None:
-    """And is compared with transformers in test_families.py."""
-    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    [model] = blocks(ROOT / "CONTRIBUTING.md", "python")
-    assert model == (ROOT / "nanovllm/models/exaone4.py").read_text("utf-8")
-    for file, begin in (
-        ("nanovllm/families.py", '"Exaone4ForCausalLM"'),
-        ("tests/model/test_families.py", '"exaone 4"'),
-    ):
-        lines = re.search(rf"^ {{8}}{begin}.*?^ {{8}}\),$", page, re.M | re.S)
-        assert lines, file
-        shown = re.sub(r"^ {4}", "", lines.group(), flags=re.M)
-        assert shown in (ROOT / file).read_text("utf-8"), file
+# -- Python blocks ------------------------------------------------------------------------------
 
 
-def commands() -> list[str]:
-    """Commands in blocks, indented or fenced, and in running text."""
-    found: set[str] = set()
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
-        lines = [line for block in blocks(page, "") for line in block.splitlines()]
-        lines += re.findall(r"^ {4}(\S.*)$", text, re.M)
-        lines += [re.sub(r"\s+", " ", inline) for inline in re.findall(r"`([^`]+)`", text)]
-        known = (
-            "python b",
-            "python e",
-            "python s",
-            "pip ",
-            "hf ",
-            "pytest ",
-            "ruff ",
-            "bash ",
-            "PYTORCH",
-            "nanovllm generate --",
-        )
-        found |= {line for line in lines if line.startswith(known)}
-    return sorted(found - NOT_HERE)
+def runnable(page: Path) -> list[str]:
+    """Python blocks of a page, but those that are a script of examples/, which tests run."""
+    return [block for block in blocks(page, "python") if not SNIPPET.search(block)]
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Of the files of a directory."""
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+PRINTED = {
+    "README.md": "['472', 'olleh']\n",
+    "docs/index.md": "472\nolleh\n",
+    "docs/dataframes.md": "['472', 'olleh']\n",
+    "docs/reference/files.md": "472\n",
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name_of)
 def test_python_blocks_run(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One after the other, as in a script: later ones use names of those before."""
     monkeypatch.chdir(tmp_path)
-    found = blocks(page, "python")
-    if page.name == "dataframes.md":  # the others need clusters: tests/batch/test_ray.py
-        found = [block for block in found if "import pandas\n" in block]
-    source = "\n".join(found)
-    names = {"__name__": "__main__"}
-    exec(compile(source, page.name, "exec"), names)
-    if page.name == "README.md":
-        printed = capsys.readouterr().out
-        assert printed.startswith("['472', 'olleh']\n") and printed.endswith("\n472\n")
-    if page.name == "dataframes.md":
-        assert capsys.readouterr().out == "['472', 'olleh']\n"
+    source = "\n".join(runnable(page))
+    exec(compile(source, name_of(page), "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert printed == PRINTED.get(name_of(page), printed)
 
 
-# Of these the default tests run the same at smaller size: test_benchmarks.py.
-SLOW = ("job_overhead", "startup", "workloads", "cpu_vs_transformers")
+def test_blocks_that_do_not_run_say_why() -> None:
+    """In their title, which readers see; others run, or are a script that a test names."""
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for header in re.findall(r"^```python(.+)$", page.read_text("utf-8"), re.M):
+            assert re.fullmatch(r' title="Not run in CI: needs \w.*"', header), name_of(page)
+        for block in blocks(page, "python"):
+            for path in SNIPPET.findall(block):
+                assert (ROOT / path).is_file() and Path(path).stem in tests, path
+
+
+@pytest.mark.parametrize(
+    ("file", "is_whole"),
+    [
+        ("nanovllm/models/exaone4.py", True),
+        ("nanovllm/families.py", False),
+        ("tests/model/test_families.py", False),
+    ],
+)
+def test_the_example_of_a_family_is_the_one_that_runs(file: str, is_whole: bool) -> None:
+    """And is compared with transformers in test_families.py."""
+    found = blocks(DOCS / "add-a-model.md", "python")
+    code = (ROOT / file).read_text("utf-8")
+    if is_whole:
+        assert code in found
+    else:
+        entries = [re.search(r'^ {4}"exaone.*?^ {4}\),$', b, re.M | re.S | re.I) for b in found]
+        assert any(entry and entry.group() in code for entry in entries)
+
+
+# -- shell commands -----------------------------------------------------------------------------
+
+
+def said(page: Path) -> list[str]:
+    """Lines of blocks, indented or fenced, and code in running text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    lines = [line for block in blocks(page, "") for line in block.splitlines()]
+    lines += re.findall(r"^ {4}(\S.*)$", text, re.M)
+    return lines + [re.sub(r"\s+", " ", inline) for inline in re.findall(r"`([^`]+)`", text)]
+
+
+def commands() -> list[str]:
+    """Those that are run here."""
+    known = (*SMALL_COMMANDS, "PYTORCH", "nanovllm generate --model Qwen", "nanovllm bench --")
+    found = {line for page in PAGES for line in said(page) if line.startswith(known)}
+    return sorted(line for line in found - NOT_HERE if not line.startswith("pip install"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Of the files of a directory."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -149,11 +178,13 @@ def test_shell_commands_run(
     program, script, *args = shlex.split(command)
     placeholders = {"DIR": nanovllm.TINY, "Qwen/Qwen3-0.6B": nanovllm.TINY, "B": "torch"}
     monkeypatch.chdir(tmp_path)
-    if program == "nanovllm":
+    if program == "nanovllm" and script == "generate":
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
         assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
         assert "1 of 1 rows" in capsys.readouterr().err
         return
+    if program == "nanovllm":  # the same as this script
+        program, script = "python", "bench.py"
     if "--first" in args and os.geteuid():
         pytest.skip("only root can empty the page cache")
     assert program == "python", f"no test knows how to run {command!r}"
@@ -177,3 +208,116 @@ def test_shell_commands_run(
     runpy.run_path(str(ROOT / script), run_name="__main__")
     assert capsys.readouterr().out
     assert contents(Path(nanovllm.TINY)) == before, "a benchmark has changed the user's checkpoint"
+
+
+def test_flags_and_extras_are_there() -> None:
+    """Flags of `nanovllm COMMAND` are its parser's, others are in a source; extras can be had."""
+    parsers = _parsers()[1]
+    folders = ("benchmarks", "examples", "scripts", "nanovllm")
+    sources = [(ROOT / ".ci/run"), *(path for f in folders for path in (ROOT / f).rglob("*.py"))]
+    text = "".join(path.read_text("utf-8") for path in sources)
+    own = {flag for parser in parsers.values() for flag in parser._option_string_actions}
+    others = {"--index-url", "--strict", "--check", "--workers"}  # of pip, mkdocs, ruff, uvicorn
+    others |= {*FLAG.findall(text)}
+    project = (ROOT / "pyproject.toml").read_text("utf-8").split("optional-dependencies]")[1]
+    extras = re.findall(r"^([\w-]+) = \[", project, re.M)
+    for page in PAGES:
+        for line in said(page):
+            if found := re.match(r"(?:python -m )?nanovllm (\w+)(.*)", line):
+                command, rest = found.groups()
+                flags = parsers[command]._option_string_actions
+                assert {*FLAG.findall(rest)} <= flags.keys(), f"{name_of(page)}: {line}"
+            elif line.startswith(("--", "python ", "pip ", "mkdocs ", "ruff ")):
+                assert {*FLAG.findall(line)} <= own | others, f"{name_of(page)}: {line}"
+            if line.startswith("pip install") and (named := re.search(r'"\.(\[.*\])"', line)):
+                assert Requirement(f"nanovllm{named[1]}").extras <= {*extras}, line
+
+
+# -- what is said of the code ---------------------------------------------------------------------
+
+
+def test_quoted_errors_are_those_of_the_code() -> None:
+    """What users look for in troubleshooting.md is what they have read in a terminal."""
+    sources = [path.read_text("utf-8") for path in (ROOT / "nanovllm").rglob("*.py")]
+    code = re.sub(r"[\"']\s*\n\s*[fr]?[\"']", "", "\n".join(sources)).replace("\\'", "'")
+    code = re.sub(r"\{[^{}\n]*\}|%[sd]", "…", code)
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    page = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
+    quoted = re.findall(r"``\s(.+?)\s``", page, re.S)
+    quoted += re.findall(r"`([^`]+)`", re.sub(r"``.*?``", "", page, flags=re.S))
+    commands = ("pip ", "python ", "nanovllm ", "llm.", "logging.")
+    errors = [" ".join(text.split()) for text in quoted if not text.startswith(commands)]
+    parts = [part.strip() for error in errors for part in error.split("…")]
+    long = [part for part in parts if part.count(" ") > 2]
+    assert len(long) > 15
+    assert [part for part in long if part not in code] == []
+
+
+def test_the_reference_has_everything() -> None:
+    """All public names, all methods, and all commands."""
+    pages = {page.name: page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md")}
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages.values()), re.M)
+    names = [f"nanovllm.{name}" for name in nanovllm.__all__ if name != "TINY"]
+    names += [f"nanovllm.batch.{name}" for name in nanovllm.batch.__all__]
+    assert [name for name in names if name not in shown] == []
+    for name, cls in (("LLM", LLM), ("AsyncLLM", AsyncLLM)):
+        [members] = re.findall(rf"::: nanovllm\.{name}\n.*?\[(.*?)\]", pages["llm.md"], re.S)
+        public = {name for name in dir(cls) if not name.startswith("_")} - {"get_metrics"}
+        assert public == {*re.findall(r"\w+", members)}
+    commands = re.findall(r"<!-- flags: (\w+) -->", pages["command-line.md"])
+    assert sorted(commands) == sorted(_parsers()[1])
+
+
+def test_metrics_are_all_explained(tiny: str) -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text("utf-8")
+    generated = {*vars(Metrics()), *vars(Latencies()), "prefix_cache_hit_rate"}
+    with LLM(tiny, max_model_len=64) as llm:
+        llm.generate("1+1=", SamplingParams(max_tokens=1), use_tqdm=False)
+        given = {key for key in llm.metrics() if f"`{key}`" not in page}
+    assert given <= generated
+
+
+def test_drawings_are_those_of_the_script() -> None:
+    """`python scripts/drawings.py` writes them."""
+    made = drawings.draw_all()
+    there = {path.name: path.read_text("utf-8") for path in (DOCS / "drawings").glob("*.svg")}
+    assert made == there
+    pages = "".join(page.read_text("utf-8") for page in PAGES)
+    assert [name for name in made if f"drawings/{name}" not in pages] == []
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub and the site make of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    """In a clone, and on a site that shows its Markdown."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_a_link_of_the_site_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    """And what a page asks another host for; links there are no requests."""
+    (tmp_path / "b.html").write_text('<h2 id="here">B</h2><a href="https://other.example/">x</a>')
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here">1</a> <a href="b.html#gone">2</a> <a href="c.html">3</a>'
+        '<a href="#top">4</a> <p id="top"></p> <script src="https://cdn.example/x.js"></script>'
+    )
+    assert list(problems(tmp_path)) == [
+        "a.html asks another host for https://cdn.example/x.js",
+        "a.html links to b.html#gone, an anchor that is not there",
+        "a.html links to c.html, which is not there",
+    ]
