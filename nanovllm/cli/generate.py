@@ -40,7 +40,7 @@ from nanovllm.cli.options import (
     object_value,
     sampling_options,
 )
-from nanovllm.cli.report import Report, say
+from nanovllm.cli.job_report import Report, say
 from nanovllm.config import Config, our_options
 from nanovllm.hub import checkpoint_directory
 from nanovllm.sampling_params import SamplingParams
