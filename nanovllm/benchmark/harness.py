@@ -14,6 +14,7 @@ from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.benchmark import limits
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import Int4
+from nanovllm.utils.device import hardware_name
 
 ROOT = Path(__file__).parents[2]  # of a clone; else where packages are installed
 
@@ -50,16 +51,6 @@ def run_once(
 def num_new_tokens(params: list[SamplingParams]) -> list[int]:
     """How many tokens each of them asks for; all say it."""
     return [param.max_tokens or 0 for param in params]
-
-
-def hardware_name(device: str) -> str:
-    """What the GPU or CPU calls itself."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "CPU"
 
 
 def conditions(llm: LLM) -> dict[str, Any]:

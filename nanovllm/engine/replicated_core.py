@@ -6,7 +6,7 @@ to others, and it is started again.
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,16 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._dispatcher.reset()
             for replica in self._replicas.ready:
                 self._replicas.tell(replica, "forget")
+
+    def record(
+        self,
+        write: Callable[[list[str]], None],
+        facts: dict[str, Any],
+        process: tuple[int, str] = (0, "engine"),
+    ) -> Callable[[], None]:
+        """Have each replica record what it does, with facts and a process of its own."""
+        self._replicas.record(write)
+        return self._replicas.stop_recording
 
     def describe(self) -> dict[str, Any]:
         """Sums over all replicas, and in `replicas`, by their numbers, the `metrics` of those that
