@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.timeline import Timeline
+from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.tokenizer import Decoder
 
@@ -107,10 +107,7 @@ class Core(ABC, Generic[R]):
 
     @abstractmethod
     def record(
-        self,
-        write: Callable[[list[str]], None],
-        facts: dict[str, Any],
-        process: tuple[int, str] = (0, "engine"),
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
     ) -> Callable[[], None]:
         """Record what happens from now on (see `Timeline`). Returns what ends that."""
 

@@ -18,7 +18,7 @@ from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence
-from nanovllm.engine.timeline import Timeline
+from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 
 if TYPE_CHECKING:
     from nanovllm.engine.executor import Executor
@@ -143,15 +143,12 @@ class EngineCore(Core[Request]):
         self._scheduler.reset()
 
     def record(
-        self,
-        write: Callable[[list[str]], None],
-        facts: dict[str, Any],
-        process: tuple[int, str] = (0, "engine"),
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
     ) -> Callable[[], None]:
         """Record what happens from now on (see `Timeline`). Returns what ends that."""
-        stop_timing = partial(self._executor.time_steps, False)
-        self.timeline = Timeline(self._scheduler, write, stop_timing, process=process, facts=facts)
         self._executor.time_steps(True)
+        stop_timing = partial(self._executor.time_steps, False)
+        self.timeline = Timeline(self._scheduler, write, stop_timing, facts, process)
         return self.timeline.close
 
     def describe(self) -> dict[str, Any]:

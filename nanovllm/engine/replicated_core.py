@@ -17,6 +17,7 @@ from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import how_ended
 from nanovllm.engine.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.engine.replicas import Ended, News, Replicas
+from nanovllm.engine.timeline import ENGINE, Process, Write
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupts import uninterrupted
 
@@ -164,10 +165,7 @@ class ReplicatedCore(Core[RemoteRequest]):
                 self._replicas.tell(replica, "forget")
 
     def record(
-        self,
-        write: Callable[[list[str]], None],
-        facts: dict[str, Any],
-        process: tuple[int, str] = (0, "engine"),
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
     ) -> Callable[[], None]:
         """Have each replica record what it does, with facts and a process of its own."""
         self._replicas.record(write)

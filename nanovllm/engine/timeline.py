@@ -1,7 +1,8 @@
 """`Timeline`: records what an engine does, for viewers of traces (docs/timeline.md).
 
 While the engine runs, numbers are appended to a list; they become events when there are
-`MOST_RECORDS` of them or a second has passed. No text of a prompt or a completion is among them.
+`MOST_RECORDS` of them, when a second has passed, and when no request is left. No text of a prompt
+or a completion is among them.
 
 Times are those of `time.perf_counter`, which is CLOCK_MONOTONIC on Linux: one clock for all
 processes, so what replicas record needs no shift. Imports no torch.
@@ -10,7 +11,7 @@ processes, so what replicas record needs no shift. Imports no torch.
 import time
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.request import Request
@@ -30,7 +31,10 @@ from nanovllm.engine.trace_events import (
 MOST_RECORDS = 256  # that wait to be written
 FLUSH_SECONDS = 1.0  # or since the last were
 LONG_WAIT = 1e-4  # seconds: it ends when the device does; a shorter one may have come too late
-_num_tokens = itemgetter(2)  # of a ScheduledSequence
+Write: TypeAlias = Callable[[list[str]], None]
+Process: TypeAlias = tuple[int, str]
+ENGINE: Process = (0, "engine")
+_start, _num_tokens = itemgetter(1), itemgetter(2)  # of a ScheduledSequence
 
 
 class Launched(NamedTuple):
@@ -52,18 +56,17 @@ class Timeline:
         scheduler: the engine's.
         write: takes events, each a JSON object.
         stop_timing: is called at the end.
-        process: the number that all events have, and what viewers call it.
         facts: what the engine is, for the report: `engine_facts`.
+        process: the number that all events have, and what viewers call it.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        write: Callable[[list[str]], None],
+        write: Write,
         stop_timing: Callable[[], None],
-        *,
-        process: tuple[int, str],
         facts: dict[str, Any],
+        process: Process = ENGINE,
     ) -> None:
         self._scheduler, self._write, self._stop_timing = scheduler, write, stop_timing
         self._windows: list[int] = facts["windows"]
@@ -138,7 +141,8 @@ class Timeline:
         self._mark = booked_at
         for seq in finished:
             self._end(seq, seq.finish_reason or "", seq.finished_at)
-        if len(self._records) >= MOST_RECORDS or booked_at - self._flushed_at > FLUSH_SECONDS:
+        is_due = len(self._records) >= MOST_RECORDS or booked_at - self._flushed_at > FLUSH_SECONDS
+        if is_due or self._scheduler.is_finished():
             self._flush()
 
     def drop(self, requests: Iterable[Request]) -> None:
@@ -181,11 +185,11 @@ class Timeline:
         self, scheduled: list[ScheduledSequence], num_decodes: int
     ) -> tuple[list[int], list[int]]:
         """The `keys` and `pairs` of a step, whose decodes come first."""
-        ends = [start + count for _, start, count, _ in scheduled]
         chunks = [(start, start + count) for _, start, count, _ in scheduled[num_decodes:]]
-        keys, pairs = [sum(ends)], [sum(ends[:num_decodes]) + _pairs(chunks, 0)]
+        decoded = sum(map(_start, scheduled[:num_decodes])) + num_decodes
+        keys, pairs = [decoded + sum(end for _, end in chunks)], [decoded + _pairs(chunks, 0)]
         for window in self._windows:
-            seen = [min(end, window) for end in ends]
+            seen = [min(start + count, window) for _, start, count, _ in scheduled]
             keys.append(sum(seen))
             pairs.append(sum(seen[:num_decodes]) + _pairs(chunks, window))
         return keys, pairs

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
 BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
 TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
-_SLICE = '{"ph":"X","pid":%d,"tid":%d,"cat":"%s","name":"%s","ts":%s,"dur":%s%s}'
-_STEP = (
-    ',"args":{"rows":%d,"prefill_tokens":%d,"decode_tokens":%d,"sampled_tokens":%d,"running":%d,'
-    '"waiting":%d,"held_by":"%s","used_blocks":%d,"preempted":%d,"schedule_us":%s,'
-    '"launch_us":%s,"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}'
-)
-_COUNTERS = (
-    '{"ph":"C","pid":%d,"name":"sequences","ts":%s,"args":{"running":%d,"waiting":%d}}',
-    '{"ph":"C","pid":%d,"name":"KV blocks","ts":%s,"args":{"used":%d,"free":%d}}',
-    '{"ph":"C","pid":%d,"name":"tokens of a step","ts":%s,"args":{"prefill":%d,"decode":%d}}',
-)
+_STEP = """\
+{"ph":"X","pid":%d,"tid":1,"cat":"step","name":"%s","ts":%s,"dur":%s,"args":{"rows":%d,\
+"prefill_tokens":%d,"decode_tokens":%d,"sampled_tokens":%d,"running":%d,"waiting":%d,\
+"held_by":"%s","used_blocks":%d,"free_blocks":%d,"preempted":%d,"schedule_us":%s,"launch_us":%s,\
+"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
+_HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
+_DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
+_COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
 _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
 
 
@@ -79,26 +76,27 @@ class StepRecord(NamedTuple):
         """
         name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
         began, chosen, launched, waits, waited, booked, since = map(_ns, self[:7])
-        host = {
-            "schedule": (began, chosen),
-            "launch": (chosen, launched),
-            "wait": (waits, waited),
-            "book": (waited, booked),
-        }
-        gpu_us = "null" if self.device is None else _us(_ns(self.device[2]))
-        phases = [_us(end - begin) for begin, end in host.values()]
-        args = _STEP % (*self[7:15], self.preempted, *phases, gpu_us, self.keys, self.pairs)
-        lines = [_slice(pid, STEPS, "step", name, since, booked, args)]
-        lines += [_slice(pid, HOST, "host", phase, *times) for phase, times in host.items()]
-        at = _us(chosen)
-        lines += [
-            _COUNTERS[0] % (pid, at, self.running, self.waiting),
-            _COUNTERS[1] % (pid, at, self.used_blocks, self.free_blocks),
-            _COUNTERS[2] % (pid, at, self.prefill, self.decode),
+        phases = (
+            ("schedule", _us(began), _us(chosen - began)),
+            ("launch", _us(chosen), _us(launched - chosen)),
+            ("wait", _us(waits), _us(waited - waits)),
+            ("book", _us(waited), _us(booked - waited)),
+        )
+        schedule, launch, wait, book = (dur for _, _, dur in phases)
+        busy = "null" if self.device is None else _us(_ns(self.device[2]))
+        more = (schedule, launch, wait, book, busy, self.keys, self.pairs)
+        at, pool = phases[1][1], (self.used_blocks, self.free_blocks)
+        lines = [
+            _STEP % (pid, name, _us(since), _us(booked - since), *self[7:17], *more),
+            *[_HOST % (pid, *phase) for phase in phases],
+            _COUNTER % (pid, "sequences", at, "running", self.running, "waiting", self.waiting),
+            _COUNTER % (pid, "KV blocks", at, "used", pool[0], "free", pool[1]),
+            _COUNTER
+            % (pid, "tokens of a step", at, "prefill", self.prefill, "decode", self.decode),
         ]
         if self.device is not None:
-            start, end, _ = self.device
-            lines.append(_slice(pid, DEVICE, "gpu", name, _ns(start), _ns(end)))
+            start, end = _ns(self.device[0]), _ns(self.device[1])
+            lines.append(_DEVICE % (pid, name, _us(start), _us(end - start)))
         return lines
 
 
@@ -173,10 +171,6 @@ def names(pid: int, process: str, tracks: Iterable[int]) -> list[str]:
 
 def _metadata(pid: int, tid: int, kind: str, args: dict[str, Any]) -> str:
     return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args})
-
-
-def _slice(pid: int, track: int, cat: str, name: str, begin: int, end: int, args: str = "") -> str:
-    return _SLICE % (pid, track, cat, name, _us(begin), _us(end - begin), args)
 
 
 def _ns(seconds: float) -> int:
