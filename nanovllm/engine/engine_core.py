@@ -148,6 +148,7 @@ class EngineCore(Core[Request]):
         """Record what happens from now on (see `Timeline`). Returns what ends that."""
         self._executor.time_steps(True)
         stop_timing = partial(self._executor.time_steps, False)
+        facts = {**facts, "overlap": bool(self._lookahead)}
         self.timeline = Timeline(self._scheduler, write, stop_timing, facts, process)
         return self.timeline.close
 

@@ -136,6 +136,8 @@ class SequenceRecord(NamedTuple):
         values = (self.request_id, self.completion, self.prompt, self.cached, self.generated)
         args: dict[str, Any] = dict(zip(names, values, strict=True))
         args |= {"preemptions": len(self.preempted_at), "finish_reason": self.reason}
+        reached = {"queue_us": started, "first_token_us": first, "total_us": end}
+        args |= {name: (at - arrived) / 1e3 if at else None for name, at in reached.items()}
         shown = f',"args":{json.dumps(args, separators=(",", ":"))}'
         key = f"{pid}.{self.seq_id}"
         lines = [_PHASE % ("b", pid, key, "request", _us(arrived), shown)]
