@@ -170,13 +170,13 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     found = [
         (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
         (f"{prompts / seconds:,.0f} tok/s", "of prompts", f"{prompts:,.0f} tokens computed"),
-        (f"{done:,}", "requests finished", ", ".join(more)),
+        (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
         (
             duration(seconds),
             "from first to last step",
             f"with requests {percent(min(1.0, busy / seconds / len(trace.engines)))}",
         ),
-        (f"{steps:,}", "steps", f"{duration(trace.total('own') / steps)} each"),
+        (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
         (f"{summary.mean('running'):,.1f}", "sequences at once", f"of {facts['max_num_seqs']:,}"),
         (percent(summary.peak_pool_share), "of the KV pool at most", _pool(summary)),
         (percent(summary.hit_rate), "of prompts' tokens cached", ""),
