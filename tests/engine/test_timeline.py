@@ -1,16 +1,19 @@
 """Timelines: valid files, whose counts are those of `metrics()`, whatever ends the recording."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from host import make_scheduler, make_seq
 
 from checkpoints import PARAMS, PROMPTS, SMALL, checkpoint_fixture, greedy  # noqa: F401
@@ -19,6 +22,7 @@ from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
 from nanovllm.engine import timeline, trace_file
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.step_timer import StepTimer
 from nanovllm.engine.timeline import Timeline
 from nanovllm.engine.trace_events import SequenceRecord, StepRecord
 from nanovllm.engine.trace_file import TraceFile
@@ -383,6 +387,47 @@ def test_the_device_is_placed_by_its_own_clock_between_launch_and_wait():
         busy * 1e6 for _, (_, busy), _ in steps
     ]
     assert select(events, name="thread_name", tid=3)
+
+
+class FakeEvent:
+    """A CUDA event of a device that works while the host does."""
+
+    def __init__(self, enable_timing):
+        self.at = None
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3  # a TypeError, unless both were recorded
+
+
+@pytest.mark.parametrize("k", [None, 4])
+def test_each_step_is_timed_also_after_one_that_failed(k, checkpoint, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    with LLM(checkpoint, overlap=True, **SMALL) as llm:
+        runner = llm.model_runner
+        timers = {True: StepTimer, False: lambda: None}
+        monkeypatch.setattr(runner, "time_steps", lambda on: setattr(runner, "timer", timers[on]()))
+        if k is not None:
+            fail_at(monkeypatch, runner, "finish", k, RuntimeError("out of memory"))
+        with llm.trace(path):
+            ids = [llm.add_request(*item) for item in zip(PROMPTS, PARAMS, strict=True)]
+            while not llm.is_finished():
+                with contextlib.suppress(RuntimeError):
+                    llm.step()
+            assert len(runner.timer._spans) > 3
+        assert runner.timer is None and len(ids) == len(PROMPTS)
+    events = read(path)
+    slices, steps = select(events, cat="gpu"), select(events, cat="step")
+    assert len(slices) == len(steps) > 10
+    assert_valid(events)
+    for own, step in zip(slices, steps, strict=True):
+        assert 0 < step["args"]["gpu_us"] < 1e9
+        assert own["ts"] + own["dur"] <= step["ts"] + step["dur"] + 5e-4
+    busy = sum(step["args"]["gpu_us"] for step in steps)
+    assert busy <= sum(step["dur"] for step in steps) * 1.05
 
 
 def test_slices_that_touch_do_not_overlap_by_what_is_rounded():
