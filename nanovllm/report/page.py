@@ -88,7 +88,6 @@ def page(summary: Summary, source: str) -> str:
     drawn = charts(summary)
     title = f"A run of {summary.facts['model']}, {duration(summary.trace.seconds)}"
     figures = ",".join(f"{json.dumps(each.name)}:{each.figure.to_json()}" for each in drawn)
-    figures = figures.replace("</", r"<\/")  # which would end the script
     return "\n".join(
         [
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',

@@ -309,6 +309,7 @@ def test_the_page_draws_all_charts_without_an_error(kind: str, tmp_path: Path, p
     elif kind == "replicas":
         facts = {**H200, "data_parallel_size": 3}
         write_trace(path, *(replace_pid(busy(facts), i) for i in range(3)))
+        path.write_text(path.read_text().replace('"replica 1"', '"</script><script>alert(1)"'))
         wanted = [name for name in wanted if name != "waiting"] + ["replicas"]
     else:
         write_trace(path, run((1, {"decode": 3}), facts=CPU))
