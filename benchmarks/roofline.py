@@ -54,8 +54,8 @@ def main() -> None:
         choose(options.get("quantization"), config.quantization, config.experts is not None)
     )
     formats = (
-        harness.kv_itemsize(options.get("kv_cache_dtype", "auto"), config.head_dim, itemsize),
-        harness.linear_itemsize(held, config, itemsize),
+        limits.kv_itemsize(options.get("kv_cache_dtype", "auto"), config.head_dim, itemsize),
+        limits.linear_itemsize(held, config, itemsize),
     )
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:

@@ -5,16 +5,17 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import Options, takes_options
+from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from nanovllm.utils.fair_lock import FairLock
 
 News: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = Callable[[News], None]
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -116,10 +118,25 @@ class AsyncLLM:
 
     async def metrics(self) -> dict[str, Any]:
         """See `LLM.metrics`."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        return await self._call(LLM.metrics)
 
-        def give(found: dict[str, Any] | Exception) -> None:
+    @asynccontextmanager
+    async def trace(self, path: str | Path = DEFAULT_PATH) -> AsyncGenerator[None, None]:
+        """See `LLM.trace`: `async with llm.trace(path)`."""
+        recording = ExitStack()
+        try:
+            await self._call(lambda llm: recording.enter_context(llm.trace(path)))
+            yield
+        finally:
+            if not self.is_closed:  # that has ended it
+                await self._call(lambda llm: recording.close())
+
+    async def _call(self, method: Callable[[LLM], T]) -> T:
+        """Have the engine's thread call it."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def give(found: T | Exception) -> None:
             if answer.done():  # cancelled
                 return
             if isinstance(found, Exception):
@@ -128,10 +145,10 @@ class AsyncLLM:
                 answer.set_result(found)
 
         def ask(jobs: "_Jobs") -> None:
-            found: dict[str, Any] | Exception
+            found: T | Exception
             try:
-                found = jobs.llm.metrics()
-            except RuntimeError as error:  # an error has closed the engine
+                found = method(jobs.llm)
+            except Exception as error:
                 found = error
             with suppress(RuntimeError):  # the loop has been closed: nobody listens
                 loop.call_soon_threadsafe(give, found)

@@ -1,6 +1,7 @@
 """`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -132,6 +133,7 @@ class Options(TypedDict, total=False):
     generation_config: str
     seed: int
     revision: str | None
+    trace: bool | str
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class Config:
             checkpoint's generation_config.json; "vllm" does not.
         seed: seeds sampling (and dummy weights).
         revision: of a model on the hub: a branch, tag or commit; None for its main branch.
+        trace: record what the engine does from its start to its end in this file, for viewers of
+            traces and `nanovllm report` (docs/timeline.md). True: in trace.json.
     """
 
     model: str
@@ -214,6 +218,7 @@ class Config:
     generation_config: str = "auto"
     seed: int = 0
     revision: str | None = None
+    trace: bool | str = False
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -245,6 +250,10 @@ class Config:
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.revision is not None and not isinstance(self.revision, str):
             raise TypeError(f"`revision` must be a string, got {self.revision!r}")
+        if isinstance(self.trace, os.PathLike):
+            object.__setattr__(self, "trace", os.fspath(self.trace))
+        if self.trace == "" or not isinstance(self.trace, (bool, str)):
+            raise TypeError(f"`trace` must be the path of a file, or a bool, got {self.trace!r}")
         if not isinstance(self.device, str) or not DEVICES.fullmatch(self.device):
             raise ValueError(f"`device` must be cuda, cuda:N, cpu or auto, got {self.device!r}")
         plain_numbers(self)

@@ -3,7 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from typing_extensions import Self
@@ -14,6 +16,7 @@ from nanovllm.config import FOREIGN_ARGUMENTS
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -278,6 +281,48 @@ class LLM(LLMEngine):
 
     def _with_text(self, beam: BeamSearchSequence) -> BeamSearchSequence:
         return replace(beam, text=self._intake.decoder(beam.tokens, skip_special_tokens=False))
+
+    # -- between and around calls ---------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, so that the next run computes every prompt.
+
+        Raises:
+            RuntimeError: if requests are left.
+        """
+        with self._lock:
+            self._check_open()
+            if not self.core.is_idle():
+                raise RuntimeError(
+                    "reset_prefix_cache() needs an engine without requests: finish them, or drop "
+                    "them with abort_all()"
+                )
+            self.core.reset()
+
+    @contextmanager
+    def trace(self, path: str | Path = DEFAULT_PATH) -> Iterator[None]:
+        """Record what happens in a `with` block, in Chrome's trace format.
+
+        The file is for https://ui.perfetto.dev and for `nanovllm report`. It is written meanwhile
+        and ended behind the block, also after an error. It has times and counts, no text.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            RuntimeError: if the engine is closed, or is recording already.
+            ValueError: if the file cannot be written.
+        """
+        with self._lock:
+            self._check_open()
+            self._recorder.open(path)
+            self._recorder.start(self.core, self._facts())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.core.timeline = None
+                self._recorder.stop()
 
     # -- facts, and what vLLM calls otherwise ---------------------------------------------------
 

@@ -12,8 +12,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.benchmark import limits
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import Int4
+from nanovllm.utils.device import hardware_name
 
 ROOT = Path(__file__).parents[2]  # of a clone; else where packages are installed
 
@@ -50,16 +49,6 @@ def run_once(
 def num_new_tokens(params: list[SamplingParams]) -> list[int]:
     """How many tokens each of them asks for; all say it."""
     return [param.max_tokens or 0 for param in params]
-
-
-def hardware_name(device: str) -> str:
-    """What the GPU or CPU calls itself."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "CPU"
 
 
 def conditions(llm: LLM) -> dict[str, Any]:
@@ -110,26 +99,14 @@ def achieved(
     lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     config = llm.model_config
     formats = (
-        kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
-        linear_itemsize(metrics["quantization"], config, itemsize),
+        limits.kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
+        limits.linear_itemsize(metrics["quantization"], config, itemsize),
     )
     work = limits.work(config, itemsize, *lens, num_shared, *formats)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, bandwidth, flops)
     num_devices = metrics["data_parallel_size"] * metrics["tensor_parallel_size"]
     return limits.report(work, seconds, limit and limit.times(num_devices))
-
-
-def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
-    """Bytes of a number in a KV cache, with its share of an exponent."""
-    return 1 + 1 / head_dim if "8" in dtype else itemsize
-
-
-def linear_itemsize(held: str, config: ModelConfig, itemsize: int) -> float:
-    """Bytes of a number in a matrix of a linear layer, with its share of a scale."""
-    if isinstance(config.quantization, Int4) and held == "int4":
-        return 0.5 + 4 / config.quantization.group
-    return 1 if held == "fp8" else itemsize
 
 
 def publish(result: dict[str, Any], file: str | None) -> None:

@@ -11,13 +11,14 @@ engines. `HARDWARE` holds what was measured: a device-to-device copy, and a 16-b
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import Int4
 
 
 class Hardware(NamedTuple):
@@ -146,6 +147,62 @@ def work(
         step_flops += count * 4.0 * width * seen.sum(1)
         step_bytes += count * (kv_itemsize or itemsize) * kv_width * read
     return Work(float(prefill), step_flops, step_bytes)
+
+
+class Steps(NamedTuple):
+    """What steps computed, as a timeline has it.
+
+    Attributes:
+        num_tokens: [steps] tokens.
+        num_sampled: [steps] rows of the LM head.
+        keys: [steps] keys that rows see, each once for a sequence, by the layers' window (0: all).
+        pairs: [steps] pairs of a query and a key that it sees, likewise.
+    """
+
+    num_tokens: NDArray[np.int64]
+    num_sampled: NDArray[np.int64]
+    keys: Mapping[int, NDArray[np.int64]]
+    pairs: Mapping[int, NDArray[np.int64]]
+
+
+def least_step_seconds(
+    config: ModelConfig,
+    steps: Steps,
+    hardware: Hardware,
+    itemsize: int,
+    kv_itemsize: float | None = None,
+    linear_itemsize: float | None = None,
+) -> NDArray[np.float64]:
+    """[steps] the least time of each, the longer of its reading and its arithmetic: for the batches
+    that there were, where `work` is for all sequences at once.
+
+    Args:
+        itemsize, kv_itemsize, linear_itemsize: as for `work`.
+    """
+    matrices, tokens = weights(config), steps.num_tokens
+    width = config.num_attention_heads * config.head_dim
+    kv_width = 2 * config.num_key_value_heads * config.head_dim
+    samples = steps.num_sampled > 0
+    flops = (matrices.of_token if linear_itemsize == 1 else 2 * matrices.of_token) * tokens
+    flops = flops + 2.0 * matrices.head * steps.num_sampled
+    size = (linear_itemsize or itemsize) * matrices.read(tokens)
+    size = size + itemsize * matrices.head * samples
+    for window, count in Counter(layer.window for layer in config.layers).items():
+        flops += count * 4.0 * width * steps.pairs[window]
+        size += count * (kv_itemsize or itemsize) * kv_width * steps.keys[window]
+    return np.maximum(flops / hardware.flops, size / hardware.bandwidth)
+
+
+def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
+    """Bytes of a number in a KV cache, with its share of an exponent."""
+    return 1 + 1 / head_dim if "8" in dtype else itemsize
+
+
+def linear_itemsize(held: str, config: ModelConfig, itemsize: int) -> float:
+    """Bytes of a number in a matrix of a linear layer, with its share of a scale."""
+    if isinstance(config.quantization, Int4) and held == "int4":
+        return 0.5 + 4 / config.quantization.group
+    return 1 if held == "fp8" else itemsize
 
 
 def _pairs(lens: NDArray[np.int64], window: int) -> NDArray[np.float64]:

@@ -33,6 +33,7 @@ from nanovllm.batch.job import run as run_job
 from nanovllm.batch.reading import INPUT_FORMATS, STANDARD, count_rows, format_of, read_rows
 from nanovllm.batch.rows import Row
 from nanovllm.batch.sink import OUTPUT_FORMATS, ResumableSink, StreamSink
+from nanovllm.cli.job_report import Report, say
 from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -40,7 +41,6 @@ from nanovllm.cli.options import (
     object_value,
     sampling_options,
 )
-from nanovllm.cli.report import Report, say
 from nanovllm.config import Config, our_options
 from nanovllm.hub import checkpoint_directory
 from nanovllm.sampling_params import SamplingParams

@@ -85,9 +85,8 @@ def _extras(requirements: list[Requirement]) -> dict[str, dict[str, Any]]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from nanovllm.benchmark.harness import hardware_name
     from nanovllm.engine.memory import available_cpu_memory
-    from nanovllm.utils.device import capability
+    from nanovllm.utils.device import capability, hardware_name
 
     is_linux = hasattr(os, "sched_getaffinity")
     cpu = torch.device("cpu")

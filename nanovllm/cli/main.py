@@ -13,12 +13,13 @@ from types import ModuleType
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate, info
+from nanovllm.cli import bench, chat, generate, info, report
 
 COMMANDS: dict[str, ModuleType] = {
     "generate": generate,
     "chat": chat,
     "bench": bench,
+    "report": report,
     "info": info,
 }  # in the order of --help
 USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctrl-C

@@ -19,6 +19,7 @@ from nanovllm.batch.params import from_json
 from nanovllm.config import Config, Options
 from nanovllm.sampling_params import SamplingParams
 
+PATH = "PATH"
 ENGINE, SAMPLING = "engine", "sampling"  # begin the names of what is parsed
 FLAGS = {(ENGINE, "seed"): "engine-seed"}
 
@@ -71,6 +72,8 @@ def _add(parser: argparse.ArgumentParser, kind: str, cls: Any, hints: Mapping[st
         }
         if read is None:
             options["action"] = argparse.BooleanOptionalAction
+        elif metavar == PATH:
+            options |= {"type": read, "metavar": metavar, "nargs": "?", "const": True}
         else:
             options |= {"type": read, "metavar": metavar}
         flag = FLAGS.get((kind, field.name), field.name).replace("_", "-")
@@ -88,6 +91,8 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     """What reads a value of this type from text, and how help calls it; None for yes or no."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
+    if set(kinds) == {bool, str}:  # True where the flag stands alone
+        return new_file, PATH
     [kind] = kinds
     if kind is bool:
         return None, ""

@@ -1,78 +1,51 @@
-"""What a job says on standard error: a bar meanwhile, and at the end what there is."""
+"""Draw a recorded run as one HTML page.
 
-import sys
-import time
+    nanovllm report trace.json
 
-from tqdm import tqdm
+The trace is what `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)` has recorded.
+The page has throughput, batch and KV pool over time, latencies, and in words what held the run
+back; the words are printed, too. The share of the roofline needs the device's limits: those of an
+H200 are known, others are given by --bandwidth and --flops. Needs pip install ".[report]".
+"""
 
-from nanovllm.batch.results import Result
-from nanovllm.batch.sink import ResumableSink, StreamSink
+import argparse
+from pathlib import Path
+
+from nanovllm.cli.options import new_file, rate
 
 
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(f"nanovllm generate: {text}", file=sys.stderr)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    parser.add_argument("trace", metavar="TRACE", help="the recorded file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=new_file,
+        metavar="FILE",
+        help="the page (the trace's name with .html)",
+    )
+    parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
+    parser.add_argument("--flops", type=rate, help="its limit, operations per second")
 
 
-class Report:
-    """Counts results. Inside of a `with` block it shows a bar, which TQDM_DISABLE=1 turns off.
+def run(args: argparse.Namespace) -> int:
+    """Read, sum up, draw."""
+    from nanovllm.report.reading import read_trace
+    from nanovllm.report.summary import Summary
 
-    Args:
-        sink: where they go.
-        total: rows of the input; None if that is not known.
-        output: the name of the output; None for standard output.
-    """
-
-    def __init__(
-        self, sink: ResumableSink | StreamSink, total: int | None, output: str | None
-    ) -> None:
-        self._sink, self._total, self._output = sink, total, output
-        self._before, self._num_tokens, self._began = sink.num_finished, 0, time.perf_counter()
-        self._first_error = ""
-
-    def __enter__(self) -> "Report":
-        self._began = time.perf_counter()
-        options = {"desc": "Generating", "unit": "row", "smoothing": 0}  # rates over all the time
-        self._bar = tqdm(total=self._total, initial=self._before, **options)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def add(self, result: Result) -> None:
-        """Count a result that is written."""
-        self._num_tokens += result.num_generated_tokens
-        if result.error is not None and not self._first_error:
-            self._first_error = f"row {result.row.number}: {result.error}"
-        if not self._bar.disable:
-            rate = self._num_tokens / (time.perf_counter() - self._began)
-            shown = f"{rate:,.0f} tok/s, {self._sink.num_errors} errors"
-            self._bar.set_postfix_str(shown, refresh=False)
-            self._bar.update()
-
-    def end(self, is_complete: bool) -> None:
-        """Say what there is.
-
-        Args:
-            is_complete: no row is left.
-        """
-        sink, seconds = self._sink, time.perf_counter() - self._began
-        new = sink.num_finished - self._before
-        of = "" if self._total is None else f" of {self._total:,}"
-        where = "" if self._output is None else f" in {self._output}"
-        finished = sink.num_finished - (sink.num_strangers if is_complete else 0)
-        say(f"{finished:,}{of} rows{where}, {sink.num_errors:,} with errors")
-        if new:
-            rate = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tok/s"
-            say(f"{new:,} rows in {seconds:.1f} s, {rate}")
-        if self._first_error:
-            say(f"the first error now: {self._first_error}")
-        if self._output is None:
-            return
-        if not is_complete:
-            say("the same command goes on from here")
-            return
-        if sink.num_errors and not sink.ordered:
-            say("with --retry-errors, the same command computes rows with errors again")
-        if sink.num_strangers:
-            say(f"{sink.num_strangers:,} results are of rows that are not in the input any more")
+    source = Path(args.trace)
+    output = Path(args.output) if args.output is not None else source.with_suffix(".html")
+    if output == source:
+        raise ValueError(f"--output must be another file than the trace, got {args.output!r}")
+    summary = Summary(read_trace(args.trace), args.bandwidth, args.flops)
+    try:
+        from nanovllm.report.page import in_words, page
+    except ImportError as error:
+        raise ValueError(f'drawing needs plotly ({error}): pip install ".[report]"') from error
+    try:
+        output.write_text(page(summary, source.name), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output cannot be written: {error}") from error
+    print(in_words(summary))
+    print(f"\n{output}")
+    return 0

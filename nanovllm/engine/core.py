@@ -5,11 +5,12 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.tokenizer import Decoder
 
@@ -32,6 +33,7 @@ class Core(ABC, Generic[R]):
         requests: unfinished requests by their ids.
         finished: finished requests without a listener, until `forget_finished`.
         metrics: counters of the work done.
+        timeline: records what this process computes; None: nobody does.
         abort_later: takes a set of ids. The next call of the engine aborts these requests first.
             Streams use it: Python may collect their generator in the middle of another call, where
             aborting is unsafe.
@@ -41,6 +43,7 @@ class Core(ABC, Generic[R]):
         self.requests: dict[int, R] = {}
         self.finished: list[R] = []
         self.metrics = Metrics()
+        self.timeline: Timeline | None = None
         self._left: deque[set[int]] = deque()
         # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
         self.abort_later = self._left.append
@@ -101,6 +104,12 @@ class Core(ABC, Generic[R]):
         self.metrics.num_aborted += len(self.requests)
         self.finished.clear()
         self.requests.clear()
+
+    @abstractmethod
+    def record(
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
+    ) -> Callable[[], None]:
+        """Record what happens from now on (see `Timeline`). Returns what ends that."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

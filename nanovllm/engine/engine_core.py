@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.core import Core
@@ -16,6 +18,7 @@ from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 
 if TYPE_CHECKING:
     from nanovllm.engine.executor import Executor
@@ -53,6 +56,8 @@ class EngineCore(Core[Request]):
     def step(self) -> None:
         """Launch a step, and book the step before it (or the same one, see `lookahead`)."""
         self._drop_left()
+        if self.timeline is not None:
+            self.timeline.begin()
         scheduled = self._schedule()
         if scheduled:
             self._launch(scheduled)
@@ -72,7 +77,8 @@ class EngineCore(Core[Request]):
         tokens = self._executor.run(scheduled, newest)
         with self.reset_on_error():
             self._scheduler.advance(scheduled)
-            self.in_flight.append(InFlightStep(scheduled, tokens, launched_at))
+            noted = None if self.timeline is None else self.timeline.launch(scheduled)
+            self.in_flight.append(InFlightStep(scheduled, tokens, launched_at, noted))
         self._launching = False
 
     def _book(self, leave: int) -> None:
@@ -80,6 +86,7 @@ class EngineCore(Core[Request]):
         while len(self.in_flight) > leave:
             step = self.in_flight[0]
             token_ids = self._executor.wait(step.tokens)
+            waited_at = time.perf_counter()
             with self.reset_on_error():
                 self.in_flight.popleft()
                 step.take_results()
@@ -90,10 +97,14 @@ class EngineCore(Core[Request]):
                     if self.requests[request_id].is_finished:
                         self._end(self.requests.pop(request_id))
             now = time.perf_counter()
-            seconds = now - max(step.launched_at, self._booked_at)
+            since = max(step.launched_at, self._booked_at)
+            seconds = now - since
             prefill, decode = self.metrics.count_step(step.scheduled, num_sampled, seconds)
             self.latencies.add_step(seconds, prefill, decode)
             self._booked_at = now
+            if self.timeline is not None:
+                times, tokens = (since, waited_at, now), (prefill, decode, num_sampled)
+                self.timeline.book(step, tokens, times, finished)
             self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine
                 request.tell()
@@ -118,14 +129,28 @@ class EngineCore(Core[Request]):
 
     def _abort(self, requests: list[Request]) -> None:
         self._scheduler.abort(seq for request in requests for seq in request.seqs)
+        if self.timeline is not None:
+            self.timeline.drop(requests)
         self._drop_unneeded_steps()
 
     def reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
+        if self.timeline is not None:
+            self.timeline.drop(self.requests.values())
         super().reset()
         self.in_flight.clear()
         self._launching = False
         self._scheduler.reset()
+
+    def record(
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
+    ) -> Callable[[], None]:
+        """Record what happens from now on (see `Timeline`). Returns what ends that."""
+        self._executor.time_steps(True)
+        stop_timing = partial(self._executor.time_steps, False)
+        facts = {**facts, "overlap": bool(self._lookahead)}
+        self.timeline = Timeline(self._scheduler, write, stop_timing, facts, process)
+        return self.timeline.close
 
     def describe(self) -> dict[str, Any]:
         """Counters and times, for `LLMEngine.metrics`."""

@@ -166,6 +166,11 @@ class Executor:
             last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
         return self._controls.controls(plan, scheduled, last_tokens)
 
+    def time_steps(self, on: bool) -> None:
+        """Time steps on the device of rank 0 from now on, or no more."""
+        if self.model_runner is not None:
+            self.model_runner.time_steps(on)
+
     def wait(self, tokens: PendingTokens) -> list[int]:
         """What a step has sampled.
 

@@ -11,6 +11,7 @@ import torch
 from nanovllm.engine.plan import Batch
 from nanovllm.engine.prefixes import most_tiles
 from nanovllm.engine.step_inputs import Computed, StepInputs
+from nanovllm.engine.step_timer import StepTimer
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import capturing
@@ -173,12 +174,16 @@ class DecodeGraphs:
         self._graphs[size, shares] = graph, computed
         return graph, computed
 
-    def replay(self, batch: Batch) -> Computed:
-        """What the step computes for a decode batch of n sequences, until the next replay."""
+    def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed:
+        """What the step computes for a decode batch of n sequences, until the next replay. `timer`
+        is told when the device begins.
+        """
         n, shares = len(batch.input_ids), batch.prefixes is not None
         size = self.sizes[bisect.bisect_left(self.sizes, n)]
         graph, computed = self._graphs.get((size, shares)) or self._capture(size, shares)
         self._inputs.fill(batch, size)
+        if timer is not None:
+            timer.begin()
         graph.replay()
         self.num_replays += 1
         return Computed(*(part[:n] for part in computed))

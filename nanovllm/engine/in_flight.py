@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
 
@@ -17,11 +17,13 @@ class InFlightStep(NamedTuple):
         scheduled: the step.
         tokens: what it samples, and what comes with that.
         launched_at: seconds of time.perf_counter.
+        noted: what a `Timeline` has noted of its launch; None without one.
     """
 
     scheduled: list[ScheduledSequence]
     tokens: PendingTokens
     launched_at: float
+    noted: Any = None
 
     def sampled(self) -> list[Sequence]:
         """The sequences that get its tokens, in their order."""

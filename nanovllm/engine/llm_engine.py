@@ -24,6 +24,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
 from nanovllm.engine.metrics import Progress
+from nanovllm.engine.recorder import Recorder, engine_facts
 from nanovllm.engine.remote_request import remote
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.replicated_core import ReplicatedCore
@@ -83,9 +84,12 @@ class LLMEngine:
             self.executor = Executor(self.config, self.model_config)
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
-        self._close = weakref.finalize(self, _close, self.executor, self._lock)
+        self._recorder = Recorder()
+        self._close = weakref.finalize(self, _close, self.executor, self._recorder, self._lock)
         try:
+            self._recorder.open(config.trace)
             self._start()
+            self._recorder.start(self.core, self._facts())
         except BaseException:
             self._close_quietly()
             raise
@@ -113,6 +117,10 @@ class LLMEngine:
         self._shown += [f"{self._num_blocks} blocks of {size}"]
         if self._has_replicas:
             self._shown += [f"{self.config.data_parallel_size} replicas"]
+
+    def _facts(self) -> dict[str, Any]:
+        """For a recording."""
+        return engine_facts(self.config, self.model_config, self._describe())
 
     def _start_engine(self, executor: Executor) -> None:
         """An engine in this process."""
@@ -331,21 +339,6 @@ class LLMEngine:
                     bar.update(len(finished))
             return [outputs[request_id] for request_id in ids]
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, so that the next run computes every prompt.
-
-        Raises:
-            RuntimeError: if requests are left.
-        """
-        with self._lock:
-            self._check_open()
-            if not self.core.is_idle():
-                raise RuntimeError(
-                    "reset_prefix_cache() needs an engine without requests: finish them, or drop "
-                    "them with abort_all()"
-                )
-            self.core.reset()
-
     def metrics(self) -> dict[str, Any]:
         """What explains a slow run: the configuration that took effect, counters and times.
 
@@ -394,9 +387,12 @@ class LLMEngine:
         self.exit()
 
 
-def _close(executor: Executor | Replicas, lock: FairLock) -> None:
+def _close(executor: Executor | Replicas, recorder: Recorder, lock: FairLock) -> None:
     if lock.is_forked:
         return
-    executor.close()
+    try:
+        recorder.stop()
+    finally:
+        executor.close()
     with lock:  # when Python ends, a daemon thread may be in a step: let it run into its error
         pass

@@ -31,6 +31,7 @@ from nanovllm.engine.step_inputs import (
     fill_in,
     to_device,
 )
+from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build, kernel_variants
@@ -64,6 +65,7 @@ class LaunchedStep(NamedTuple):
     plan: StepPlan
     batch: Batch
     computed: Computed
+    span: Span | None
 
 
 class ModelRunner:
@@ -80,6 +82,7 @@ class ModelRunner:
         num_blocks: KV blocks of the pool.
         pool: the memory of those blocks.
         graphs: the CUDA graphs, None in eager mode.
+        timer: times steps on the device, None where nobody wants to know.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class ModelRunner:
         num_rows = config.max_num_seqs + 1
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.graphs: DecodeGraphs | None = None
+        self.timer: StepTimer | None = None
         with self._scope(), CompileAhead(self.device) as ahead:
             self._build(ahead, connect)
         self._log_backend()
@@ -302,6 +306,10 @@ class ModelRunner:
         with torch.inference_mode(), torch.cuda.device(self.device) if on_cuda else nullcontext():
             yield
 
+    def time_steps(self, on: bool) -> None:
+        """Time steps on the device from now on, or no more. A CPU is the host itself."""
+        self.timer = StepTimer() if on and self.device.type == "cuda" else None
+
     def run(self, plan: StepPlan) -> None:
         """A whole step, on a rank above 0."""
         self.finish(self.launch(plan), None)
@@ -313,10 +321,14 @@ class ModelRunner:
         self.num_shared_steps += batch.prefixes is not None
         with self._scope():
             if batch.is_decode and self.graphs is not None:
-                return LaunchedStep(plan, batch, self.graphs.replay(batch))
-            every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
-            inputs = to_device(batch, self.device, every_row)
-            return LaunchedStep(plan, batch, self.run_model(inputs))
+                computed = self.graphs.replay(batch, self.timer)
+            else:
+                every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
+                inputs = to_device(batch, self.device, every_row)
+                if self.timer is not None:
+                    self.timer.begin()
+                computed = self.run_model(inputs)
+        return LaunchedStep(plan, batch, computed, None if self.timer is None else self.timer.span)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
         """Sample the rows with controls again, and send the step's results to the host.
@@ -324,7 +336,7 @@ class ModelRunner:
         Args:
             controls: those of the step, on rank 0; None if no row has any.
         """
-        plan, batch, computed = step
+        plan, batch, computed, span = step
         with self._scope():
             logprobs = None
             if plan.controlled.any():
@@ -332,7 +344,7 @@ class ModelRunner:
                 logprobs = self.extras.sample(rows, metadata, computed, controls)
             prompt_logprobs = self.extras.prompt_logprobs(plan, computed.hidden)
             pooled = self.extras.pool(plan, computed.hidden)
-            return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled)
+            return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled, span)
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""

@@ -19,7 +19,7 @@ from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.processes import live, receive_object, send_object
 from nanovllm.engine.remote_request import Order
-from nanovllm.engine.replicas import Description, Facts, Failure, News, Setup
+from nanovllm.engine.replicas import Description, Facts, Failure, News, Recorded, Setup
 from nanovllm.outputs import RequestOutput
 
 NEWS_SECONDS = 0.2  # between counters, where nothing else is new
@@ -43,6 +43,7 @@ class Replica(LLMEngine):
         self._news: list[RequestOutput] = []
         self._told_prompts: set[int] = set()  # requests
         self._told_at = 0.0  # seconds of time.monotonic
+        self._recorded: Callable[[], None] = lambda: None  # ends a recording
 
     def facts(self) -> Facts:
         """What the other process needs to know."""
@@ -68,6 +69,18 @@ class Replica(LLMEngine):
     def answer(self, question: int) -> None:
         """Describe this engine."""
         self._tell(Description(question, self.metrics(), self.core.latencies))
+
+    def record(self, number: int) -> None:
+        """Record what this engine does, as the replica of this number."""
+        self._recorded = self.core.record(
+            lambda lines: self._tell(Recorded(lines)), self._facts(), (number, f"replica {number}")
+        )
+
+    def stop_recording(self, question: int) -> None:
+        """Send what has been recorded, then an answer."""
+        self.core.timeline = None
+        self._recorded()
+        self.answer(question)
 
     def advance(self) -> None:
         """Go on with the requests, and tell what is new."""

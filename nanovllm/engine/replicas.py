@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -94,6 +95,12 @@ class Description(NamedTuple):
     latencies: Latencies
 
 
+class Recorded(NamedTuple):
+    """Events of a timeline, each a JSON object."""
+
+    lines: list[str]
+
+
 class Failure(NamedTuple):
     """What a replica says before it dies of an error, which goes with it if it is a mistake of the
     caller's.
@@ -165,7 +172,7 @@ class Replicas:
                 f"`data_parallel_size` must be 1 on {sys.platform}, as replicas need Linux, "
                 f"got {count}"
             )
-        self._config = replace(config, revision=None)
+        self._config = replace(config, revision=None, trace=False)
         self._shares = device_shares(config.device, count, config.tensor_parallel_size)
         self._replicas: dict[int, _Replica] = {}  # those that have not ended
         self._tries = [0] * count  # since it finished a request
@@ -173,6 +180,7 @@ class Replicas:
         self._inbox: deque[tuple[int, Any]] = deque()
         self._has_come = threading.Event()
         self._num_questions = 0
+        self._write: Callable[[list[str]], None] | None = None  # what they record
         self.is_broken = False
 
     @property
@@ -265,6 +273,9 @@ class Replicas:
                     replica.answers.put(message)
                 elif isinstance(message, logging.LogRecord):
                     _log(message)
+                elif isinstance(message, Recorded):
+                    if (write := self._write) is not None:
+                        write(message.lines)
                 else:
                     self._put(number, message)
         except (EOFError, OSError):  # the end
@@ -297,6 +308,8 @@ class Replicas:
         number, message = self._inbox.popleft()
         if isinstance(message, Facts):
             self._replicas[number].facts = message
+            if self._write is not None:
+                self.tell(number, "record", number)
         elif isinstance(message, News):
             if any(output.finished for output in message.outputs):
                 self._tries[number] = 1
@@ -318,7 +331,18 @@ class Replicas:
         """Call a method of a replica without waiting for it. If it has ended, nothing happens."""
         self._replicas[number].outbox.put((method, *args))
 
-    def ask(self) -> dict[int, Description]:
+    def record(self, write: Callable[[list[str]], None]) -> None:
+        """Have all of them record what they do, those that are started again, too."""
+        self._write = write
+        for number in self.ready:
+            self.tell(number, "record", number)
+
+    def stop_recording(self) -> None:
+        """Have what they have recorded written."""
+        self.ask("stop_recording")
+        self._write = None
+
+    def ask(self, method: str = "answer") -> dict[int, Description]:
         """Have all that are ready describe themselves. Those that end meanwhile, or do not answer
         within `ANSWER_SECONDS`, are left out.
         """
@@ -326,7 +350,7 @@ class Replicas:
         found: dict[int, Description] = {}
         asked = [(number, self._replicas[number].answers) for number in self.ready]
         for number, _ in asked:
-            self.tell(number, "answer", self._num_questions)
+            self.tell(number, method, self._num_questions)
         deadline = time.monotonic() + ANSWER_SECONDS
         for number, answers in asked:
             with contextlib.suppress(queue.Empty):

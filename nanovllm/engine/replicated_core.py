@@ -6,7 +6,7 @@ to others, and it is started again.
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import how_ended
 from nanovllm.engine.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.engine.replicas import Ended, News, Replicas
+from nanovllm.engine.timeline import ENGINE, Process, Write
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupts import uninterrupted
 
@@ -162,6 +163,13 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._dispatcher.reset()
             for replica in self._replicas.ready:
                 self._replicas.tell(replica, "forget")
+
+    def record(
+        self, write: Write, facts: dict[str, Any], process: Process = ENGINE
+    ) -> Callable[[], None]:
+        """Have each replica record what it does, with facts and a process of its own."""
+        self._replicas.record(write)
+        return self._replicas.stop_recording
 
     def describe(self) -> dict[str, Any]:
         """Sums over all replicas, and in `replicas`, by their numbers, the `metrics` of those that

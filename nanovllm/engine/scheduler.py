@@ -87,6 +87,11 @@ class Scheduler:
         """Whether no request is left."""
         return not self.waiting and not self.running
 
+    @property
+    def waits_for_blocks(self) -> bool:
+        """Whether the pool has no room for the first that waits, by the last look at it."""
+        return self._refused is not None and self._head() is self._refused
+
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step: running decodes, then running prefills, then new sequences.
 

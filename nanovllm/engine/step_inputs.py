@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm.engine.plan import Batch, StepPlan
+from nanovllm.engine.step_timer import Span
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
@@ -135,6 +136,7 @@ class PendingTokens:
         logprobs: of the tokens with controls, None if nobody asked.
         prompt_logprobs: of prompt tokens.
         pooled: [k, M] float32.
+        span: times the step on the device; None: nobody wants to know.
     """
 
     def __init__(
@@ -144,14 +146,19 @@ class PendingTokens:
         logprobs: Logprobs | None = None,
         prompt_logprobs: Logprobs | None = None,
         pooled: torch.Tensor | None = None,
+        span: Span | None = None,
     ) -> None:
-        self._plan = plan
-        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        self._plan, self._span = plan, span
+        self._copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event() if span is None else span.end
         self._tokens = _to_host(tokens)
         self._logprobs = [_to_host(part) for part in logprobs or ()]
         self._prompt_logprobs = [_to_host(part) for part in prompt_logprobs or ()]
         self._pooled = None if pooled is None else _to_host(pooled)
-        if self._copied is not None:
+        if span is not None:
+            span.finish()
+        elif self._copied is not None:
             self._copied.record()
 
     def wait(self) -> list[int]:
@@ -159,6 +166,10 @@ class PendingTokens:
         if self._copied is not None:
             self._copied.synchronize()
         return self._tokens.tolist()
+
+    def device_seconds(self) -> tuple[float, float] | None:
+        """How long the device waited for the step, and computed it; None where it is not timed."""
+        return None if self._span is None else self._span.seconds()
 
     def logprobs(self) -> Iterator[tuple[int, list[int], list[float], int]]:
         """For each token with controls, if anybody asked: its row of the n, token ids, its own

@@ -3,7 +3,9 @@
 import functools
 import importlib.util
 import os
+import platform
 import threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -149,3 +151,13 @@ def upload_beside(device: torch.device, array: NDArray[np.int32]) -> torch.Tenso
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def hardware_name(device: str) -> str:
+    """What the GPU or CPU calls itself."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"

@@ -186,7 +186,7 @@ def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
     [
         ("max_model_length", "no option `max_model_length`; did you mean `max_model_len`?"),
         ("gpu_memory_utilisation", "did you mean `gpu_memory_utilization`?"),
-        ("quux", "no option `quux`; options: max_num_batched_tokens, .*, revision$"),
+        ("quux", "no option `quux`; options: max_num_batched_tokens, .*, trace$"),
         ("tokenizer", "no option `tokenizer`; the tokenizer is read from the model's directory$"),
         ("trust_remote_code", "; not needed: no code of a checkpoint is run$"),
         ("speculative_config", "; speculative decoding is not supported$"),

@@ -73,6 +73,7 @@ def test_every_flag_says_what_it_does(command: str) -> None:
         (["chat", "--logit-bias", "{5: 1}"], "--logit-bias: must be JSON"),
         (["chat", "--logit-bias", '{"a": 1}'], "`logit_bias` must hold integer token ids"),
         (["chat", "--structured-outputs", "{}"], "`structured_outputs` must have exactly one"),
+        (["chat", "--trace", "/nowhere/t.json"], "--trace: must be in a directory that is there"),
         (["chat", "--temp", "1"], "unrecognized arguments: --temp"),  # not --temperature
         (["talk"], "invalid choice: 'talk'"),
         ([], "required: command"),
@@ -144,6 +145,8 @@ def parse(*args: str) -> tuple[dict[str, Any], dict[str, Any]]:
         (("--overlap",), {"overlap": True}),
         (("--no-overlap",), {"overlap": False}),
         (("--max-model-len", "none"), {"max_model_len": None}),
+        (("--trace",), {"trace": True}),
+        (("--trace", "run.json"), {"trace": "run.json"}),
         (("--quantization", "None", "--dtype", "half"), {"quantization": None, "dtype": "half"}),
     ],
 )

@@ -791,6 +791,39 @@ def upload_numbers(values: range) -> torch.Tensor:
     return torch.stack(maxima)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"overlap": False}],
+    ids=["all", "eager", "synchronous"],
+)
+def test_a_timeline_has_the_time_of_the_device(
+    options: dict[str, Any], tiny: str, tmp_path: Path
+) -> None:
+    """By CUDA events: no more than passed between two of ours, one step behind the other."""
+    path, params = tmp_path / "trace.json", SamplingParams(temperature=0.7, max_tokens=40, seed=1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with LLM(tiny, **SMALL, **options) as llm:
+        llm.generate(make_prompts(), params, use_tqdm=False)
+        with llm.trace(path):
+            begin.record()
+            llm.generate(make_prompts(), params, use_tqdm=False)
+            end.record()
+        end.synchronize()
+        assert llm.model_runner.timer is None
+    events = json.loads(path.read_text())
+    steps = [event for event in events if event.get("cat") == "step"]
+    slices = [event for event in events if event.get("cat") == "gpu"]
+    busy = [step["args"]["gpu_us"] for step in steps]
+    assert len(slices) == len(steps) > 40
+    assert all(us > 10 for us in busy)
+    assert sum(busy) / 1e3 <= begin.elapsed_time(end)
+    assert sum(busy) <= sum(step["dur"] for step in steps) * 1.02
+    for before, after in itertools.pairwise(slices):
+        assert before["ts"] + before["dur"] <= after["ts"] + 5e-4
+    for step, own in zip(steps, slices, strict=True):
+        assert own["ts"] + own["dur"] <= step["ts"] + step["dur"], "it ends before it is booked"
+
+
 def test_a_large_upload_waits_for_nothing() -> None:
     """And its memory is not used again before the kernel that reads it has run."""
     upload_numbers(range(20))  # allocates, loads kernels

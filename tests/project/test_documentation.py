@@ -16,6 +16,7 @@ import pytest
 import torch
 from documentation import problems
 from packaging.requirements import Requirement
+from traces import MadeTrace, write_trace
 
 import nanovllm.batch
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -41,6 +42,7 @@ SMALL = {
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
     "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
+    "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 2 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
@@ -66,7 +68,7 @@ NOT_HERE = {
 # Scripts of tasks have tests of their own, which run them.
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size: test_benchmarks.py.
-SLOW = ("job_overhead", "startup", "workloads", "cpu_vs_transformers")
+SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers")
 
 
 def name_of(page: Path) -> str:
@@ -152,6 +154,7 @@ def said(page: Path) -> list[str]:
 def commands() -> list[str]:
     """Those that are run here."""
     known = (*SMALL_COMMANDS, "PYTORCH", "nanovllm generate --model Qwen", "nanovllm bench --")
+    known += ("nanovllm report t",)
     found = {line for page in PAGES for line in said(page) if line.startswith(known)}
     return sorted(line for line in found - NOT_HERE if not line.startswith("pip install"))
 
@@ -182,6 +185,11 @@ def test_shell_commands_run(
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "127+345="}')
         assert main([script, *(placeholders.get(arg, arg) for arg in args)]) == 0
         assert "1 of 1 rows" in capsys.readouterr().err
+        return
+    if script == "report":
+        write_trace(tmp_path / args[0], MadeTrace().step(0.01, decode=1).sequence())
+        assert main([script, *args]) == 0
+        assert "1 request finished" in capsys.readouterr().out
         return
     if program == "nanovllm":  # the same as this script
         program, script = "python", "bench.py"

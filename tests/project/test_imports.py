@@ -12,6 +12,7 @@ HOST_MODULES = (
     *("sequence", "block_manager", "scheduler", "admission", "memory", "inputs"),
     *("plan", "channel", "workers", "request", "metrics", "structured_output"),
     *("request_controls", "control_table", "detokenizer", "intake", "engine_core"),
+    *("timeline", "trace_events", "trace_file"),
 )
 USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
@@ -31,6 +32,7 @@ def imported(code: str, modules: list[str]) -> list[str]:
         "nanovllm",
         USER_MODULES,
         "nanovllm.batch, nanovllm.cli.generate",
+        "nanovllm.report.reading, nanovllm.report.summary, nanovllm.report.findings",
         ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES),
     ],
 )

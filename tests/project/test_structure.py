@@ -11,8 +11,8 @@ CEILINGS = {
     "functions": 247,
     "files": 40,
     "files_in_circles": 0,
-    "core_lines": 4730,
-    "package_lines": 24_200,
+    "core_lines": 4770,
+    "package_lines": 26_300,
     "longest_file": 402,
     "model_lines": 123,
 }

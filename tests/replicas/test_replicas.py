@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -558,3 +560,38 @@ def test_forked_process_has_no_engine(two):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert two.generate("1+1=", GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+# -- timelines -------------------------------------------------------------------------------------
+
+
+def test_replicas_record_to_one_file(tmp_path):
+    """Each as a process of its own, by one clock; one that is started again, too."""
+    path = tmp_path / "trace.json"
+    with LLM(TINY, **DP2, trace=str(path)) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        metrics = llm.metrics()
+        killed_at = time.perf_counter() * 1e6  # the clock of all processes
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        within_deadline(lambda: until_restarted(llm))
+        again = llm.generate(PROMPTS, DRAWN, use_tqdm=False)
+        seconds = sum(output.metrics.total_seconds for output in again)
+    events = json.loads(path.read_text())
+    names = [e for e in events if e["name"] == "process_name"]
+    assert sorted((e["pid"], e["args"]["name"]) for e in names) == [
+        *((0, "replica 0"), (0, "replica 0"), (1, "replica 1"))
+    ]
+    early = [e for e in events if e.get("cat") == "step" and e["ts"] < killed_at]
+    assert {e["pid"] for e in early} == {0, 1}
+    assert sum(e["args"]["sampled_tokens"] for e in early) == metrics["num_sampled_tokens"]
+    assert len(early) == metrics["num_steps"]
+    assert sum(e["dur"] for e in early) / 1e6 == pytest.approx(metrics["step_seconds"], rel=1e-6)
+    late = [e for e in events if e["name"] == "request" and e["ts"] > killed_at]
+    assert {e["pid"] for e in late} == {0, 1}
+    ends = [e["ts"] if e["ph"] == "e" else -e["ts"] for e in late]
+    assert sum(ends) / 1e6 == pytest.approx(seconds, abs=1e-3)
+
+
+def until_restarted(llm):
+    while llm.executor.num_restarts == 0 or len(llm.executor.ready) < 2:
+        llm.step()

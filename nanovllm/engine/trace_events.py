@@ -1,0 +1,186 @@
+"""Events of Chrome's trace format as text: those of a step, of a sequence, and of a recording.
+
+`nanovllm/report` reads them back. Times come as seconds of `time.perf_counter` and are written as
+microseconds. Imports no torch.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+STEPS, HOST, DEVICE = 1, 2, 3  # tracks
+BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
+TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
+_STEP = """\
+{"ph":"X","pid":%d,"tid":1,"cat":"step","name":"%s","ts":%s,"dur":%s,"args":{"rows":%d,\
+"prefill_tokens":%d,"decode_tokens":%d,"sampled_tokens":%d,"running":%d,"waiting":%d,\
+"held_by":"%s","used_blocks":%d,"free_blocks":%d,"preempted":%d,"schedule_us":%s,"launch_us":%s,\
+"wait_us":%s,"book_us":%s,"gpu_us":%s,"keys":%s,"pairs":%s}}"""
+_HOST = '{"ph":"X","pid":%d,"tid":2,"cat":"host","name":"%s","ts":%s,"dur":%s}'
+_DEVICE = '{"ph":"X","pid":%d,"tid":3,"cat":"gpu","name":"%s","ts":%s,"dur":%s}'
+_COUNTER = '{"ph":"C","pid":%d,"name":"%s","ts":%s,"args":{"%s":%d,"%s":%d}}'
+_PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts":%s%s}'
+
+
+class StepRecord(NamedTuple):
+    """A step that has been booked.
+
+    Attributes:
+        began_at: when the host began to choose it.
+        chosen_at: when it had, and began to launch it.
+        launched_at: when that was over.
+        waits_at: when the host began to wait for its tokens.
+        waited_at: when they were there.
+        booked_at: when the host had booked them.
+        since: from then on it took time that the steps before it did not.
+        rows: items of it: a sequence's decode, or a chunk of its prompt.
+        prefill, decode: tokens that it computed.
+        sampled: tokens that sequences got from it.
+        running, waiting: sequences when it was launched.
+        held_by: why the first of those that waited did not run, see `Timeline`.
+        used_blocks, free_blocks: of the pool, then.
+        preempted: sequences that lost their blocks before it.
+        keys: that rows see, each once for a sequence: of layers that see all, and of those with
+            each of the model's windows.
+        pairs: of a query and a key that it sees, likewise.
+        device: when the device began and ended it, and how long that took; None if it cannot tell.
+    """
+
+    began_at: float
+    chosen_at: float
+    launched_at: float
+    waits_at: float
+    waited_at: float
+    booked_at: float
+    since: float
+    rows: int
+    prefill: int
+    decode: int
+    sampled: int
+    running: int
+    waiting: int
+    held_by: str
+    used_blocks: int
+    free_blocks: int
+    preempted: int
+    keys: list[int]
+    pairs: list[int]
+    device: tuple[float, float, float] | None
+
+    def events(self, pid: int) -> list[str]:
+        """The step, what the host and the device did for it, and the counters beside it.
+
+        Of two steps that overlap, the later one's slice begins where the other's ends: all slices
+        together last as long as `Metrics.step_seconds`.
+        """
+        name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
+        began, chosen, launched, waits, waited, booked, since = map(_ns, self[:7])
+        phases = (
+            ("schedule", _us(began), _us(chosen - began)),
+            ("launch", _us(chosen), _us(launched - chosen)),
+            ("wait", _us(waits), _us(waited - waits)),
+            ("book", _us(waited), _us(booked - waited)),
+        )
+        schedule, launch, wait, book = (dur for _, _, dur in phases)
+        busy = "null" if self.device is None else _us(_ns(self.device[2]))
+        more = (schedule, launch, wait, book, busy, self.keys, self.pairs)
+        at, pool = phases[1][1], (self.used_blocks, self.free_blocks)
+        lines = [
+            _STEP % (pid, name, _us(since), _us(booked - since), *self[7:17], *more),
+            *[_HOST % (pid, *phase) for phase in phases],
+            _COUNTER % (pid, "sequences", at, "running", self.running, "waiting", self.waiting),
+            _COUNTER % (pid, "KV blocks", at, "used", pool[0], "free", pool[1]),
+            _COUNTER
+            % (pid, "tokens of a step", at, "prefill", self.prefill, "decode", self.decode),
+        ]
+        if self.device is not None:
+            start, end = _ns(self.device[0]), _ns(self.device[1])
+            lines.append(_DEVICE % (pid, name, _us(start), _us(end - start)))
+        return lines
+
+
+class SequenceRecord(NamedTuple):
+    """A sequence that has ended, or not when the recording did. Times are 0 for what did not come.
+
+    Attributes:
+        seq_id: its number; those of one request are its completions.
+        request_id: of its request.
+        completion: its number among the completions of the request.
+        arrived_at, started_at, first_token_at, ended_at: the moments of its life.
+        prompt, cached, generated: tokens of the prompt, those of them that the prefix cache served,
+            and tokens of the completion.
+        preempted_at: when it was preempted.
+        reason: "stop" or "length", "aborted", or "unfinished" at the end of the recording.
+    """
+
+    seq_id: int
+    request_id: int
+    completion: int
+    arrived_at: float
+    started_at: float
+    first_token_at: float
+    ended_at: float
+    prompt: int
+    cached: int
+    generated: int
+    preempted_at: list[float]
+    reason: str
+
+    def events(self, pid: int) -> list[str]:
+        """Its life, and inside of that its time in the queue, before and behind its first token."""
+        arrived, started, first, end = map(_ns, self[3:7])
+        moments = [arrived, started or end, first or end, end]
+        phases = zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False)
+        names = ("request", "completion", "prompt_tokens", "cached_tokens", "generated_tokens")
+        values = (self.request_id, self.completion, self.prompt, self.cached, self.generated)
+        args: dict[str, Any] = dict(zip(names, values, strict=True))
+        args |= {"preemptions": len(self.preempted_at), "finish_reason": self.reason}
+        reached = {"queue_us": started, "first_token_us": first, "total_us": end}
+        args |= {name: (at - arrived) / 1e3 if at else None for name, at in reached.items()}
+        shown = f',"args":{json.dumps(args, separators=(",", ":"))}'
+        key = f"{pid}.{self.seq_id}"
+        lines = [_PHASE % ("b", pid, key, "request", _us(arrived), shown)]
+        for name, begin, stop in phases:
+            if stop > begin:
+                lines.append(_PHASE % ("b", pid, key, name, _us(begin), ""))
+                lines.append(_PHASE % ("e", pid, key, name, _us(stop), ""))
+        if self.cached:
+            hit = f',"args":{{"cached_tokens":{self.cached}}}'
+            lines.append(_PHASE % ("n", pid, key, "prefix hit", _us(started), hit))
+        for at in map(_ns, self.preempted_at):
+            lines.append(_PHASE % ("n", pid, key, "preempted", _us(at), ""))
+        lines.append(_PHASE % ("e", pid, key, "request", _us(end), ""))
+        return lines
+
+
+def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:
+    """This moment in the life of a recording."""
+    now = time.perf_counter_ns() // 1000
+    what = {"ph": "i", "s": "p", "cat": "recording", "name": name, "pid": pid, "tid": 0, "ts": now}
+    return json.dumps({**what, "args": args}, separators=(",", ":"))
+
+
+def names(pid: int, process: str, tracks: Iterable[int]) -> list[str]:
+    """What viewers call a process and those of its tracks."""
+    named = [("process_name", 0, process), *(("thread_name", i, TRACKS[i]) for i in tracks)]
+    order = [("process_sort_index", 0, pid), *(("thread_sort_index", i, i) for i in tracks)]
+    return [
+        *(_metadata(pid, tid, kind, {"name": name}) for kind, tid, name in named),
+        *(_metadata(pid, tid, kind, {"sort_index": index}) for kind, tid, index in order),
+    ]
+
+
+def _metadata(pid: int, tid: int, kind: str, args: dict[str, Any]) -> str:
+    return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args})
+
+
+def _ns(seconds: float) -> int:
+    """As integers, two slices of which one follows the other do not overlap by what is rounded:
+    viewers drop such slices.
+    """
+    return round(seconds * 1e9)
+
+
+def _us(nanoseconds: int) -> str:
+    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"

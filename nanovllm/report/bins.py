@@ -1,0 +1,62 @@
+"""`Bins`: what steps did, over equal parts of a trace's time.
+
+Steps may be millions, a chart has at most `NUM_BINS` points: what a step did is spread evenly over
+the time that it took.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanovllm.report.reading import Engine, Floats, Trace
+
+NUM_BINS = 240
+
+
+class Bins:
+    """Equal parts of the time from the first step to the end of the last.
+
+    Amounts and values are given as a [steps] array for each of the engines.
+
+    Attributes:
+        times: [bins] seconds, the middle of each.
+        width: seconds of each.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._engines = trace.engines
+        num_bins = min(NUM_BINS, max(len(each["seconds"]) for each in trace.engines))
+        self.edges = np.linspace(0, trace.seconds, num_bins + 1)
+        self.times: Floats = (self.edges[1:] + self.edges[:-1]) / 2
+        self.width = float(self.edges[1])
+
+    def column(self, name: str) -> list[Floats]:
+        """A column of each engine's steps."""
+        return [each[name] for each in self._engines]
+
+    def sums(self, amounts: Sequence[Floats]) -> Floats:
+        """[bins] of what all engines did."""
+        pairs = zip(self._engines, amounts, strict=True)
+        return np.sum([self.spread(*pair) for pair in pairs], 0)
+
+    def rates(self, name: str) -> Floats:
+        """[bins] of a column, by the second."""
+        return self.sums(self.column(name)) / self.width
+
+    def levels(self, name: str) -> Floats:
+        """[bins] of a column that tells how many there are at a time, of all engines together."""
+        amounts = [each[name] * each["seconds"] for each in self._engines]
+        return self.sums(amounts) / self.width
+
+    def shares(self, seconds: Sequence[Floats]) -> Floats:
+        """[bins] of the time that engines had requests; NaN where none had."""
+        total = self.sums(self.column("seconds"))
+        empty = np.full_like(total, np.nan)
+        return np.divide(self.sums(seconds), total, out=empty, where=total > 0)
+
+    def spread(self, engine: Engine, amount: Floats) -> Floats:
+        """[bins] of what one engine's steps did."""
+        begin, done = engine["begin"], np.cumsum(amount)
+        times = np.stack([begin, begin + engine["seconds"]], 1).ravel()
+        sums = np.stack([done - amount, done], 1).ravel()
+        return np.diff(np.interp(self.edges, np.maximum.accumulate(times), sums))

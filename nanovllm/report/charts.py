@@ -1,0 +1,280 @@
+"""The charts of a report: what happened over time, and how times spread. Needs plotly.
+
+Colours of text and lines are the page's, light or dark (`page.py`).
+"""
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from nanovllm.report.bins import Bins
+from nanovllm.report.findings import host_shares
+from nanovllm.report.reading import Floats
+from nanovllm.report.summary import Summary
+
+NUM_BARS = 40
+BLUE, ORANGE, GREEN, RED = "#4c7fe0", "#e08a3c", "#3fa06a", "#d0504c"
+PURPLE, TEAL, GREY = "#9166cc", "#35a3b5", "#8d949e"
+PHASES = {"schedule": BLUE, "launch": ORANGE, "book": GREEN, "between": PURPLE, "wait": GREY}
+HELD_BY = {
+    "blocks": ("no blocks in the pool", RED),
+    "sequences": ("max_num_seqs run", BLUE),
+    "tokens": ("the step was full", ORANGE),
+    "prefix": ("another computes its beginning", TEAL),
+}
+TIMES = {
+    "queue_us": ("In the queue", GREY),
+    "first_token_us": ("To the first token", ORANGE),
+    "token_us": ("For each later token", BLUE),
+    "total_us": ("In all", GREEN),
+}
+
+
+class Chart(NamedTuple):
+    """A figure with its words.
+
+    Attributes:
+        name: of the element in the page.
+        title: what it shows.
+        text: how to read it.
+        figure: its height is that of the element.
+    """
+
+    name: str
+    title: str
+    text: str
+    figure: Any
+
+
+def charts(summary: Summary) -> list[Chart]:
+    """All that the trace allows, in the order of the page."""
+    drawn = [throughput, sequences, pool, waiting, host, roofline, latencies, replicas]
+    found = (draw(summary) for draw in drawn)
+    return [chart for chart in found if chart is not None]
+
+
+# -- over time -------------------------------------------------------------------------------------
+
+
+def throughput(summary: Summary) -> Chart:
+    """Tokens per second."""
+    bins = Bins(summary.trace)
+    figure = _over_time("generated / s", "of prompts / s")
+    _area(figure, bins, bins.rates("sampled_tokens"), "generated", BLUE)
+    _area(figure, bins, bins.rates("prefill_tokens"), "of prompts, computed", ORANGE, row=2)
+    text = "Tokens that requests got, and tokens of prompts that were computed, each second."
+    return Chart("throughput", "Throughput", text, figure)
+
+
+def sequences(summary: Summary) -> Chart:
+    """Running and waiting."""
+    bins = Bins(summary.trace)
+    most = summary.facts["max_num_seqs"] * len(summary.trace.engines)
+    running, waits = bins.levels("running"), bins.levels("waiting")
+    figure = _over_time(*("running", "waiting")[: 1 + bool(waits.any())])
+    _area(figure, bins, running, "running", BLUE)
+    if most <= 4 * running.max():
+        line = {"color": GREY, "dash": "dot", "width": 1.5}
+        ends = [0, float(bins.edges[-1])]
+        limit = go.Scatter(x=ends, y=[most, most], name="max_num_seqs", mode="lines", line=line)
+        figure.add_trace(limit, row=1, col=1)
+    text = f"Sequences that ran, of {most:,} that may (max_num_seqs). None waited."
+    if waits.any():
+        _area(figure, bins, waits, "waiting", ORANGE, row=2)
+        text = text.replace("None waited.", "Below, those that waited for that.")
+    return Chart("sequences", "Batch occupancy", text, figure)
+
+
+def pool(summary: Summary) -> Chart:
+    """KV blocks in use, and preemptions."""
+    engines, bins = summary.trace.engines, Bins(summary.trace)
+    figure = _over_time("share of the blocks", share=True)
+    used = [each["used_blocks"] / each.num_blocks * each["seconds"] for each in engines]
+    _area(figure, bins, bins.shares(used), "in use", GREEN)
+    preempted = bins.sums(bins.column("preempted"))
+    some = preempted >= 0.5
+    num_blocks, size = engines[0].num_blocks, summary.facts["kvcache_block_size"]
+    text = f"KV blocks that sequences hold, of {num_blocks:,} of {size} tokens"
+    text += " in each replica." if len(engines) > 1 else "."
+    if some.any():
+        marker = {"color": RED, "size": np.minimum(6 + 3 * np.sqrt(preempted[some]), 18)}
+        marks = go.Scatter(x=bins.times[some], y=np.ones(some.sum()), mode="markers", marker=marker)
+        marks.update(name="preemptions", customdata=preempted[some].round())
+        figure.add_trace(marks.update(hovertemplate="%{customdata}"), row=1, col=1)
+        text += " Red: sequences that lost theirs to another."
+    return Chart("pool", "KV pool", text, figure)
+
+
+def waiting(summary: Summary) -> Chart | None:
+    """What the first in the queue was waiting for."""
+    engines, bins = summary.trace.engines, Bins(summary.trace)
+    figure = _over_time("share of the time", share=True)
+    for reason, (name, color) in HELD_BY.items():
+        seconds = [each["seconds"] * (each.held_by == reason) for each in engines]
+        if summary.share(seconds) > 0:
+            _area(figure, bins, bins.shares(seconds), name, color, stackgroup="all")
+    text = "Why the first request in the queue had not started; nothing where none waited."
+    return Chart("waiting", "What requests waited for", text, figure) if figure.data else None
+
+
+def host(summary: Summary) -> Chart:
+    """What the host did meanwhile, and the GPU."""
+    bins = Bins(summary.trace)
+    figure, shares = _over_time("share of the time", share=True), host_shares(summary)
+    did = {name: bins.shares(bins.column(name)) for name in PHASES if name != "between"}
+    known = np.sum(list(did.values()), 0)  # above 1 where a step was launched before its time began
+    did = {name: share / np.maximum(known, 1) for name, share in did.items()}
+    did["between"] = np.maximum(1 - known, 0)
+    for name, color in PHASES.items():
+        _area(figure, bins, did[name], f"{name} {shares[name]:.0%}", color, stackgroup="all")
+    text = (
+        "What the host did: choose a step (schedule), launch it, book its tokens, anything else "
+        "between two steps, or wait for the device."
+    )
+    if summary.gpu_share is None:
+        text += " On a CPU, the launch computes the step."
+    else:
+        busy, name = bins.shares(bins.column("gpu")), f"GPU busy {summary.gpu_share:.0%}"
+        line = {"color": RED, "width": 2}
+        figure.add_trace(go.Scatter(x=bins.times, y=np.minimum(busy, 1), name=name, line=line))
+        text += " The red line is the share of the time that the GPU computed."
+    return Chart("host", "Host and device", text, figure)
+
+
+def roofline(summary: Summary) -> Chart | None:
+    """The least time of steps over the time that they took."""
+    if summary.least_seconds is None:
+        return None
+    bins, figure = Bins(summary.trace), _over_time("share of the roofline", share=True)
+    _area(figure, bins, bins.shares(summary.least_seconds), "share of the roofline", PURPLE)
+    text = (
+        "The least time that the device's limits allow for these steps (each reads weights, keys "
+        "and values once, or is bound by arithmetic), over the time that they took."
+    )
+    return Chart("roofline", "Share of the roofline", text, figure)
+
+
+def replicas(summary: Summary) -> Chart | None:
+    """Each replica's throughput."""
+    engines, bins = summary.trace.engines, Bins(summary.trace)
+    if len(engines) < 2:
+        return None
+    figure, colors = _over_time("generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+    for i, engine in enumerate(engines):
+        rates = bins.spread(engine, engine["sampled_tokens"]) / bins.width
+        line = {"color": colors[i % len(colors)], "width": 1.8}
+        figure.add_trace(go.Scatter(x=bins.times, y=rates, name=engine.name, line=line))
+    text = "Tokens that each generated a second. One that ends early had less to do."
+    return Chart("replicas", "Replicas", text, figure)
+
+
+# -- spreads ---------------------------------------------------------------------------------------
+
+
+def latencies(summary: Summary) -> Chart | None:
+    """Histograms of requests' times, on logarithmic axes."""
+    spreads = {key: summary.times(key) for key in TIMES}
+    if not len(spreads["total_us"]):
+        return None
+    titles = [f"{name}{_median(spreads[key])}" for key, (name, _) in TIMES.items()]
+    figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.24)
+    for i, (key, (name, color)) in enumerate(TIMES.items()):
+        values = spreads[key]
+        edges = log_edges(values)
+        counts = np.histogram(np.maximum(values, edges[0]), edges)[0]
+        middles, at = np.log10(edges[1:] * edges[:-1]) / 2, {"row": i // 2 + 1, "col": i % 2 + 1}
+        spans = [f"{duration(a)} to {duration(b)}" for a, b in pairwise(edges)]
+        bars = go.Bar(x=middles, y=counts, marker={"color": color}, name=name, customdata=spans)
+        figure.add_trace(bars.update(hovertemplate="%{y}: %{customdata}<extra></extra>"), **at)
+        ticks = round_values(*edges[[0, -1]])
+        labels = [duration(value) for value in ticks]
+        figure.update_xaxes(tickvals=np.log10(ticks), ticktext=labels, **at)
+    figure.update_yaxes(rangemode="tozero", nticks=4)
+    figure.update_yaxes(title="requests", col=1)
+    figure.update_annotations(font_size=13)
+    figure.update_layout(_layout(500), showlegend=False, bargap=0)
+    text = "Requests by their times, on logarithmic axes. The median stands above each."
+    return Chart("latencies", "Latencies", text, figure)
+
+
+def _median(values: Floats) -> str:
+    return f": {duration(float(np.median(values)))}" if len(values) else ""
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in the unit that suits them."""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def log_edges(values: Floats) -> Floats:
+    """[NUM_BARS + 1] of bars evenly apart by their logarithms, over all values; zeros are in the
+    first bar.
+    """
+    positive = values[values > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (1e-3, 1.0)
+    margin = max(1.02, math.sqrt(1.5 / (high / low)))
+    return np.geomspace(low / margin, high * margin, NUM_BARS + 1)
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Two to five values between these that are easily read."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        values = [digit * 10.0**decade for decade in decades for digit in digits]
+        found = [value for value in values if low <= value <= high]
+        if len(found) <= 5:
+            break
+    return found[:: -(-len(found) // 5)] if len(found) > 1 else [low * 1.02, high / 1.02]
+
+
+# -- plotly ----------------------------------------------------------------------------------------
+
+
+def _over_time(*titles: str, share: bool = False) -> Any:
+    """Charts over the same time, one below the other; `share`: of shares in percent."""
+    figure = make_subplots(len(titles), 1, shared_xaxes=True, vertical_spacing=0.1)
+    figure.update_layout(_layout(190 + 110 * len(titles)), hovermode="x unified")
+    for row, title in enumerate(titles, 1):
+        figure.update_yaxes(title=title, rangemode="tozero", nticks=6, row=row)
+    figure.update_xaxes(title="seconds since the first step", row=len(titles))
+    figure.update_xaxes(hoverformat=".4~g", rangemode="tozero")
+    if share:
+        figure.update_yaxes(tickformat=".0%", range=[0, 1.06])
+    return figure
+
+
+def _layout(height: int) -> dict[str, Any]:
+    return {
+        "template": go.layout.Template(),
+        "height": height,
+        "margin": {"l": 56, "r": 12, "t": 36, "b": 44},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "showlegend": True,
+    }
+
+
+def _area(
+    figure: Any, bins: Bins, values: Floats, name: str, color: str, row: int = 1, **more: Any
+) -> None:
+    line = {"color": color, "width": 1.5}
+    area = go.Scatter(x=bins.times, y=values, name=name, mode="lines", line=line, fill="tozeroy")
+    if "stackgroup" in more:
+        area.fill = None
+    figure.add_trace(area.update(fillcolor=_faint(color), **more), row=row, col=1)
+
+
+def _faint(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.35)"

@@ -1,0 +1,253 @@
+"""What held a run back, in words: each cause with the numbers that it rests on, and its remedy.
+
+The rules look at shares of the time that engines had requests, and name a cause
+
+- from `NOTABLE`, a tenth, on where time is lost (a GPU that waits, sequences that wait for blocks):
+  who mends it wins about as much, and below that two runs of the same differ as much;
+- from `MOST`, half, on where time goes into work that is wanted (prompts), or could be shared with
+  more of it (few sequences): only what takes most of the time decides what a run is bound by.
+
+A decode step reads all weights whatever it computes, so sequences beside others cost little until
+arithmetic takes as long as reading: on an H200, 790e12 operations over 4.3e12 bytes a second, that
+is at 184 rows of 16-bit weights. `FEW` rows are a third of that, on a CPU, which has some 20
+operations for a byte, 16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.report.reading import Engine, Floats
+from nanovllm.report.summary import Summary
+
+NOTABLE, MOST = 0.1, 0.5
+FEW, FEW_ON_CPU = 64, 16
+BLOCKS, PREFILL, HOST, FEW_SEQUENCES, TAIL, NOTHING = (
+    *("waiting for blocks", "prefill-bound", "host-bound", "too few sequences"),
+    *("few sequences at the end", "nothing"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause.
+
+    Attributes:
+        cause: its name.
+        share: of the time that engines had requests.
+        text: what the trace says of it.
+        remedy: what to change; options stand between backticks.
+    """
+
+    cause: str
+    share: float
+    text: str
+    remedy: str
+
+
+def find(summary: Summary) -> list[Finding]:
+    """What held the run back, the largest share first; what there is to say of one that nothing
+    did.
+    """
+    rules: list[Callable[[Summary], Finding | None]] = [blocks, prefill, host, few_sequences]
+    found = [finding for rule in rules if (finding := rule(summary)) is not None]
+    return sorted(found, key=lambda finding: -finding.share) or [nothing(summary)]
+
+
+def percent(share: float) -> str:
+    """To the whole percent; below ten to the tenth."""
+    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
+
+
+def blocks(summary: Summary) -> Finding | None:
+    """Sequences wait for KV blocks, or lose them."""
+    engines, facts = summary.trace.engines, summary.facts
+    share = summary.share(each["seconds"] * (each.held_by == "blocks") for each in engines)
+    repeated = summary.num_repeated_tokens
+    repeated_share = repeated / max(summary.trace.total("prefill_tokens"), 1)
+    again = repeated_share * summary.share(map(prefill_seconds, engines))  # of the time
+    if max(share, again) < NOTABLE:
+        return None
+    num_blocks, size = engines[0].num_blocks, facts["kvcache_block_size"]
+    text = (
+        f"For {percent(share)} of the time a request waited because the pool had no blocks for "
+        f"it. Its {num_blocks:,} blocks hold {num_blocks * size:,} tokens; "
+        f"{summary.mean('running'):.0f} sequences ran on average, of {facts['max_num_seqs']:,} "
+        "that may (`max_num_seqs`)."
+    )
+    if preempted := int(summary.trace.total("preempted")):
+        text += (
+            f" {preempted:,} times a running sequence lost its blocks to another; for that, "
+            f"{repeated:,} tokens were computed again, {percent(repeated_share)} of what prefills "
+            "computed."
+        )
+    remedy = "Give the pool more memory: a higher `gpu_memory_utilization`"
+    if facts["device"] == "cpu":
+        remedy = "Give the pool more memory: a higher `kv_cache_memory_bytes`"
+    remedy += ", or no `num_kvcache_blocks` where you set one"
+    if "8" not in facts["kv_cache_dtype"]:
+        remedy += '; `kv_cache_dtype="fp8"` holds nearly twice the tokens in the same'
+    if facts["device"] != "cpu":
+        remedy += "; `tensor_parallel_size` spreads weights and blocks over several GPUs"
+    remedy += "."
+    if preempted:
+        remedy += " A lower `max_num_seqs` stops the preemptions."
+    return Finding(BLOCKS, max(share, again), text, remedy)
+
+
+def prefill(summary: Summary) -> Finding | None:
+    """Prompts take most of the time."""
+    engines, facts = summary.trace.engines, summary.facts
+    share = summary.share(map(prefill_seconds, engines))
+    if share < MOST:
+        return None
+    computed = int(summary.trace.total("prefill_tokens"))
+    generated = int(summary.trace.total("sampled_tokens"))
+    text = (
+        f"Prompts took {percent(share)} of the time: {computed:,} of their tokens were computed "
+        f"for {generated:,} that were generated. The prefix cache served "
+        f"{percent(summary.hit_rate)} of the prompts' tokens."
+    )
+    full = summary.share(each["seconds"] * (each.held_by == "tokens") for each in engines)
+    if full >= NOTABLE:
+        text += (
+            f" For {percent(full)} of the time the next prompt waited because the step was full "
+            f"(`max_num_batched_tokens`, {facts['max_num_batched_tokens']:,})."
+        )
+    remedy = "Put what prompts have in common at their beginning, so that it is computed once"
+    if not facts["enable_prefix_caching"]:
+        remedy = "Leave `enable_prefix_caching` on, so that common beginnings are computed once"
+    remedy += (
+        '; `quantization="fp8"` doubles the arithmetic of GPUs that have it; `data_parallel_size` '
+        "divides prompts over several GPUs."
+    )
+    return Finding(PREFILL, share, text, remedy)
+
+
+def prefill_seconds(engine: Engine) -> Floats:
+    """[steps] the time of each that is due to prompts: what it took beyond the median step that
+    only decodes, where it decodes as well. Without such steps, their part of its tokens.
+    """
+    seconds, prefill, decode = engine["seconds"], engine["prefill_tokens"], engine["decode_tokens"]
+    only_decodes = seconds[(prefill == 0) & (decode > 0)]
+    if len(only_decodes):
+        base = np.where(decode > 0, np.median(only_decodes), 0.0)
+    else:
+        base = seconds * decode / np.maximum(prefill + decode, 1)
+    return np.where(prefill > 0, np.maximum(seconds - base, 0.0), 0.0)
+
+
+def host(summary: Summary) -> Finding | None:
+    """The GPU waits for the host. On a CPU, which is both, nothing can be said."""
+    busy, facts = summary.gpu_share, summary.facts
+    if busy is None or 1 - busy < NOTABLE:
+        return None
+    shares = host_shares(summary)
+    largest = max(("schedule", "launch", "book", "between"), key=shares.__getitem__)
+    does = {
+        "schedule": "choosing the next step",
+        "launch": "launching it",
+        "book": "booking tokens (and making text of them where it is streamed)",
+        "between": "the caller's own code between two steps",
+    }
+    step = summary.busy_seconds / sum(len(each["seconds"]) for each in summary.trace.engines) * 1e3
+    text = (
+        f"The GPU computed for {percent(busy)} of the time and waited for the host for the rest: "
+        f"of {step:.2f} ms that a step took on average, {busy * step:.2f}. Most of the host's "
+        f"time, {percent(shares[largest])} of all, went into {does[largest]}."
+    )
+    remedies = []
+    if not facts.get("overlap", True):
+        remedies.append("leave `overlap` on, so that the host works while the GPU does")
+    if not facts["cuda_graphs"]:
+        remedies.append("leave `enforce_eager` off: CUDA graphs launch a whole step at once")
+    if largest == "between":
+        remedies.append("do less in listeners and between calls of step(), or call generate()")
+    remedies.append(
+        "run more sequences at once (more prompts to a call, a higher `max_num_seqs`), which makes "
+        "steps longer but not the host's part of them"
+    )
+    remedy = "; ".join(remedies)
+    return Finding(HOST, 1 - busy, text, remedy[0].upper() + remedy[1:] + ".")
+
+
+def host_shares(summary: Summary) -> dict[str, float]:
+    """What the host did with the time: the four phases of a step, and `between` steps the rest."""
+    phases = ("schedule", "launch", "wait", "book")
+    shares = {name: summary.share(each[name] for each in summary.trace.engines) for name in phases}
+    return {**shares, "between": max(0.0, 1 - sum(shares.values()))}
+
+
+def few_sequences(summary: Summary) -> Finding | None:
+    """Decode steps of few rows, and nobody waits; or `max_num_seqs` lets no more run."""
+    engines, facts = summary.trace.engines, summary.facts
+    few = FEW_ON_CPU if facts["device"] == "cpu" else FEW
+    lacking = [_decodes_few(each, few, "") for each in engines]
+    bounded = [_decodes_few(each, few, "sequences") for each in engines]
+    share, bounded_share = summary.share(lacking), summary.share(bounded)
+    base = f"A decode step reads all weights, whether for one sequence or for {few} and more"
+    if bounded_share >= MOST:
+        text = (
+            f"For {percent(bounded_share)} of the time requests waited although only "
+            f"{facts['max_num_seqs']:,} sequences ran: no more may. {base}."
+        )
+        return Finding(FEW_SEQUENCES, bounded_share, text, "Raise `max_num_seqs`.")
+    pairs = zip(engines, lacking, strict=True)
+    rows = sum(float((each["rows"] * part).sum()) for each, part in pairs)
+    mean_rows = rows / max(share * summary.busy_seconds, 1e-9)
+    if share >= MOST:
+        text = (
+            f"For {percent(share)} of the time fewer than {few} sequences ran, {mean_rows:.1f} on "
+            f"average, and none waited. {base}, so most of what the device can do was not asked "
+            "for."
+        )
+        remedy = (
+            "Give the engine more requests at once: all prompts in one generate(), many tasks with "
+            "AsyncLLM."
+        )
+        if facts["data_parallel_size"] > 1:
+            remedy += " Fewer replicas (`data_parallel_size`) would have larger batches each."
+        return Finding(FEW_SEQUENCES, share, text, remedy)
+    if share >= NOTABLE and _is_tail(engines, lacking):
+        text = (
+            f"At the end, for {percent(share)} of the time, fewer than {few} sequences were left, "
+            f"{mean_rows:.1f} on average. {base}."
+        )
+        remedy = (
+            "Run several batches as one, so that there is one end instead of several; begin with "
+            "the requests that generate most."
+        )
+        return Finding(TAIL, share, text, remedy)
+    return None
+
+
+def _decodes_few(engine: Engine, few: int, held_by: str) -> Floats:
+    """[steps] the time of those that decode fewer rows, no prompt, while others wait for that."""
+    decodes = (engine["prefill_tokens"] == 0) & (engine["rows"] < few)
+    return engine["seconds"] * (decodes & (engine.held_by == held_by))
+
+
+def _is_tail(engines: list[Engine], lacking: list[Floats]) -> bool:
+    """Whether three quarters of that time are in the second half of all time."""
+    late = total = 0.0
+    for engine, part in zip(engines, lacking, strict=True):
+        ends = np.cumsum(engine["seconds"])
+        late += float(part[ends > ends[-1] / 2].sum())
+        total += float(part.sum())
+    return late >= 0.75 * total
+
+
+def nothing(summary: Summary) -> Finding:
+    """No rule applies."""
+    text = "No cause took a notable part of the time."
+    if (busy := summary.gpu_share) is not None:
+        text += f" The GPU computed for {percent(busy)} of it."
+    text += f" {summary.mean('running'):.0f} sequences ran on average."
+    if (share := summary.roofline_share) is not None:
+        text += f" The steps were at {percent(share)} of what the GPU's limits allow for them."
+    remedy = (
+        "What is left is the work itself: fewer bits (`quantization`, `kv_cache_dtype`), or more "
+        "GPUs (`data_parallel_size`, `tensor_parallel_size`)."
+    )
+    return Finding(NOTHING, 0.0, text, remedy)

@@ -1,0 +1,187 @@
+"""`read_trace`: a file of `engine/trace_file.py` as arrays of steps and sequences.
+
+It is read line by line, so a file whose process was killed is read as far as it goes.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.trace_events import BEGAN, ENDED, FULL
+
+Floats = NDArray[np.float64]
+US = 1e-6
+COUNTS = (
+    *("rows", "prefill_tokens", "decode_tokens", "sampled_tokens", "running", "waiting"),
+    *("used_blocks", "free_blocks", "preempted"),
+)
+PHASES = ("schedule_us", "launch_us", "wait_us", "book_us")
+WANTED = ('"cat":"step"', '"cat":"recording"', '"args":{"request":', '"process_name"')  # of lines
+
+
+@dataclass
+class Engine:
+    """A process of a trace: an engine, or a replica of one.
+
+    Attributes:
+        name: what viewers call it.
+        facts: see `engine_facts`.
+        steps: columns of [steps] float64, by the names of a step's args, times in seconds, without
+            `_us`. `begin` is counted from the trace's first step. `seconds` is the time since the
+            end of the step before it, unless the engine had no request then; `own` is what the step
+            itself took, as `metrics()` counts it. `gpu` is NaN where the device is the host.
+        held_by: [steps] why the first that waited did not run.
+        keys, pairs: [steps, 1 + windows] see `StepRecord`.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    steps: dict[str, Floats]
+    held_by: NDArray[np.str_]
+    keys: Floats
+    pairs: Floats
+
+    def __getitem__(self, column: str) -> Floats:
+        return self.steps[column]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its KV pool."""
+        return int(self["used_blocks"][0] + self["free_blocks"][0])
+
+
+@dataclass
+class Trace:
+    """What a file has.
+
+    Attributes:
+        engines: those that computed a step, by their numbers.
+        sequences: args of those that ended, with `arrived` in seconds as steps have it.
+        has_ended: the recording came to its end; else its process was killed.
+        is_full: the file had no room for all of it.
+    """
+
+    engines: list[Engine]
+    sequences: list[dict[str, Any]]
+    has_ended: bool
+    is_full: bool
+
+    @property
+    def seconds(self) -> float:
+        """From the first step's begin to the last one's end."""
+        return max(float((each["begin"] + each["seconds"]).max()) for each in self.engines)
+
+    def total(self, column: str) -> float:
+        """The sum over all steps."""
+        return sum(float(each[column].sum()) for each in self.engines)
+
+
+@dataclass
+class _Process:
+    name: str = "engine"
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    sequences: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_trace(path: str) -> Trace:
+    """Read a file.
+
+    Raises:
+        ValueError: if it cannot be read, is no trace of ours, or has no step.
+    """
+    processes: dict[int, _Process] = {}
+    seen: set[str] = set()
+    try:
+        for each in _events(path):
+            name, args = each["name"], each["args"]
+            process = processes.setdefault(each["pid"], _Process())
+            if each.get("cat") == "step":
+                process.steps.append(each)
+            elif name == "request":
+                process.sequences.append({**args, "arrived": each["ts"]})
+            elif name == "process_name":
+                process.name = args["name"]
+            elif name in (BEGAN, ENDED, FULL):
+                seen.add(name)
+                process.facts = args if name == BEGAN else process.facts
+        busy = [processes[pid] for pid in sorted(processes) if processes[pid].steps]
+        origin = min((step["ts"] for process in busy for step in process.steps), default=0.0)
+        sequences = [seq for process in processes.values() for seq in process.sequences]
+        for sequence in sequences:
+            sequence["arrived"] = (sequence["arrived"] - origin) * US
+        engines = [_engine(process, origin) for process in busy]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _no_trace(path) from error
+    if BEGAN not in seen:
+        raise _no_trace(path)
+    if not engines:
+        raise ValueError(
+            f"{path} has no step: nothing was computed while it was recorded, or its process was "
+            "killed within a second"
+        )
+    return Trace(engines, sequences, ENDED in seen, FULL in seen)
+
+
+def _no_trace(path: str) -> ValueError:
+    return ValueError(
+        f"{path} must be a trace of nanovllm, as `LLM(model, trace={path!r})` or `with "
+        f"llm.trace({path!r})` records one"
+    )
+
+
+def _events(path: str) -> Iterator[dict[str, Any]]:
+    """The events that a report is made of. The last line may be torn."""
+    with Path(path).open(encoding="utf-8") as file:
+        torn: ValueError | None = None
+        for line in file:
+            if torn is not None:
+                raise torn
+            if any(mark in line for mark in WANTED):
+                try:
+                    yield json.loads(line.strip().rstrip(","))
+                except ValueError as error:
+                    torn = error
+
+
+def _engine(process: _Process, origin: float) -> Engine:
+    process.steps.sort(key=lambda step: step["ts"])
+    args = [step["args"] for step in process.steps]
+    times = {"begin": "ts", "seconds": "dur"}
+    columns = {name: _column(process.steps, key) * US for name, key in times.items()}
+    columns["begin"] -= origin * US
+    columns |= {name: _column(args, name) for name in COUNTS}
+    columns |= {name.removesuffix("_us"): _column(args, name) * US for name in PHASES}
+    columns["gpu"] = _column(args, "gpu_us") * US
+    gaps = _gaps(columns["begin"], columns["seconds"], process.sequences)
+    columns |= {"own": columns["seconds"], "seconds": columns["seconds"] + gaps}
+    columns["begin"] = columns["begin"] - gaps
+    return Engine(
+        process.name,
+        process.facts,
+        columns,
+        np.array([each["held_by"] for each in args]),
+        np.array([each["keys"] for each in args], np.float64),
+        np.array([each["pairs"] for each in args], np.float64),
+    )
+
+
+def _gaps(begin: Floats, seconds: Floats, sequences: list[dict[str, Any]]) -> Floats:
+    """[steps] the time before each in which no step was under way, but some sequence was."""
+    ends = np.concatenate([begin[:1], (begin + seconds)[:-1]])
+    arrived = np.sort([seq["arrived"] for seq in sequences])
+    ended = np.sort([seq["arrived"] + seq["total_us"] * US for seq in sequences])
+    num_open = np.searchsorted(arrived, ends, "right") - np.searchsorted(ended, ends, "right")
+    return np.where(num_open > 0, np.maximum(begin - ends, 0.0), 0.0)
+
+
+def _column(rows: list[dict[str, Any]], key: str) -> Floats:
+    """NaN for null."""
+    return np.array([row[key] for row in rows], np.float64)
