@@ -1,4 +1,4 @@
-"""Evaluate a model with lm-evaluation-harness (`pip install lm-eval`), through an adapter."""
+"""Evaluate a model with lm-evaluation-harness (`pip install ".[lm-eval]"`), through an adapter."""
 
 import argparse
 

@@ -1,6 +1,6 @@
 """A web page on which answers appear as they are generated. All readers share one engine.
 
-Needs FastAPI and uvicorn: `pip install ".[examples]"` brings them.
+It needs FastAPI and uvicorn, which `pip install ".[examples]"` brings.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """The notebook and the examples that need packages of their own; .ci/run installs them."""
 
+import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, SCRIPTS, environment, run
+from runs import ROOT, SCRIPTS, SECONDS, SETTINGS, environment, run
 
 from faults import wait_until
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
@@ -147,8 +149,6 @@ def test_readers_who_leave_abort_their_request() -> None:
     """One whose answer would be long; another goes on."""
     for package in ("fastapi", "uvicorn", "httpx"):
         pytest.importorskip(package, reason=INSTALL.format("examples"))
-    import runpy
-
     import httpx
 
     make_app = runpy.run_path(str(SCRIPTS["web_stream"]))["make_app"]
@@ -210,3 +210,42 @@ def test_the_server_as_users_start_it(tmp_path: Path) -> None:
 
 
 # -- quickstart.ipynb ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its cells print is what is stored in it; times are in pictures alone."""
+    for package in ("nbclient", "ipykernel", "matplotlib", "pandas"):
+        pytest.importorskip(package, reason=INSTALL.format("examples"))
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name in {*os.environ} - {*environment()}:
+        monkeypatch.delenv(name)
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    path = ROOT / "examples" / "quickstart.ipynb"
+    stored = path.read_text("utf-8")
+    assert len(stored) < 500_000 and str(ROOT) not in stored
+    notebook = nbformat.reads(stored, 4)
+    shown = [outputs(cell) for cell in notebook.cells]
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, kernel_name="python3", timeout=SECONDS, resources=where).execute()
+    assert [outputs(cell) for cell in notebook.cells] == shown
+    kinds = [kind for cell in shown for kind, _ in cell]
+    assert kinds.count("image/png") == 3 and kinds.count("text/html") == 2
+    assert "stderr" not in kinds, "no warnings"
+
+
+def outputs(cell: Any) -> list[tuple[str, str]]:
+    """What a cell shows: kinds, and text that is the same on each machine."""
+    found = []
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream":
+            found.append((output.name, output.text))
+        else:
+            assert output.output_type in ("display_data", "execute_result"), output
+            found += [(kind, "") for kind in sorted(output.data)]
+    return found
