@@ -1,7 +1,8 @@
 """Answer the prompts of Parquet files with an engine on each GPU of a Ray cluster.
 
 The input has the columns `id` and `prompt`. The same command again goes on: rows whose id is in the
-output are not computed again. RAY_ADDRESS names the cluster; without it, Ray starts one here.
+output are not computed again. RAY_ADDRESS names the cluster; without it, Ray starts one here. It
+needs `pip install ".[ray]"`.
 """
 
 import argparse
