@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
-from typing import Any, TypeAlias
-
-from tqdm.auto import tqdm
+from typing import TypeAlias
 
 from nanovllm.outputs import BeamSearchSequence
 from nanovllm.sampling_params import BeamSearchParams
+from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
 Candidates: TypeAlias = Mapping[int, float]  # the log-probabilities of next tokens, by their ids
 
@@ -111,8 +110,7 @@ def beam_search(
         use_tqdm: show a progress bar.
     """
     searches = [BeamSearch(p, params, eos_token_ids, max_model_len) for p in prompts]
-    # `disable=False` would overrule TQDM_DISABLE.
-    options: dict[str, Any] = {} if use_tqdm else {"disable": True}
+    options = SHOWN if use_tqdm else SILENT
     with tqdm(total=params.max_tokens, desc="Beam search", unit="tok", **options) as bar:
         while running := [search for search in searches if search.beams]:
             sequences = [beam.tokens for search in running for beam in search.beams]

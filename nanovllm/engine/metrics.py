@@ -3,15 +3,14 @@
 import time
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any
 
-from tqdm.auto import tqdm
 from typing_extensions import Self
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.outputs import RequestMetrics
 from nanovllm.utils.histogram import Histogram
+from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
 
 @dataclass
@@ -163,8 +162,7 @@ class Progress:
     def __init__(self, total: int, metrics: Metrics, enabled: bool) -> None:
         self._metrics = metrics
         self._start, self._started_at = replace(metrics), time.perf_counter()
-        # `disable=False` would overrule TQDM_DISABLE.
-        options: dict[str, Any] = {} if enabled else {"disable": True}
+        options = SHOWN if enabled else SILENT
         self._bar = tqdm(total=total, desc="Generating", unit="req", **options)
 
     def update(self, num_finished: int) -> None:

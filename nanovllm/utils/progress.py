@@ -1,14 +1,21 @@
-"""Progress bars of the start-up, on stderr or in the notebook. `TQDM_DISABLE=1` turns them off."""
+"""Progress bars, on stderr or in the notebook. `TQDM_DISABLE=1` turns them off."""
 
+import os
+import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from tqdm.auto import tqdm
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "IProgress not found")  # without ipywidgets bars are text
+    from tqdm.auto import tqdm
 
 T = TypeVar("T")
 DELAY = 1.0  # seconds of silence: what takes no longer needs no bar
+# Options of tqdm, which minds its variable in terminals only. `disable=False` would overrule it.
+SILENT: dict[str, Any] = {"disable": True}
+SHOWN: dict[str, Any] = SILENT if os.environ.get("TQDM_DISABLE") else {}
 
 
 def startup_bar(items: Sequence[T], desc: str, unit: str) -> "tqdm[T]":
     """Iterates over `items`, showing how many are done. Close it, best by `with`."""
-    return tqdm(items, desc=desc, unit=unit, delay=DELAY)
+    return tqdm(items, desc=desc, unit=unit, delay=DELAY, **SHOWN)

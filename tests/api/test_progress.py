@@ -77,9 +77,18 @@ def test_what_is_done_at_once_shows_no_bar(checkpoint, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("disable", [True, False])
-def test_tqdm_disable_silences_every_bar(disable):
-    """tqdm reads its variable when it is imported; a `disable=False` of ours would overrule it."""
-    code = """if True:
+@pytest.mark.parametrize("where", ["a terminal", "a notebook"])
+def test_tqdm_disable_silences_every_bar(where, disable):
+    """tqdm reads its variable when it is imported, and its bars of notebooks do not mind it; a
+    `disable=False` of ours would overrule it.
+    """
+    if where == "a notebook":
+        pytest.importorskip("ipywidgets", reason='not installed: pip install ".[examples]"')
+    code = f"""if True:
+        import tqdm.auto, tqdm.notebook
+        if {where == "a notebook"}:
+            tqdm.auto.tqdm = tqdm.notebook.tqdm
+            tqdm.notebook.display = lambda bar: print(bar.pbar.desc)
         from nanovllm.engine.metrics import Metrics, Progress
         from nanovllm.utils import progress
         progress.DELAY = 0
@@ -92,4 +101,8 @@ def test_tqdm_disable_silences_every_bar(disable):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
     )
-    assert bool(shown(done.stderr, "start")) == bool(shown(done.stderr, "Generating")) != disable
+    if where == "a notebook":
+        assert done.stdout.split() == ([] if disable else ["start", "Generating"])
+    else:
+        for name in ("start", "Generating"):
+            assert bool(shown(done.stderr, name)) != disable

@@ -1,0 +1,53 @@
+"""Scripts of examples/ as users run them, and what their pages in docs/tasks/ say of them."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+PAGES = {path.stem: path for path in (ROOT / "docs" / "tasks").glob("*.md") if path.stem in SCRIPTS}
+# On a CPU, with one thread: those of two processes would wait for each other.
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+SECONDS = 300  # only to turn a hang into a failure
+
+
+def environment() -> dict[str, str]:
+    """Of a user's process. Kernels are not interpreted there, as they are in these tests."""
+    found = {**os.environ, **SETTINGS, "TQDM_DISABLE": "1"}
+    found.pop("TRITON_INTERPRET", None)
+    return found
+
+
+def run(name: str, *args: str, directory: Path) -> str:
+    """What a script prints, run in a directory of its own."""
+    command = [sys.executable, str(SCRIPTS[name]), *args]
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def blocks(name: str, language: str = "") -> list[str]:
+    """Fenced blocks of a page."""
+    page = PAGES[name].read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+
+
+def first_command(name: str) -> tuple[list[str], str]:
+    """The arguments of the first command of a page, and what the page says that it prints."""
+    command, output, *_ = blocks(name)
+    program, script, *args = shlex.split(command.splitlines()[-1])
+    assert (program, script) == ("python", f"examples/{name}.py")
+    return args, output

@@ -1,0 +1,151 @@
+"""Scripts of examples/ as users run them: what their pages say they print, and that it is right.
+
+Those that need packages of the extra `examples` are in test_extras.py, Ray in batch/test_ray.py.
+"""
+
+import ast
+import json
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from runs import PAGES, ROOT, SCRIPTS, blocks, first_command, run
+
+from nanovllm import LLM, TINY
+
+MOST_LINES = 60
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_script_is_short_and_has_a_page(name: str) -> None:
+    assert len(SCRIPTS[name].read_text("utf-8").splitlines()) <= MOST_LINES
+    assert f'--8<-- "examples/{name}.py"\n' in blocks(name, "python"), "a page that shows it whole"
+
+
+def names(name: str) -> dict[str, Any]:
+    """Of a script, as if it had been imported."""
+    return runpy.run_path(str(SCRIPTS[name]), run_name=name)
+
+
+# -- what is right ------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def prompts_file(directory: Path, printed: str) -> None:
+    """The sums are; the same command again computes what the output lacks, and nothing else."""
+    answers = directory / "answers.jsonl"
+    rows = {row["_row"]: row for row in lines(answers)}
+    sums = [rows[i] for i in range(200)]
+    assert all(row["generated_text"] == str(row["sum"]) for row in sums)
+    assert "max_model_len" in rows[200]["error"] and len(rows) == 201
+    assert [json.loads(blocks("prompts_file", "json")[0])] == sums[199:]
+
+    content = answers.read_bytes()
+    torn = content[: content.index(b"\n", len(content) // 2) + 9]
+    answers.write_bytes(torn)
+    again = run("prompts_file", directory=directory)
+    lost = 201 - torn.count(b"\n")
+    assert again == printed.replace("201 of them new", f"{lost} of them new")
+    assert answers.read_bytes().startswith(torn[:-8])
+    assert {row["_row"]: row for row in lines(answers)} == rows
+    assert len(lines(answers)) == 201, "each row once"
+
+
+def extraction(directory: Path, printed: str) -> None:
+    """Each object has the form of the schema, by another implementation of it."""
+    objects = [ast.literal_eval(line) for line in printed.splitlines()]
+    found = names("extraction")
+    assert len(objects) == len(found["TEXTS"])
+    for each in objects:
+        jsonschema.validate(each, found["SCHEMA"])
+        assert list(each) == found["SCHEMA"]["required"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**objects[0], "age": 121}, found["SCHEMA"])
+
+
+def embeddings(directory: Path, printed: str) -> None:
+    """Neighbours are of the query's kind: they begin and end as it does."""
+    kinds = [line.strip().rpartition("  ")[2] for line in printed.splitlines()]
+    words = ["".join(c for c in kind if not c.isdigit())[:8] for kind in kinds]
+    assert words == ["reverse:"] * 4 + ["count fr"] * 4 + ["+="] * 4
+
+
+def synthetic_data(directory: Path, printed: str) -> None:
+    """What is kept is right, and what was drawn is not always."""
+    examples = lines(directory / "synthetic.jsonl")
+    for example in examples:
+        question, answer = example["messages"]
+        a, b = question["content"].removesuffix("=").split("+")
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+        assert int(answer["content"]) == int(a) + int(b)
+    right, _, total, *_ = printed.split()
+    assert len(examples) == 100 < int(right) < int(total) == 400
+    assert examples[0] == json.loads(blocks("synthetic_data", "json")[0])
+
+
+def nothing_more(directory: Path, printed: str) -> None:
+    """The page says it all."""
+
+
+CHECKS: dict[str, Callable[[Path, str], None]] = {
+    "data_parallel": nothing_more,
+    "embeddings": embeddings,
+    "extraction": extraction,
+    "prompts_file": prompts_file,
+    "scoring": nothing_more,  # below
+    "synthetic_data": synthetic_data,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_script_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+    args, output = first_command(name)
+    printed = run(name, *args, directory=tmp_path)
+    assert printed == output
+    CHECKS[name](tmp_path, printed)
+
+
+def test_scores_are_those_of_transformers(reference: Any) -> None:
+    """Also of a text that is longer than a piece, where each token counts once."""
+    script = names("scoring")
+    text = " ".join(map(str, range(700)))
+    LENGTH, CONTEXT = script["LENGTH"], script["CONTEXT"]
+    assert len(text) > 2 * LENGTH
+
+    def logprobs(text: str) -> list[float]:
+        ids = torch.tensor(list(text.encode()))  # [T]: a token is a byte
+        with torch.no_grad():
+            logits = reference(ids[None]).logits[0, :-1].double()  # [T - 1, V]
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+
+    expected = logprobs(text[:LENGTH])
+    while len(expected) < len(text) - 1:
+        begin = len(expected) + 1 - CONTEXT
+        expected += logprobs(text[begin : begin + LENGTH])[CONTEXT - 1 :]
+    with LLM(TINY, device="cpu") as llm:
+        chosen = script["choose"](llm, "127+345=", ["472", "8"])
+        per_token, bits = script["perplexity"](llm, text)
+    assert chosen == pytest.approx(
+        [sum(logprobs("127+345=472")[7:]), sum(logprobs("127+345=8")[7:])], abs=1e-3
+    )
+    assert per_token == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
+    assert bits == pytest.approx(-sum(expected) / math.log(2) / len(text), rel=1e-4)
+
+
+def test_the_check_of_synthetic_data_refuses_what_is_wrong() -> None:
+    is_right = names("synthetic_data")["is_right"]
+    assert is_right("472", 127, 345) and is_right("127 + 345 is 1,472", 1127, 345)
+    assert not any(is_right(answer, 127, 345) for answer in ("", "a", "471", "472, or 473"))
+
+
+def test_pages_are_those_of_the_scripts() -> None:
+    assert PAGES.keys() == SCRIPTS.keys()
+    assert (ROOT / "examples" / "web_stream.html").is_file()
