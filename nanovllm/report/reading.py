@@ -159,7 +159,7 @@ def _engine(process: _Process, origin: float) -> Engine:
     columns["begin"] -= origin * US
     columns |= {name: _column(args, name) for name in COUNTS}
     columns |= {name.removesuffix("_us"): _column(args, name) * US for name in PHASES}
-    columns["gpu"] = _column(args, "gpu_us") * US
+    columns["gpu"] = _timed(_column(args, "gpu_us") * US, columns["seconds"])
     gaps = _gaps(columns["begin"], columns["seconds"], process.sequences)
     columns |= {"own": columns["seconds"], "seconds": columns["seconds"] + gaps}
     columns["begin"] = columns["begin"] - gaps
@@ -171,6 +171,16 @@ def _engine(process: _Process, origin: float) -> Engine:
         np.array([each["keys"] for each in args], np.float64),
         np.array([each["pairs"] for each in args], np.float64),
     )
+
+
+def _timed(gpu: Floats, seconds: Floats) -> Floats:
+    """The GPU's time of each step. One that was launched before the recording began was not timed:
+    it is taken for an average one.
+    """
+    known = ~np.isnan(gpu)
+    if known.any():
+        gpu = np.where(known, gpu, seconds * gpu[known].sum() / seconds[known].sum())
+    return gpu
 
 
 def _gaps(begin: Floats, seconds: Floats, sequences: list[dict[str, Any]]) -> Floats:

@@ -16,6 +16,7 @@ from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, l
 from nanovllm.engine.plan import Batch, build_batch
 from nanovllm.engine.prefixes import SharedPrefixes
 from nanovllm.engine.step_inputs import Computed, to_device
+from nanovllm.engine.step_timer import StepTimer
 from nanovllm.utils import device
 
 B = 12
@@ -113,7 +114,7 @@ class StandIn:
         inputs._B, inputs._W = runner.config.max_num_seqs, 8
         inputs._device = torch.full((inputs._B * (NUM_ROWS + inputs._W),), 7, dtype=torch.int32)
 
-    def replay(self, batch: Batch) -> Computed:
+    def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed:
         assert batch.is_decode, "this step is not for a graph"
         self.num_replays += 1
         if not self.padded:

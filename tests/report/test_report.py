@@ -104,6 +104,12 @@ def test_time_without_requests_counts_for_nothing(path: Path) -> None:
     assert findings.host_shares(summary)["between"] == pytest.approx(1 / 4, abs=0.01)
 
 
+def test_a_step_that_was_not_timed_is_an_average_one(path: Path) -> None:
+    made = MadeTrace().step(0.004, decode=9, gpu=None).step(0.002, decode=9, gpu=0.5)
+    made.step(0.006, decode=9, gpu=0.5).sequence()
+    assert summary_of(path, made).gpu_share == pytest.approx(0.5)
+
+
 # -- the roofline ----------------------------------------------------------------------------------
 
 
