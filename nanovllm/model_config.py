@@ -5,7 +5,7 @@ Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torc
 weight is read. Imports no torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,6 +97,7 @@ class ModelConfig:
     logits_scaling: float  # divides logits
     quantization: Quantization | None  # of the matrices of linear layers
     eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
+    source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
     @property
     def window(self) -> int:
@@ -113,7 +114,7 @@ class ModelConfig:
         """
         directory = Path(model)
         refuse_directory(directory)
-        raw = read_json(directory / "config.json")
+        source = raw = read_json(directory / "config.json")
         refuse_architecture(raw)
         architecture = raw["architectures"][0]
         family = FAMILIES[architecture]
@@ -126,9 +127,8 @@ class ModelConfig:
             raw |= _without_nulls(text)
         read_value(raw, "num_hidden_layers", int, maximum=MOST_LAYERS)
         raw |= family.complete(raw)
-        config = cls(
-            architecture=architecture, eos_token_ids=read_eos(directory, raw), **_facts(raw, family)
-        )
+        facts = _facts(raw, family)
+        config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)
         config._check_shapes()
         return config
 

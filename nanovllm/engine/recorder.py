@@ -11,7 +11,6 @@ from nanovllm.engine.core import Core
 from nanovllm.engine.trace_file import TraceFile
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import hardware_name
-from nanovllm.utils.files import read_json
 
 DEFAULT_PATH = "trace.json"
 
@@ -74,7 +73,7 @@ def engine_facts(
         **{name: getattr(config, name) for name in (*options, "enable_prefix_caching")},
         "data_parallel_size": config.data_parallel_size,
         "windows": sorted(windows),
-        "config": read_json(Path(config.model, "config.json")),
+        "config": model_config.source,
         "pid": os.getpid(),
         "wall_clock": time.time(),
     }

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,9 +195,11 @@ def test_off_records_nothing(checkpoint, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_block_is_recorded_alone(overlap, checkpoint, tmp_path):
-    """Also one that begins and ends while requests run."""
+    """Also one that begins and ends while requests run, when the model's directory is gone."""
     path = tmp_path / "block.json"
-    with LLM(checkpoint, overlap=overlap, **SMALL) as llm:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    with LLM(str(model), overlap=overlap, **SMALL) as llm:
+        shutil.rmtree(model)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         for prompt in PROMPTS:
             llm.add_request(prompt, greedy(12))
