@@ -389,8 +389,8 @@ MANY: dict[str, Any] = {  # optimisations that meet each other, in a pool that i
 ALONE: dict[str, Any] = {"enforce_eager": True, "overlap": False, "enable_prefix_caching": False}
 
 
-# Other numbers of rows, and nothing else: how far rounding alone leads.
-FEWER: dict[str, Any] = {**ALONE, "max_num_seqs": 7}
+# Other numbers of rows, of prompts too, and nothing else: how far rounding alone leads.
+FEWER: dict[str, Any] = {**ALONE, "max_num_seqs": 7, "max_num_batched_tokens": 96}
 
 
 def gaps_of(plain: list[CompletionOutput], other: list[CompletionOutput]) -> list[list[float]]:
