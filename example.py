@@ -18,20 +18,14 @@ def main() -> None:
 
     with LLM(args.model or TINY) as llm:
         prompts = args.prompts or (PROMPTS if args.model else TINY_PROMPTS + PROMPTS[1:])
-        tokenizer = llm.get_tokenizer()
-        texts = prompts
-        if args.model and tokenizer is not None and tokenizer.chat_template:
-            texts = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                for prompt in prompts
-            ]
         temperature, max_tokens = (0.6, 256) if args.model else (0.0, 200)
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        for prompt, output in zip(prompts, llm.generate(texts, params), strict=True):
+        if args.model and getattr(llm.get_tokenizer(), "chat_template", None):
+            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(conversations, params)
+        else:
+            outputs = llm.generate(prompts, params)
+        for prompt, output in zip(prompts, outputs, strict=True):
             print(f"\nPrompt:     {prompt}\nCompletion: {output.outputs[0].text}")
 
 

@@ -28,7 +28,7 @@ from nanovllm.engine.trace_events import (
     recording_event,
 )
 
-MOST_RECORDS = 32  # that wait to be written: a millisecond of work, while the device computes a step
+MOST_RECORDS = 32  # that wait to be written: a millisecond of work, beside a step on the device
 FLUSH_SECONDS = 1.0  # or since the last were
 LONG_WAIT = 1e-4  # seconds: it ends when the device does; a shorter one may have come too late
 Write: TypeAlias = Callable[[list[str]], None]

@@ -115,6 +115,16 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Likewise in one that was saved without its head (Qwen3-Embedding), where nothing is called
+    `model.`; empty for others.
+    """
+    names = list(names)
+    if any(name.startswith("model.") for name in names):
+        return {}
+    return {f"model.{name}": name for name in names if not name.startswith("lm_head.")}
+
+
 def load_model(
     model: nn.Module,
     directory: Path,
@@ -133,11 +143,11 @@ def load_model(
     """
     files, targets, head = find_weights(directory), checkpoint_shards(model), "lm_head.weight"
     is_tied = head not in targets
+    names = text_names(files) if is_part else bare_names(files)
     if is_part:
-        names = text_names(files)
         files = {name: files[name] for name in names.values()}
-        targets = {names.get(own, own): shard for own, shard in targets.items()}
-        head = names.get(head, head)
+    targets = {names.get(own, own): shard for own, shard in targets.items()}
+    head = names.get(head, head)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
     if is_tied:

@@ -1,12 +1,14 @@
 """`LLM.embed` against the hidden states of transformers."""
 
 import math
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from invariants import check_scheduler
 from ranks_in_threads import threads_fixture  # noqa: F401
+from safetensors.torch import load_file, save_file
 
 from checkpoints import (
     SMALL,
@@ -229,6 +231,17 @@ def test_generate_goes_on_as_before(checkpoint: Any) -> None:
         prompts = [[i, *range(13)] for i in range(8)]
         llm.generate(prompts, SamplingParams(0, 100), use_tqdm=False)
         assert llm.metrics()["num_preemptions"] == 0
+
+
+def test_a_checkpoint_that_was_saved_without_its_head(tmp_path: Any) -> None:
+    """As Qwen3-Embedding is: nothing is called `model.`."""
+    path = make_checkpoint(tmp_path / "whole", tie_word_embeddings=True)
+    bare = shutil.copytree(path, tmp_path / "bare")
+    tensors = load_file(bare / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file({k.removeprefix("model."): v for k, v in tensors.items()}, bare / "model.safetensors")
+    with LLM(str(bare), **SMALL) as llm:
+        assert_right(path, embed(llm, "last", PROMPTS[:3]), PROMPTS[:3], "last")
 
 
 def test_refusals(checkpoint: Any) -> None:

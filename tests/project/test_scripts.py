@@ -223,13 +223,13 @@ def test_example_applies_the_chat_template(
 ) -> None:
     """A chat model that is given bare text rambles; special tokens must be single ids."""
     seen: list[Any] = []
-    generate = LLM.generate
+    chat = LLM.chat
 
     def recording(llm: LLM, *args: Any) -> Any:
-        seen.extend(generate(llm, *args))
+        seen.extend(chat(llm, *args))
         return seen
 
-    monkeypatch.setattr(LLM, "generate", recording)
+    monkeypatch.setattr(LLM, "chat", recording)
     own_prompts = ["127+345=", "reverse: paged ="] if own else []
     argv(monkeypatch, "--model", tiny, *own_prompts)
     example.main()
