@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
-from tiny_reference import GREEDY, make_prompts, reference_greedy
+from tiny_reference import GREEDY, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import SMALL, greedy, make_checkpoint, rare, run_steps, tokens
@@ -195,7 +195,7 @@ def test_the_embedded_checkpoint_token_for_token(tiny: str, reference: Any, size
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
         texts = [output["text"] for output in llm.generate(["127+345="], GREEDY, use_tqdm=False)]
-    assert tokens(outputs) == [reference_greedy(reference, prompt) for prompt in prompts]
+    assert_greedy(reference, prompts, tokens(outputs))
     assert texts == ["472"]
     assert metrics["num_preemptions"] > 0
     assert metrics["num_cached_tokens"] > 0
