@@ -244,7 +244,7 @@ def test_logit_bias_and_filters(llm: LLM) -> None:
             assert_valid(output["text"], schema)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_other_ends(overlap: bool) -> None:
     """A stop string or token, or the limit, may end a text before its form is complete."""
     schema = obj(a={"const": 1}, b={"const": 2})
@@ -330,7 +330,7 @@ def test_ends_that_spell_text(eos: list[int], overlap: bool, tmp_path: Path) -> 
     assert spelled == set(eos) & set(b"!\n")
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_texts_that_end_unfinished_are_told(
     overlap: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +394,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "plain", "no-cache"))
+@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "plain", "overlap", "no-cache"))
 def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
     """Those of the guided, and of the others, which draw as if they were alone."""
     outputs, _ = run(MIXED_PROMPTS, MIXED, **CIRCUMSTANCES[name])
@@ -416,7 +416,7 @@ def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     assert tokens(outputs) == expected[-count:]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.usefixtures("low_guesses")
 def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None:
     options = {"num_kvcache_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 24}
@@ -427,9 +427,8 @@ def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None
     assert tokens(outputs) == expected
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("k", [1, rare(2), 9, rare(20)])
+@pytest.mark.parametrize(("k", "after"), [(1, False), (9, True), rare(2, True), rare(20, False)])
 def test_failed_launch_is_repeated(
     k: int, overlap: bool, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,8 +447,15 @@ def test_failed_launch_is_repeated(
     assert [found[i] for i in ids] == expected[10:]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", ["accept_tokens", "fill_masks"])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("accept_tokens", True),
+        ("fill_masks", False),
+        rare("accept_tokens", False),
+        rare("fill_masks", True),
+    ],
+)
 @pytest.mark.parametrize("k", [rare(1), rare(2), 9])
 def test_ctrl_c_while_grammars_follow(
     k: int, name: str, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -463,7 +469,7 @@ def test_ctrl_c_while_grammars_follow(
     assert [found[i] for i in ids] == expected[10:]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_abort(overlap: bool, expected: list[list[int]]) -> None:
     with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
         requests = zip(MIXED_PROMPTS, MIXED, strict=True)
