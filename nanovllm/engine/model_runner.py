@@ -23,14 +23,7 @@ from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch, warmup_batch
-from nanovllm.engine.step_inputs import (
-    Computed,
-    PendingTokens,
-    StepInputs,
-    controlled_rows,
-    fill_in,
-    to_device,
-)
+from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.variants import attention_variants, sampling_variants
 from nanovllm.layers.attention import members_of_tile
@@ -338,13 +331,10 @@ class ModelRunner:
         """
         plan, batch, computed, span = step
         with self._scope():
-            logprobs = None
-            if plan.controlled.any():
-                rows, metadata = controlled_rows(batch, plan.controlled, self.device)
-                logprobs = self.extras.sample(rows, metadata, computed, controls)
-            prompt_logprobs = self.extras.prompt_logprobs(plan, computed.hidden)
-            pooled = self.extras.pool(plan, computed.hidden)
-            return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled, span)
+            extras = None
+            if plan.has_extras:
+                extras = self.extras.compute(plan, batch, computed, controls)
+            return PendingTokens(computed.tokens, extras, span)
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""

@@ -40,6 +40,11 @@ class StepPlan(NamedTuple):
     temperatures: NDArray[np.float32]  # [J]
     random_keys: Int32  # [2, J], two words for each sequence (uint32 in the bits of int32)
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether anybody wants more than tokens without controls, see `Extras`."""
+        return bool(self.controlled.any() or self.prompt_logprobs.size or self.pooling.size)
+
 
 def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     """The plan for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns).
