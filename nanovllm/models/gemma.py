@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from nanovllm.layers.base import Build, Hidden
-from nanovllm.layers.layernorm import Residual, norm
+from nanovllm.layers.layernorm import norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.spread import Residual
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 

@@ -388,7 +388,7 @@ def test_failure_after_the_model_is_built_gives_its_memory_back(checkpoint, monk
     runners = []
     exit_runner = ModelRunner.exit
     monkeypatch.setattr(ModelRunner, "exit", lambda self: runners.append(1) or exit_runner(self))
-    monkeypatch.setattr("nanovllm.engine.llm_engine.Scheduler", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("nanovllm.engine.assembly.Scheduler", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLM(checkpoint, **SMALL)
     gc.collect()

@@ -20,9 +20,9 @@ from checkpoints import reference as continuation
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.channel import Channel
-from nanovllm.engine.executor import OVERHEAD
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import max_plan_bytes
+from nanovllm.engine.workers import OVERHEAD
 from nanovllm.layers.embed_head import local_vocab
 
 SEED = 17

@@ -1,0 +1,92 @@
+"""The first steps of an engine on a GPU: they compile kernels, and show what memory steps take."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.plan import Batch, running_sum
+from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
+from nanovllm.utils.ahead import CompileAhead
+from nanovllm.utils.device import capturing, wait_for_device
+
+SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
+
+
+def warm_up(
+    compute: Callable[[StepInputs], Computed],
+    pool: KVCachePool,
+    config: Config,
+    max_model_len: int,
+    device: torch.device,
+    most_bytes: int,
+    ahead: CompileAhead,
+) -> int:
+    """Run the largest steps, and when threads have compiled the kernels that they were given, small
+    ones of each power of two tokens.
+
+    Args:
+        compute: the step.
+        pool: without blocks.
+        config: the engine's options.
+        max_model_len: tokens of the longest sequence.
+        device: a CUDA device.
+        most_bytes: that rows with controls may need.
+        ahead: the threads.
+
+    Returns:
+        The most bytes that were allocated beside what is left: activations.
+    """
+    budget = config.max_num_batched_tokens
+    with capturing:
+        torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    pool.allocate(1)
+
+    def run(num_seqs: int, num_tokens: int) -> None:
+        batch = warmup_batch(num_seqs, num_tokens, max_model_len, config.kvcache_block_size)
+        compute(to_device(batch, device))
+
+    run(config.max_num_seqs, budget)
+    run(1, budget)
+    ahead.wait()  # or the same kernels would be compiled here, too
+    for i in range(min(budget, SMALL_STEP).bit_length()):
+        num_tokens = 1 << i
+        run(min(config.max_num_seqs, -(-num_tokens // max_model_len)), num_tokens)
+    torch.empty(most_bytes, dtype=torch.uint8, device=device)
+    wait_for_device(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    pool.free()
+    with capturing:
+        torch.cuda.empty_cache()
+    # What is left are no activations: weights, tables, other engines, libraries' workspaces.
+    return peak - torch.cuda.memory_allocated(device)
+
+
+def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
+    """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
+    sample.
+
+    Nothing is stored (slots are -1), and every block table points at block 0 only.
+    """
+    lens = np.full(num_seqs, num_tokens // num_seqs)
+    lens[: num_tokens % num_seqs] += 1
+    lens = np.minimum(lens, max_model_len)
+    T = int(lens.sum())
+    return Batch(
+        num_decodes=0,
+        input_ids=np.zeros(T, np.int32),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lens]),
+        slot_mapping=np.full(T, -1, np.int32),
+        context_lens=lens.astype(np.int32),
+        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
+        cu_seqlens_q=running_sum(lens),
+        cu_seqlens_k=running_sum(lens),
+        slots=np.arange(num_seqs, dtype=np.int32),
+        samples=np.ones(num_seqs, np.bool_),
+        sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
+        temperatures=np.ones(num_seqs, np.float32),
+        random_keys=np.zeros((2, num_seqs), np.int32),
+    )
