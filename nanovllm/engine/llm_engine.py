@@ -9,7 +9,6 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self, Unpack
@@ -326,12 +325,7 @@ class LLMEngine:
             self._check_open()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.exit()
 
 

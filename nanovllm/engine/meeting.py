@@ -17,8 +17,7 @@ class Meeting:
     """In a thread: what connects cannot be interrupted, but a worker may die meanwhile.
 
     Args:
-        group: of the ranks; this is the first of them.
-        device: of this rank.
+        group, device: of rank 0.
         workers: the others.
     """
 

@@ -23,8 +23,7 @@ from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.variants import attention_variants, sampling_variants
-from nanovllm.engine.warm_up import warm_up
+from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import kernel_variants
 from nanovllm.layers.controls import Controls

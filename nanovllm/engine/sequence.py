@@ -150,10 +150,6 @@ class Sequence:
         """The blocks of its table that it has not given back."""
         return self.block_table[self.num_dropped_blocks :]
 
-    @property
-    def last_block_num_tokens(self) -> int:
-        return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
-
     def block(self, i: int) -> list[int]:
         """Token ids of block `i`."""
         assert 0 <= i < self.num_blocks, f"block {i} of {self.num_blocks}"

@@ -67,7 +67,10 @@ class Workers:
         self._told: dict[str, bytes] = {}  # what the ranks' `Store`s hold
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
-        message_bytes = _most_bytes(config, model_config)
+        max_len = min(config.max_model_len, model_config.max_position_embeddings)
+        sizes = config.max_num_seqs, config.max_num_batched_tokens
+        most_blocks = -(-max_len // config.kvcache_block_size)
+        message_bytes = max_plan_bytes(*sizes, most_blocks) + OVERHEAD
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:
@@ -206,11 +209,3 @@ class Workers:
             if worker.watcher.is_alive() and worker.watcher is not threading.current_thread():
                 left = max(0.0, deadline - time.monotonic())
                 worker.watcher.join(min(left, threading.TIMEOUT_MAX))
-
-
-def _most_bytes(config: Config, model_config: ModelConfig) -> int:
-    """The longest message of `Workers.call`, one with a plan."""
-    max_len = min(config.max_model_len, model_config.max_position_embeddings)
-    max_blocks = -(-max_len // config.kvcache_block_size)
-    bound = max_plan_bytes(config.max_num_seqs, config.max_num_batched_tokens, max_blocks)
-    return bound + OVERHEAD

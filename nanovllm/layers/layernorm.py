@@ -109,19 +109,13 @@ class RMSNorm(Layer):
         residual = x + residual
         return self(residual), residual
 
-    def last_forward(self, x: Hidden, residual: Residual) -> torch.Tensor:
-        """Normalise `x + residual`: [T, M], also rows of other ranks; the next step overwrites
-        those.
+    def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:
+        """`add_forward`, of which only [T, M] is wanted, also rows of other ranks; the next step
+        overwrites those.
         """
         normed, _ = self.add_forward(x, residual)
-        assert not isinstance(normed, Codes), "the last norm's results stay as they are"
+        assert not isinstance(normed, Codes), "nobody here takes codes"
         return normed.whole() if isinstance(normed, Gathered) else normed
-
-    def sum_forward(self, x: Hidden) -> torch.Tensor:
-        """Normalise x, which may be partial results as in `add_forward`."""
-        normed, _ = self.add_forward(x, None)
-        assert isinstance(normed, torch.Tensor), "models that add behind a norm divide no rows"
-        return normed
 
 
 def norm(

@@ -89,9 +89,9 @@ class Olmo2DecoderLayer(nn.Module):
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
     ) -> tuple[torch.Tensor, Residual]:
         residual = add(hidden, residual, self.group)
-        hidden = self.post_attention_layernorm.sum_forward(self.self_attn(positions, residual))
+        hidden = self.post_attention_layernorm.whole_forward(self.self_attn(positions, residual))
         residual = add(hidden, residual, self.group)
-        return self.post_feedforward_layernorm.sum_forward(self.mlp(residual)), residual
+        return self.post_feedforward_layernorm.whole_forward(self.mlp(residual)), residual
 
 
 class Olmo2ForCausalLM(Qwen3ForCausalLM):

@@ -96,7 +96,7 @@ class Qwen3Model(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return self.norm.last_forward(hidden, residual)
+        return self.norm.whole_forward(hidden, residual)
 
 
 class Qwen3ForCausalLM(nn.Module):
