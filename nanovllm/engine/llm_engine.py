@@ -81,7 +81,7 @@ class LLMEngine:
         try:
             self._recorder.open(config.trace)
             self._start()
-            self._recorder.start(self.core, self._facts())
+            self._recorder.start(self.core, self._facts)
         except BaseException:
             self._close_quietly()
             raise

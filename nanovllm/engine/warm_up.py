@@ -66,9 +66,8 @@ def warm_up(
     Args:
         compute: the step.
         pool: without blocks.
-        config: the engine's options.
+        config, device: of the engine.
         max_model_len: tokens of the longest sequence.
-        device: a CUDA device.
         most_bytes: that rows with controls may need.
         ahead: the threads.
 
