@@ -316,7 +316,7 @@ class LLM(LLMEngine):
         with self._lock:
             self._check_open()
             self._recorder.open(path)
-            self._recorder.start(self.core, self._facts())
+            self._recorder.start(self.core, self._facts)
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ def child(call, stderr):
 
 def serve():
     """Answer calls."""
-    import transformers  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
 
     import nanovllm.llm  # noqa: F401
 

@@ -31,7 +31,7 @@ FLAG = re.compile(r"(?<![\w`-])--[a-z][\w-]*")
 
 # A command's script -> what makes it small.
 SMALL = {
-    "bench.py": "--model DIR --num-seqs 1 --seed 553 --no-progress",
+    "bench.py": "--model DIR --num-seqs 1 --seed 778 --repeat 1 --no-progress",
     "example.py": "127+345=",
     "benchmarks/workloads.py": "--model DIR --only bs1 --repeat 1",
     "benchmarks/startup.py": "--model DIR --repeat 1",
@@ -43,7 +43,7 @@ SMALL = {
     ),
     "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
-    "benchmarks/sampling_controls.py": "--model DIR --num-seqs 2 --repeat 1 --only one",
+    "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
 NEED_CUDA = {
