@@ -12,6 +12,7 @@ from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.tokenizer import TOKENIZER_FILES
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+SNAPSHOT = re.compile(r".*/models--(?:.*--)?([^/]+)/snapshots/[^/]+")  # in its cache
 WEIGHTS = "*.safetensors"
 WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
@@ -45,6 +46,15 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
             f"Qwen/Qwen3-0.6B, and {model!r} is neither"
         )
     return _cached(model, revision, weights) or _download(model, revision, weights)
+
+
+def checkpoint_name(directory: str) -> str:
+    """What people call a checkpoint: a directory in the hub's cache has the name that it has there,
+    without its owner.
+    """
+    path = Path(os.path.abspath(directory)).as_posix()
+    found = SNAPSHOT.fullmatch(path)
+    return found[1] if found else path.rpartition("/")[2]
 
 
 def _cached(name: str, revision: str | None, weights: bool) -> str | None:

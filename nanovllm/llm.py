@@ -311,18 +311,20 @@ class LLM(LLMEngine):
 
         Raises:
             RuntimeError: if the engine is closed, or is recording already.
-            ValueError: if the file cannot be written.
+            TypeError, ValueError: if it is no path, or the file cannot be written.
         """
         with self._lock:
             self._check_open()
             self._recorder.open(path)
-            self._recorder.start(self.core, self._facts)
         try:
+            with self._lock:
+                self._recorder.start(self.core, self._facts)
             yield
         finally:
-            with self._lock:
-                self.core.timeline = None
-                self._recorder.stop()
+            if not self._lock.is_forked:  # else the parent goes on
+                with self._lock:
+                    self.core.timeline = None
+                    self._recorder.stop()
 
     # -- facts, and what vLLM calls otherwise ---------------------------------------------------
 

@@ -152,7 +152,7 @@ def import_pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(
-            'Parquet needs pyarrow, which is not installed: pip install "nanovllm[parquet]"'
+            'Parquet needs pyarrow, which is not installed: pip install "pyarrow>=14"'
         ) from error
     return pyarrow, pyarrow.parquet
 

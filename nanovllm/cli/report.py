@@ -5,7 +5,7 @@
 The trace is what `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)` has recorded.
 The page has throughput, batch and KV pool over time, latencies, and in words what held the run
 back; the words are printed, too. The share of the roofline needs the device's limits: those of an
-H200 are known, others are given by --bandwidth and --flops. Needs pip install ".[report]".
+H200 are known, others are given by --bandwidth and --flops. Needs pip install "plotly>=6".
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from nanovllm.report.page import in_words, page
     except ImportError as error:
-        raise ValueError(f'drawing needs plotly ({error}): pip install ".[report]"') from error
+        raise ValueError(f'drawing needs plotly ({error}): pip install "plotly>=6"') from error
     try:
         output.write_text(page(summary, source.name), encoding="utf-8")
     except OSError as error:

@@ -136,12 +136,13 @@ class EngineCore(Core[Request]):
 
     def reset(self) -> None:
         """Drop every request, and with them the books of the KV blocks."""
-        if self.timeline is not None:
-            self.timeline.drop(self.requests.values())
+        dropped = list(self.requests.values())
         super().reset()
         self.in_flight.clear()
         self._launching = False
         self._scheduler.reset()
+        if self.timeline is not None:
+            self.timeline.drop(dropped)
 
     def record(
         self, write: Write, facts: dict[str, Any], process: Process = ENGINE

@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.trace_file import TraceFile
+from nanovllm.hub import checkpoint_name
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import hardware_name
 
@@ -28,13 +29,15 @@ class Recorder:
 
         Raises:
             RuntimeError: if there is one already.
-            ValueError: if it cannot be written.
+            TypeError, ValueError: if it is no path, or the file cannot be written.
         """
         if self._file is not None:
             raise RuntimeError(
                 f"this engine is recording to {self._file.path!r}: it can record to one file at a "
                 "time"
             )
+        if not isinstance(path, (bool, str, os.PathLike)):
+            raise TypeError(f"`path` must be that of a file, got {path!r}")
         if path is not False:
             self._opened_at = time.perf_counter()
             self._file = TraceFile(DEFAULT_PATH if path is True else os.fspath(path))
@@ -66,7 +69,7 @@ def engine_facts(
     on_gpu = str(description["device"]).startswith("cuda")
     windows = {layer.window for layer in model_config.layers if layer.window}
     return {
-        "model": Path(config.model).name,
+        "model": checkpoint_name(config.model),
         "architecture": model_config.architecture,
         **description,
         "device_name": hardware_name(description["device"]) if on_gpu else "CPU",

@@ -273,8 +273,10 @@ class Replicas:
 
     def stop_recording(self) -> None:
         """Have what they have recorded written."""
-        self.ask("stop_recording")
-        self._write = None
+        try:
+            self.ask("stop_recording")
+        finally:
+            self._write = None
 
     def ask(self, method: str = "answer") -> dict[int, Description]:
         """Have all that are ready describe themselves. Those that end meanwhile, or do not answer

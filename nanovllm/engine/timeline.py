@@ -141,17 +141,16 @@ class Timeline:
         self._mark = booked_at
         for seq in finished:
             self._end(seq, seq.finish_reason or "", seq.finished_at)
-        is_due = len(self._records) >= MOST_RECORDS or booked_at - self._flushed_at > FLUSH_SECONDS
-        if is_due or self._scheduler.is_finished():
-            self._flush()
+        self._flush_if_due(booked_at)
 
     def drop(self, requests: Iterable[Request]) -> None:
-        """Requests end without a result."""
+        """Requests have ended without a result."""
         now = time.perf_counter()
         for request in requests:
             for seq in request.seqs:
                 if seq.finish_reason is None:
                     self._end(seq, "aborted", now)
+        self._flush_if_due(now)
 
     def close(self) -> None:
         """Write what is left, and what has not ended. May be called again."""
@@ -221,6 +220,11 @@ class Timeline:
                 reason,
             )
         )
+
+    def _flush_if_due(self, now: float) -> None:
+        is_due = len(self._records) >= MOST_RECORDS or now - self._flushed_at > FLUSH_SECONDS
+        if is_due or self._scheduler.is_finished():
+            self._flush()
 
     def _flush(self) -> None:
         records, self._records = self._records, []

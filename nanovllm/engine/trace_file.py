@@ -91,6 +91,7 @@ class TraceFile:
     def _close(self) -> None:
         if self._fd is not None:
             with contextlib.suppress(OSError):
+                _unlock(self._fd)
                 os.close(self._fd)
             self._fd = None
 
@@ -107,3 +108,11 @@ def _lock(fd: int) -> None:
         raise
     except OSError:  # of a network's file system, say
         pass
+
+
+def _unlock(fd: int) -> None:
+    """Closing alone would not do it while a forked process has the file open, too."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from checkpoints import PROMPT, SMALL, TINY, make_checkpoint, reference
-from nanovllm.hub import checkpoint_directory
+from nanovllm.hub import checkpoint_directory, checkpoint_name
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_ours"
@@ -215,3 +215,17 @@ def test_a_directory_has_no_revision(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`revision` is for names on the hub.*leave it out"):
         checkpoint_directory(str(tmp_path), "main")
     assert checkpoint_directory(str(tmp_path), None) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        (f"/hub/models--our--model/snapshots/{SHA}", "model"),
+        (f"/hub/models--gpt2/snapshots/{SHA}", "gpt2"),
+        ("/checkpoints/model/", "model"),
+        ("/our--model/snapshots/v1", "v1"),
+        (".", Path.cwd().name),
+    ],
+)
+def test_a_checkpoint_is_called_by_its_name(directory: str, name: str) -> None:
+    assert checkpoint_name(directory) == name

@@ -234,6 +234,61 @@ def test_a_block_that_raises_is_written(checkpoint, tmp_path, monkeypatch):
     assert counts(read(path))["num_finished"] == 2
 
 
+@pytest.mark.parametrize("failing", ["_facts", "core.record"])
+def test_a_block_that_cannot_begin_leaves_nothing(failing, checkpoint, tmp_path, monkeypatch):
+    """Ctrl-C before it, for one."""
+    path = tmp_path / "block.json"
+    with LLM(checkpoint, **SMALL) as llm:
+        owner = llm.core if "." in failing else llm
+        with monkeypatch.context() as patch:
+            fail_at(patch, owner, failing.rpartition(".")[2], 1, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt), llm.trace(path):
+                pass
+        with llm.trace(path):
+            llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+    assert counts(read(path))["num_finished"] == 2
+
+
+def test_what_is_aborted_is_written_at_once(checkpoint, tmp_path):
+    """Nothing may come after it for hours."""
+    path = tmp_path / "block.json"
+    with LLM(checkpoint, **SMALL) as llm, llm.trace(path):
+        llm.add_request(PROMPTS[0], greedy(9))
+        llm.step()
+        llm.abort_all()
+        assert path.read_text().count('"aborted"') == 1
+        llm.add_request(PROMPTS[0], greedy(9))
+        llm.step()
+        llm.core.reset()
+        assert path.read_text().count('"aborted"') == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_leaves_the_file_alone(checkpoint, tmp_path):
+    """Also where it leaves the block, or outlives it: then the file is free all the same."""
+    path = tmp_path / "block.json"
+    parent, (begin, end) = os.getpid(), os.pipe()
+    with LLM(checkpoint, **SMALL) as llm:
+        try:
+            with llm.trace(path):
+                llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+                child = os.fork()
+            if not child:
+                os.close(end)
+                os.read(begin, 1)  # until the parent closes it
+                os._exit(0)
+        finally:
+            if os.getpid() != parent:
+                os._exit(1)
+        assert counts(read(path))["num_finished"] == 2
+        with llm.trace(path):
+            llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
+        os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(begin)
+    assert counts(read(path))["num_finished"] == 1
+
+
 def test_an_engine_that_ends_with_requests_says_so(checkpoint, tmp_path):
     path = tmp_path / "run.json"
     llm = LLM(checkpoint, trace=str(path), **SMALL)
@@ -322,6 +377,13 @@ def test_a_path_that_cannot_be_is_refused_before_anything_is_loaded(
     with pytest.raises((TypeError, ValueError), match=f"`trace` must be .*{match}"):
         LLM(checkpoint, trace=trace, **SMALL)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_block_wants_a_path(checkpoint):
+    with LLM(checkpoint, **SMALL) as llm:
+        with pytest.raises(TypeError, match="must be that of a file, got None"), llm.trace(None):
+            pass
+        assert llm.core.timeline is None
 
 
 def test_two_engines_do_not_share_a_file(checkpoint, monkeypatch, tmp_path):

@@ -291,7 +291,7 @@ def test_what_is_missing_gets_a_sentence(
     for module in ("page", "charts"):
         monkeypatch.delitem(sys.modules, f"nanovllm.report.{module}", raising=False)
     assert main(["report", str(path)]) == 2
-    assert 'pip install ".[report]"' in capsys.readouterr().err
+    assert 'pip install "plotly>=6"' in capsys.readouterr().err
 
 
 # -- the page --------------------------------------------------------------------------------------
