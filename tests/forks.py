@@ -1,7 +1,7 @@
 """Runs the command line and scripts in forked processes, which need not import torch again.
 
 Run as a script, this reads calls, a line of JSON each, and answers with a line. A call has `argv`;
-`script`, in the place of the command line, and `cwd`; files as `stdin` and `stdout`; `closed`: nobody
+`script`, in place of the command line, and `cwd`; files as `stdin` and `stdout`; `closed`: nobody
 reads its standard output; `signal` and `at`: the signal is sent when the output has so many bytes;
 `part_rows`: of a file of Parquet.
 """
