@@ -51,18 +51,5 @@ def _likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
         return reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()
 
 
-def reference_greedy(reference: Any, prompt: list[int]) -> list[int]:
-    """By transformers' own `generate`."""
-    ids = torch.tensor([prompt])
-    out = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=END,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output["token_ids"] for output in outputs]

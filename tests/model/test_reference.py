@@ -74,12 +74,9 @@ def test_logits_are_those_of_the_reference(
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "block-16": {"kvcache_block_size": 16},
-    "block-256": {"kvcache_block_size": 256},
     "one-sequence": {"max_num_seqs": 1},
-    "one-sequence-overlap": {"max_num_seqs": 1, "overlap": True},
     "overlap": {"overlap": True},
     "no-prefix-cache": {"enable_prefix_caching": False},
-    "chunked": {"max_num_batched_tokens": 40, "max_num_seqs": 12, "kvcache_block_size": 32},
     "chunks-of-one": {"max_num_batched_tokens": 12, "max_num_seqs": 12},
     "chunked-overlap": {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
     "prefill-first": {"mixed_steps": False},

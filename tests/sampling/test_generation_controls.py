@@ -168,10 +168,8 @@ SMALL_POOL = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 24}
     "options",
     [
         {"overlap": False},
-        rare({"overlap": True}),
         rare({"max_num_seqs": 1}),
         {**CHUNKED, "overlap": True},
-        rare({**CHUNKED, "overlap": False}),
         rare({"enable_prefix_caching": False, "mixed_steps": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6, "mixed_steps": False},
     ],
@@ -184,17 +182,12 @@ def test_tokens_do_not_depend_on_the_batch(
         check_all(generate(llm, REQUESTS), wanted)
 
 
-MANY = {"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16}
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"overlap": True},
-        rare({"overlap": False}),
         rare({"mixed_steps": False}),
-        {**MANY, "overlap": False},
-        rare({**MANY, "overlap": True}),
+        {"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16},
     ],
     ids=repr,
 )
@@ -240,17 +233,6 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     check_all(outputs, wanted)
 
 
-@pytest.mark.slow
-@BOTH
-@pytest.mark.usefixtures("threads", "low_guesses")
-def test_tokens_do_not_depend_on_the_number_of_ranks(
-    path: Path, wanted: list[Completion], overlap: bool
-) -> None:
-    with LLM(path, tensor_parallel_size=2, overlap=overlap, **{**SMALL, **SMALL_POOL}) as llm:
-        check_all(generate(llm, REQUESTS), wanted)
-        assert llm.metrics()["num_preemptions"] > 0
-
-
 @pytest.mark.usefixtures("threads")
 def test_a_rank_without_tokens(path: Path, oracle: Oracle, wanted: list[Completion]) -> None:
     """The last of four has no part of the vocabulary."""
@@ -288,29 +270,6 @@ def test_masks_are_made_for_the_device(path: Path, monkeypatch: pytest.MonkeyPat
     assert {5, 6}.issuperset(output.outputs[0].token_ids)
     assert [shape for _, shape in made if shape[0]] == [(1, -(-VOCAB // 32))] * 3
     assert {device for device, _ in made} == {torch.device("cpu")}
-
-
-@pytest.mark.slow
-def test_order_and_company_do_not_matter(
-    oracle: Oracle, wanted: list[Completion], path: Path
-) -> None:
-    """Backwards, one after the other, and in another engine's batch: a seed is all that counts."""
-    seeded = [i for i, (_, p) in enumerate(REQUESTS) if p.seed is not None or p.is_greedy]
-    assert len(seeded) == len(REQUESTS) - 2
-    with LLM(path, seed=99, **SMALL) as llm:
-        outputs = generate(llm, REQUESTS[::-1])[::-1]
-        for i in seeded:
-            check(outputs[i].outputs[0], wanted[i], REQUESTS[i][1])
-        for i in set(range(len(REQUESTS))) - set(seeded):
-            name = f"99 {len(REQUESTS) - 1 - i}"
-            check(
-                outputs[i].outputs[0],
-                oracle.complete(*REQUESTS[i], unseeded=name),
-                REQUESTS[i][1],
-            )
-            assert outputs[i]["token_ids"] != wanted[i].token_ids
-        for i in seeded:
-            check(generate(llm, [REQUESTS[i]])[0].outputs[0], wanted[i], REQUESTS[i][1])
 
 
 @BOTH

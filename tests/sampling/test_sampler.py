@@ -127,17 +127,12 @@ def alone(flat: Path) -> list[list[int]]:
         return [llm.generate(*request, use_tqdm=False)[0]["token_ids"] for request in requests]
 
 
-CHUNKED = {"max_num_seqs": 4, "max_num_batched_tokens": 5}
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"overlap": False},
-        rare({"overlap": True}),
         rare({"max_num_seqs": 1}),
-        {**CHUNKED, "overlap": True},
-        rare({**CHUNKED, "overlap": False}),
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5, "overlap": True},
         rare({"enable_prefix_caching": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
     ],
