@@ -9,7 +9,6 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Self, Unpack
@@ -187,12 +186,7 @@ class AsyncLLM:
             self._check_open()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.exit)
 
 

@@ -318,7 +318,7 @@ class LLM(LLMEngine):
             self._recorder.open(path)
         try:
             with self._lock:
-                self._recorder.start(self.core, self._facts())
+                self._recorder.start(self.core, self._facts)
             yield
         finally:
             if not self._lock.is_forked:  # else the parent goes on

@@ -162,6 +162,16 @@ def facts(llm: LLM) -> None:
     assert not hasattr(llm, "get_metrics")  # whose error names metrics()
 
 
+def timeline(llm: LLM) -> None:
+    """A block that is recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with llm.trace(path):
+            llm.generate(PROMPT, use_tqdm=False)
+        names = {event["name"] for event in json.loads(path.read_text("utf-8"))}
+    assert {"prefill", "decode", "request"} <= names, names
+
+
 def refusals(llm: LLM) -> None:
     """One prompt that is refused, beside one that is not; and outputs as JSON."""
     outputs = llm.generate((p for p in (PROMPT, "x" * 999)), use_tqdm=False, on_error="return")
@@ -188,6 +198,7 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
         *("metrics", "get_tokenizer", "get_default_sampling_params", "reset_prefix_cache"),
         *("is_closed", "llm_engine", "get_metrics"),
     },
+    timeline: {"trace"},
     refusals: set(),
     closing: {"exit", "shutdown"},
 }
@@ -195,7 +206,8 @@ METHODS: dict[Callable[[LLM], None], set[str]] = {
 
 def asynchronous() -> None:
     """Every public method of `AsyncLLM`."""
-    tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params", "metrics"}
+    tried = {"generate", "stream", "get_tokenizer", "get_default_sampling_params"}
+    tried |= {"metrics", "trace"}
     missing = public(AsyncLLM) ^ (tried | {"exit", "shutdown", "is_closed"})
     assert not missing, f"methods of AsyncLLM without a trial: {missing}"
 
@@ -207,7 +219,11 @@ def asynchronous() -> None:
             assert await asyncio.gather(*(last_text(llm) for _ in range(3))) == [ANSWER] * 3
             pieces = [text(o) async for o in llm.stream(PROMPT, SamplingParams(temperature=0))]
             assert "".join(pieces) == ANSWER
-            assert (await llm.metrics())["num_finished"] == 4
+            with tempfile.TemporaryDirectory() as folder:
+                async with llm.trace(path := Path(folder) / "trace.json"):
+                    assert await last_text(llm) == ANSWER
+                assert json.loads(path.read_text("utf-8"))
+            assert (await llm.metrics())["num_finished"] == 5
             assert (await llm.get_tokenizer()).decode([ord("a")]) == "a"
             assert isinstance(llm.get_default_sampling_params(), SamplingParams)
         llm.exit()

@@ -156,6 +156,22 @@ def reference(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
     return list(_reference(path, tuple(prompt), max_tokens))
 
 
+@functools.cache
+def _likeliest(path: Path, ids: tuple[int, ...]) -> list[int]:
+    with torch.inference_mode():
+        return reference_model(path)(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+
+
+def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+    """The tokens are those of `reference`: each is the likeliest behind those before it. So one
+    pass of the model is enough for each output.
+    """
+    for prompt, output in zip(prompts, outputs, strict=True):
+        found = output["token_ids"]
+        wanted = _likeliest(path, (*prompt, *found))[len(prompt) - 1 : -1]
+        assert found and found == wanted
+
+
 def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities after each token of a text by transformers: [n, V] float32."""
     with torch.inference_mode():

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+# The models are tiny: threads would only wait for each other, those of processes that tests start
+# as well. Before numpy and torch are imported.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 import torch
 
 from nanovllm import TINY
 from nanovllm.utils import device
 
-torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU

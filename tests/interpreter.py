@@ -1,7 +1,9 @@
-"""Triton's interpreter in the tests of kernels: twice as fast, FP8, and ranks that poll."""
+"""Triton's interpreter in the tests of kernels: several times as fast, FP8, ranks that poll."""
 
 import dataclasses
+import functools
 import inspect
+import os
 import threading
 from typing import Any
 
@@ -12,27 +14,46 @@ from triton.runtime import interpreter
 
 
 def make_faster() -> None:
-    """Three things that the interpreter does at each operation change nothing:
-
-    - It puts its own functions into `triton.language` at a launch, and again at each call of one
-      function of a kernel by another, although only the first that sees `tl` and the first that
-      sees `tl.core` find anything to replace.
-    - It repeats integer sums and products in 64 bits; whether they agree it asks only in `debug`.
-    - It builds a table of all dtypes to look one up.
-
-    Done where it was seen: Triton 3.3 to 3.9.
+    """Things that the interpreter does at each operation, and that change nothing. Done where that
+    was seen: Triton 3.3 to 3.9.
     """
     if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 9):
         return
+    _patch_language_once()
+    _remember_types()
+    # Integer sums and products are repeated in 64 bits; whether they agree is asked in `debug`.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    # A table of all dtypes is built to look one up.
+    numpy_dtype, known = interpreter._get_np_dtype, {}
+
+    def numpy_dtype_once(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = numpy_dtype(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = numpy_dtype_once
+
+
+def _patch_language_once() -> None:
+    """The interpreter puts its own functions into `triton.language` at a launch, and again at each
+    call of one function of a kernel by another, although only the first that sees `tl` and the
+    first that sees `tl.core` find anything to replace.
+    """
     patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     modules = {interpreter.tl, interpreter.tl.core}
     this_thread = threading.local()  # its `patched`, within a launch
+
+    @functools.cache
+    def seen_by(fn: Any) -> set[Any]:
+        return {value for value in fn.__globals__.values() if inspect.ismodule(value)} & modules
 
     def patch_lang_once(fn: Any) -> Any:
         patched = getattr(this_thread, "patched", None)
         if patched is None:
             return patch_lang(fn)
-        seen = {value for value in fn.__globals__.values() if inspect.ismodule(value)} & modules
+        seen = seen_by(fn)
         if seen and seen <= patched:
             return None
         patched |= seen
@@ -48,18 +69,38 @@ def make_faster() -> None:
     interpreter._patch_lang = patch_lang_once
     interpreter.GridExecutor.__call__ = launch_and_patch
 
-    builder = interpreter.interpreter_builder
-    if not builder.options.debug:
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
-    numpy_dtype, known = interpreter._get_np_dtype, {}
+def _remember_types() -> None:
+    """Each result has a type, and each type is checked and described anew; so is each shape, to
+    find that equal ones need no broadcast.
+    """
+    block_type, tensor = interpreter.tl.core.block_type, interpreter.tl.core.tensor
+    make_type, make_tensor = block_type.__init__, tensor.__init__
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
 
-    def numpy_dtype_once(dtype: Any) -> Any:
-        if dtype.name not in known:
-            known[dtype.name] = numpy_dtype(dtype)
-        return known[dtype.name]
+    def make_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *shape
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self)
+        self.__dict__ = types[key]
 
-    interpreter._get_np_dtype = numpy_dtype_once
+    def make_tensor_of_known(self: Any, handle: Any, type: Any) -> None:
+        facts = vars(type).get("of_tensors")
+        if facts is None:
+            make_tensor(self, handle, type)
+            self.shape = shapes.setdefault(tuple(size.value for size in self.shape), self.shape)
+            type.of_tensors = {k: v for k, v in vars(self).items() if k != "handle"}
+        else:
+            self.__dict__ = {**facts, "handle": handle}
+
+    def broadcast_to_another_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    block_type.__init__, tensor.__init__ = make_type_once, make_tensor_of_known
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_to_another_shape
 
 
 def round_to_fp8() -> None:
@@ -81,6 +122,7 @@ def poll_whole_numbers() -> None:
 
     glibc copies two bytes by copying one of them again, so a load may see one byte of the old
     number and one of the new. Numbers that are polled change once: two equal loads saw the same.
+    Who polls lets others run, where there are more ranks than cores.
     """
     load = interpreter.InterpreterBuilder.create_masked_load
 
@@ -88,6 +130,7 @@ def poll_whole_numbers() -> None:
         *_, is_volatile = args
         given = load(self, *args)
         while is_volatile:
+            os.sched_yield()
             last, given = given, load(self, *args)
             if np.array_equal(last.data, given.data):
                 break

@@ -1,5 +1,6 @@
 """The embedded checkpoint: prompts, and their greedy continuations by transformers."""
 
+import functools
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from nanovllm import RequestOutput, SamplingParams
 
 SEED = 7
 MAX_TOKENS = 16
+END = [258, 256]  # end-of-sequence tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
@@ -30,16 +32,23 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-def reference_greedy(reference: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=[258, 256],
-    )
-    return out[0, len(prompt) :].tolist()
+def assert_greedy(
+    reference: Any, prompts: list[list[int]], found: list[list[int]], max_tokens: int = MAX_TOKENS
+) -> None:
+    """Each is the greedy continuation by transformers, up to an end-of-sequence token: a token is
+    the likeliest behind those before it, so one pass of the model is enough.
+    """
+    for prompt, output in zip(prompts, found, strict=True):
+        assert output == _likeliest(reference, (*prompt, *output))[len(prompt) - 1 : -1]
+        ends = [token in END for token in output]
+        assert not any(ends[:-1])
+        assert ends[-1] or len(output) == max_tokens
+
+
+@functools.cache
+def _likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
+    with torch.inference_mode():
+        return reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

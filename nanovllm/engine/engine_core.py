@@ -89,7 +89,8 @@ class EngineCore(Core[Request]):
             waited_at = time.perf_counter()
             with self.reset_on_error():
                 self.in_flight.popleft()
-                step.take_results()
+                if step.tokens.extras is not None:
+                    step.tokens.extras.give(step.scheduled)
                 num_sampled = sum(not seq.is_finished for seq in step.sampled())
                 finished = self._scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,12 +12,12 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.store import Store, arrival
 from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.in_flight import InFlightStep
+from nanovllm.engine.meeting import Meeting
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import StepPlan, mark_sent, max_plan_bytes, plan_step
-from nanovllm.engine.processes import EXIT_TIMEOUT, WorkerError
+from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
+from nanovllm.engine.processes import WorkerError, clear_frames
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import Workers
@@ -27,9 +25,6 @@ from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.interrupts import uninterrupted
-
-OVERHEAD = 4096  # bytes of a message beside the plan's arrays
-POLL_SECONDS = 0.005  # while the ranks meet
 
 
 class Executor:
@@ -50,8 +45,7 @@ class Executor:
             config.max_num_seqs, model_config.vocab_size, partial(host_array, self._device)
         )
         self._workers: Workers | None = None
-        self._meeting: threading.Thread | None = None
-        self._meeting_error: BaseException | None = None
+        self._meeting: Meeting | None = None
         if config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
             raise ValueError(
                 f"`tensor_parallel_size` must be 1 on {sys.platform}: workers need Linux, "
@@ -63,18 +57,11 @@ class Executor:
         config, size = self._config, self._config.tensor_parallel_size
         if size == 1:
             return
-        max_len = min(config.max_model_len, self._model_config.max_position_embeddings)
-        plan_bytes = max_plan_bytes(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            -(-max_len // config.kvcache_block_size),
-        )
         with uninterrupted():
             self._workers = Workers(
                 config,
                 self._model_config,
                 max(1, torch.get_num_threads() // size),
-                plan_bytes + OVERHEAD,
                 on_failure=self._group.abort,
             )
 
@@ -93,37 +80,10 @@ class Executor:
         return self.model_runner
 
     def _connect(self, wait_for_compilers: Callable[[], None]) -> None:
-        """Meet the workers, if there are any.
-
-        Args:
-            wait_for_compilers: called once all workers have arrived. Meeting edits `os.environ`,
-                which Triton's compile threads read.
-
-        Raises:
-            WorkerError: if a worker dies, even while this process waits for it.
-        """
-        workers = self._workers
-        if workers is None:
-            return
-        store = Store(workers.ask)
-        store.wait([arrival(rank) for rank in range(1, self._group.size)])
-        wait_for_compilers()
-        self._group.arrive(store, self._device)
-        self._meeting = threading.Thread(target=self._meet, args=(store,), daemon=True)
-        self._meeting.start()
-        while self._meeting.is_alive():
-            workers.check()
-            self._meeting.join(POLL_SECONDS)
-        if self._meeting_error is not None:
-            raise self._meeting_error
-
-    def _meet(self, store: Store) -> None:
-        try:
-            # If a worker dies just before it connects, NCCL is stopped by `abort`, Gloo by its time
-            # limit.
-            self._group.connect(store, self._device)
-        except BaseException as error:
-            self._meeting_error = error
+        """Meet the workers, if there are any; see `Meeting.hold`."""
+        if self._workers is not None:
+            self._meeting = Meeting(self._group, self._device, self._workers)
+            self._meeting.hold(wait_for_compilers)
 
     def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
         """Launch a step on all ranks, which samples one token for each sequence that `samples`:
@@ -196,7 +156,7 @@ class Executor:
             self.is_broken = True
             reason = self._workers.reason_of(error)
             if isinstance(reason, WorkerError):
-                _clear_frames(error)  # a caller who keeps the error keeps no tensors or sockets
+                clear_frames(error)  # a caller who keeps the error keeps no tensors or sockets
             if reason is error:
                 raise
             raise reason from error
@@ -211,7 +171,8 @@ class Executor:
         in_order = runner is not None and not self.is_broken
         with uninterrupted(), ExitStack() as finally_:  # runs in reverse order
             finally_.callback(self._group.close)
-            finally_.callback(self._end_meeting)
+            if self._meeting is not None:
+                finally_.callback(self._meeting.end)
             if workers is not None:
                 self._workers = None
                 in_order = in_order and workers.failure is None
@@ -224,15 +185,3 @@ class Executor:
                 finally_.callback(self._group.abort)
         if workers is not None and runner is not None and not self.is_broken:
             workers.check()
-
-    def _end_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.join(EXIT_TIMEOUT)
-            self._meeting_error = None
-
-
-def _clear_frames(error: BaseException) -> None:
-    cause: BaseException | None = error
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__

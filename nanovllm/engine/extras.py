@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from nanovllm.distributed.group import Group
-from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.step_inputs import Computed
+from nanovllm.engine.extra_results import ExtraResults
+from nanovllm.engine.plan import Batch, StepPlan
+from nanovllm.engine.step_inputs import Computed, sampling_arrays
 from nanovllm.layers.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.embed_head import local_vocab
@@ -54,22 +56,41 @@ class Extras:
         # Sums of hidden states [M] float32, by slot and by where they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
+    def compute(
+        self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None
+    ) -> ExtraResults:
+        """What a step has been asked for.
+
+        Args:
+            plan, batch: the step.
+            computed: what the model has computed; tokens of rows with controls are replaced.
+            controls: of the step, on rank 0; None if no row has any.
+        """
+        logprobs = None
+        if plan.controlled.any():
+            logprobs = self.sample(batch, plan.controlled, computed, controls)
+        prompt_logprobs = self.prompt_logprobs(plan, computed.hidden)
+        return ExtraResults(plan, logprobs, prompt_logprobs, self.pool(plan, computed.hidden))
+
     def sample(
         self,
-        rows: torch.Tensor,
-        metadata: SamplingMetadata,
+        batch: Batch,
+        controlled: NDArray[np.bool_],
         computed: Computed,
         controls: Controls | None,
     ) -> Logprobs | None:
         """Sample the rows with controls again, now with them, and replace their tokens.
 
         Args:
-            rows: [n] int32, the rows with controls among the rows that sample.
-            metadata: how to sample these n rows.
+            batch: of B sequences.
+            controlled: [B], those of them whose n rows have controls.
             computed: logits and tokens of all rows that sample.
             controls: of these n rows on rank 0, None on the others: they receive the tokens.
         """
         logits = computed.logits
+        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
+        rows, *sampling = upload(logits.device, own, *sampling_arrays(batch, controlled))
+        metadata = SamplingMetadata(*sampling)
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None

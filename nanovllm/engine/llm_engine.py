@@ -1,35 +1,27 @@
-"""`LLMEngine`: requests in, outputs out. Builds tokenizer, executor and scheduler.
+"""`LLMEngine`: requests in, outputs out.
 
-Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop. What
-else there is to call is in `llm.py`.
+Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` is the loop.
+`assembly.py` puts these together. What else there is to call is in `llm.py`.
 """
 
 import logging
 import os
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import Core
-from nanovllm.engine.engine_core import EngineCore
+from nanovllm.engine.assembly import assemble
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
-from nanovllm.engine.intake import CheckedRequest, Intake, OnError, Refusal
+from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.recorder import Recorder, engine_facts
-from nanovllm.engine.remote_request import remote
 from nanovllm.engine.replicas import Replicas
-from nanovllm.engine.replicated_core import ReplicatedCore
 from nanovllm.engine.request import Listener
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.generation_config import read_sampling_params
 from nanovllm.hub import checkpoint_directory
 from nanovllm.model_config import ModelConfig
@@ -77,11 +69,11 @@ class LLMEngine:
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
             self._default_params = read_sampling_params(self.config.model)
-        self.executor: Executor | Replicas
-        if self._has_replicas:
-            self.executor = Replicas(self.config)
-        else:
-            self.executor = Executor(self.config, self.model_config)
+        self.executor: Executor | Replicas = (
+            Replicas(self.config)
+            if self._has_replicas
+            else Executor(self.config, self.model_config)
+        )
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
         self._recorder = Recorder()
@@ -89,7 +81,7 @@ class LLMEngine:
         try:
             self._recorder.open(config.trace)
             self._start()
-            self._recorder.start(self.core, self._facts())
+            self._recorder.start(self.core, self._facts)
         except BaseException:
             self._close_quietly()
             raise
@@ -100,74 +92,29 @@ class LLMEngine:
         return self.config.data_parallel_size > 1
 
     def _start(self) -> None:
+        config = self.config
         self.executor.launch()  # what follows runs beside the start of other processes
-        self.tokenizer = load_tokenizer(self.config.model)
-        self.eos_token_ids = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            self.eos_token_ids.add(self.tokenizer.eos_token_id)
-        self.core: Core[Any]
-        self._make: Callable[[CheckedRequest, str | None, Listener | None], Any]
-        if isinstance(self.executor, Executor):
-            self._start_engine(self.executor)
-        else:
-            self._start_replicas(self.executor)
-        chosen, size = self._describe(), self.config.kvcache_block_size
-        self._shown = [f"{chosen['dtype']} on {chosen['device']}"]
-        self._shown += [f"{chosen['attention_backend']} attention"]
-        self._shown += [f"{self._num_blocks} blocks of {size}"]
+        self.tokenizer = load_tokenizer(config.model)
+        parts = assemble(
+            self.executor, config, self.model_config, self.tokenizer, self._default_params
+        )
+        self.core, self._intake, self._make = parts.core, parts.intake, parts.make
+        self._describe, self.max_model_len = parts.describe, parts.max_model_len
+        self.eos_token_ids = parts.eos_token_ids
+        if parts.own is not None:
+            self.scheduler, self.model_runner = parts.own
+        chosen = self._describe()
+        self._shown = [
+            f"{chosen['dtype']} on {chosen['device']}",
+            f"{chosen['attention_backend']} attention",
+            f"{parts.num_blocks} blocks of {config.kvcache_block_size}",
+        ]
         if self._has_replicas:
-            self._shown += [f"{self.config.data_parallel_size} replicas"]
+            self._shown += [f"{config.data_parallel_size} replicas"]
 
     def _facts(self) -> dict[str, Any]:
         """For a recording."""
         return engine_facts(self.config, self.model_config, self._describe())
-
-    def _start_engine(self, executor: Executor) -> None:
-        """An engine in this process."""
-        runner = self.model_runner = executor.start()
-        self._take_in(runner.max_model_len, runner.num_blocks)
-        self.scheduler = Scheduler(
-            BlockManager(
-                runner.num_blocks,
-                self.config.kvcache_block_size,
-                self.config.enable_prefix_caching,
-                runner.model_config.window,
-            ),
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            mixed_steps=self.config.mixed_steps,
-        )
-        overlap = self.config.overlap
-        if overlap is None:
-            overlap = runner.device.type == "cuda"
-        self._describe, self._make = runner.describe, self._intake.make
-        self.core = EngineCore(executor, self.scheduler, lookahead=int(overlap))
-
-    def _start_replicas(self, replicas: Replicas) -> None:
-        """Engines in other processes."""
-        facts = replicas.start()
-        pool_tokens = self._take_in(facts.max_model_len, facts.num_blocks)
-        self._describe, self._make = lambda: facts.description, partial(remote, self._intake)
-        self.core = ReplicatedCore(replicas, self.config, self.max_model_len, pool_tokens)
-
-    def _take_in(self, max_model_len: int, num_blocks: int) -> int:
-        """Build the intake for a pool of so many blocks. Returns the tokens that it holds."""
-        pool_tokens = num_blocks * self.config.kvcache_block_size
-        self.max_model_len = min(max_model_len, pool_tokens)
-        self._num_blocks = num_blocks
-        self._intake = Intake(
-            self.tokenizer,
-            self.model_config.vocab_size,
-            self.eos_token_ids,
-            self._default_params,
-            max_model_len=max_model_len,
-            pool_tokens=pool_tokens,
-            block_size=self.config.kvcache_block_size,
-            seed=self.config.seed,
-        )
-        return pool_tokens
 
     def __repr__(self) -> str:
         known, facts = vars(self), []  # all the facts, unless it is half built
@@ -378,12 +325,7 @@ class LLMEngine:
             self._check_open()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.exit()
 
 

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import asdict, dataclass, replace
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -181,10 +180,5 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()

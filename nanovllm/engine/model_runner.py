@@ -13,28 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds
-from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
+from nanovllm.engine.choices import choose_build
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import DecodeGraphs
 from nanovllm.engine.kv_cache import KVCachePool
-from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch, warmup_batch
-from nanovllm.engine.step_inputs import (
-    Computed,
-    PendingTokens,
-    StepInputs,
-    controlled_rows,
-    fill_in,
-    to_device,
-)
+from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
+from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.variants import attention_variants, sampling_variants
+from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
 from nanovllm.layers.attention import members_of_tile
-from nanovllm.layers.base import Build, kernel_variants
+from nanovllm.layers.base import kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.quantized_weight import dequantize, held_in
@@ -42,21 +33,11 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
-from nanovllm.quantization import choose as choose_quantization
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
-from nanovllm.utils.device import (
-    capturing,
-    fp8_refusal,
-    resolve_device,
-    triton_refusal,
-    wait_for_device,
-)
-from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.device import capturing, resolve_device, wait_for_device
 
 logger = logging.getLogger(__name__)
-
-SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
 
 
 class LaunchedStep(NamedTuple):
@@ -96,36 +77,12 @@ class ModelRunner:
         self.model_config = model_config
         self.group = group
         self.device = resolve_device(config.device, group.rank, group.size)
-        on_cpu = self.device.type == "cpu"
-        dtype = config.dtype
-        if dtype == "auto":
-            dtype = "float32" if on_cpu else model_config.dtype
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.cache_dtype = self.dtype if config.kv_cache_dtype == "auto" else FP8
-        if self.cache_dtype == FP8 and (refusal := fp8_refusal(self.device)):
-            raise ValueError(f"`kv_cache_dtype` {config.kv_cache_dtype!r} {refusal}")
-        self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
-        self.backend, self._backend_reason = select_backend(
-            config.attention_backend,
-            AttentionNeeds(
-                device=self.device,
-                dtype=self.dtype,
-                head_dim=model_config.head_dim,
-                block_size=config.kvcache_block_size,
-                softcap=model_config.attn_logit_softcapping > 0,
-                sinks=model_config.attention_sinks,
-                fp8=self.cache_dtype == FP8,
-            ),
-        )
-        can_fuse = not on_cpu and triton_refusal(self.device) is None
-        self.fused = config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS
-        found, has_experts = model_config.quantization, model_config.experts is not None
-        quantization = choose_quantization(config.quantization, found, has_experts)
-        how = self.dtype, self.fused, group, self.backend, self.max_model_len
-        block_size = config.kvcache_block_size
-        self.build = Build(*how, block_size, self.cache_dtype, quantization)
+        build, self._backend_reason = choose_build(config, model_config, group, self.device)
+        self.build, self.dtype, self.backend = build, build.dtype, build.backend
+        self.fused, self.max_model_len = build.fused, build.max_model_len
+        self.cache_dtype = build.cache_dtype or build.dtype
         shares = config.share_prefixes and config.enable_prefix_caching
-        self._members = members_of_tile(model_config, self.build) if shares else 0
+        self._members = members_of_tile(model_config, build) if shares else 0
         self.num_shared_steps = 0
         self.sampler = Sampler(model_config.vocab_size, group)
         # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
@@ -166,10 +123,11 @@ class ModelRunner:
             group,
             self.last_tokens,
         )
-        peak = 0 if on_cpu else self.warmup(ahead)  # bytes
-        own_now = self._weight_bytes() + group.peer_bytes
-        own_peak = peak + group.peer_bytes
-        num_blocks = self.pool.how_many_fit(self.max_model_len, own_now, own_peak)
+        own, activations = self._weight_bytes() + group.peer_bytes, 0  # bytes
+        if not on_cpu:
+            how = config, self.max_model_len, self.device, self.extras.most_bytes, ahead
+            activations = warm_up(self.run_model, self.pool, *how)
+        num_blocks = self.pool.how_many_fit(self.max_model_len, own, own + activations)
         self.num_blocks = group.minimum(num_blocks)
         longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
         self._max_blocks = -(-longest // config.kvcache_block_size)  # of a sequence
@@ -223,40 +181,6 @@ class ModelRunner:
     def kv_cache(self) -> torch.Tensor:
         """[2, L, N, S, Hkv, D] of `cache_dtype`."""
         return self.pool.tensor
-
-    def warmup(self, ahead: CompileAhead) -> int:
-        """Run the largest steps, and when threads have compiled the kernels that they were given,
-        small ones of each power of two tokens.
-
-        Returns:
-            The most bytes that this engine had allocated: weights, and activations or what rows
-            with controls may need.
-        """
-        config, block_size = self.config, self.config.kvcache_block_size
-        budget = config.max_num_batched_tokens
-        with capturing:
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.pool.allocate(1)
-
-        def run(num_seqs: int, num_tokens: int) -> None:
-            batch = warmup_batch(num_seqs, num_tokens, self.max_model_len, block_size)
-            self.run_model(to_device(batch, self.device))
-
-        run(config.max_num_seqs, budget)
-        run(1, budget)
-        ahead.wait()  # or the same kernels would be compiled here, too
-        for i in range(min(budget, SMALL_STEP).bit_length()):
-            num_tokens = 1 << i
-            run(min(config.max_num_seqs, -(-num_tokens // self.max_model_len)), num_tokens)
-        torch.empty(self.extras.most_bytes, dtype=torch.uint8, device=self.device)
-        wait_for_device(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self.pool.free()
-        with capturing:
-            torch.cuda.empty_cache()
-        # What is left are no activations: weights, tables, other engines, libraries' workspaces.
-        return peak - torch.cuda.memory_allocated(self.device) + self._weight_bytes()
 
     def allocate_kv_cache(self) -> None:
         """Allocate the pool and give each layer its part."""
@@ -338,13 +262,10 @@ class ModelRunner:
         """
         plan, batch, computed, span = step
         with self._scope():
-            logprobs = None
-            if plan.controlled.any():
-                rows, metadata = controlled_rows(batch, plan.controlled, self.device)
-                logprobs = self.extras.sample(rows, metadata, computed, controls)
-            prompt_logprobs = self.extras.prompt_logprobs(plan, computed.hidden)
-            pooled = self.extras.pool(plan, computed.hidden)
-            return PendingTokens(computed.tokens, plan, logprobs, prompt_logprobs, pooled, span)
+            extras = None
+            if plan.has_extras:
+                extras = self.extras.compute(plan, batch, computed, controls)
+            return PendingTokens(computed.tokens, extras, span)
 
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""

@@ -40,6 +40,11 @@ class StepPlan(NamedTuple):
     temperatures: NDArray[np.float32]  # [J]
     random_keys: Int32  # [2, J], two words for each sequence (uint32 in the bits of int32)
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether anybody wants more than tokens without controls, see `Extras`."""
+        return bool(self.controlled.any() or self.prompt_logprobs.size or self.pooling.size)
+
 
 def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     """The plan for `scheduled`, in which the decodes come first (as `Scheduler.schedule` returns).
@@ -188,8 +193,8 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
         slot_mapping=slots.astype(np.int32),
         context_lens=context_lens,
         block_tables=block_tables,
-        cu_seqlens_q=_running_sum(counts[num_decodes:]),
-        cu_seqlens_k=_running_sum(context_lens[num_decodes:]),
+        cu_seqlens_q=running_sum(counts[num_decodes:]),
+        cu_seqlens_k=running_sum(context_lens[num_decodes:]),
         slots=plan.slots,
         samples=samples,
         sample_rows=(ends[samples] - 1).astype(np.int32),
@@ -199,34 +204,8 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     )
 
 
-def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
-    """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
-    sample.
-
-    Nothing is stored (slots are -1), and every block table points at block 0 only.
-    """
-    lens = np.full(num_seqs, num_tokens // num_seqs)
-    lens[: num_tokens % num_seqs] += 1
-    lens = np.minimum(lens, max_model_len)
-    T = int(lens.sum())
-    return Batch(
-        num_decodes=0,
-        input_ids=np.zeros(T, np.int32),
-        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lens]),
-        slot_mapping=np.full(T, -1, np.int32),
-        context_lens=lens.astype(np.int32),
-        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
-        cu_seqlens_q=_running_sum(lens),
-        cu_seqlens_k=_running_sum(lens),
-        slots=np.arange(num_seqs, dtype=np.int32),
-        samples=np.ones(num_seqs, np.bool_),
-        sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
-        temperatures=np.ones(num_seqs, np.float32),
-        random_keys=np.zeros((2, num_seqs), np.int32),
-    )
-
-
-def _running_sum(lens: NDArray[np.integer]) -> Int32:
+def running_sum(lens: NDArray[np.integer]) -> Int32:
+    """[n] -> [n + 1], from 0."""
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=out[1:])
     return out

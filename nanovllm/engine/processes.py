@@ -152,3 +152,11 @@ def _receive(sock: socket.socket, size: int) -> bytearray:
             raise EOFError("the other end is closed")
         data += part
     return data
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let an error and its causes keep nothing alive but themselves."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -42,11 +42,11 @@ class Recorder:
             self._opened_at = time.perf_counter()
             self._file = TraceFile(DEFAULT_PATH if path is True else os.fspath(path))
 
-    def start(self, core: Core[Any], facts: dict[str, Any]) -> None:
-        """Record to the file, if it is open."""
+    def start(self, core: Core[Any], facts: Callable[[], dict[str, Any]]) -> None:
+        """Record to the file, if it is open. `facts`: see `engine_facts`."""
         if self._file is not None:
             seconds = round(time.perf_counter() - self._opened_at, 3)
-            self._stop = core.record(self._file.write, {**facts, "startup_seconds": seconds})
+            self._stop = core.record(self._file.write, {**facts(), "startup_seconds": seconds})
 
     def stop(self) -> None:
         """Write what is left, and close the file. May be called again."""

@@ -19,7 +19,7 @@ from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.processes import live, receive_object, send_object
 from nanovllm.engine.remote_request import Order
-from nanovllm.engine.replicas import Description, Facts, Failure, News, Recorded, Setup
+from nanovllm.engine.replica_messages import Description, Facts, Failure, News, Recorded, Setup
 from nanovllm.outputs import RequestOutput
 
 NEWS_SECONDS = 0.2  # between counters, where nothing else is new

@@ -19,12 +19,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import (
     EXIT_TIMEOUT,
     WorkerError,
@@ -33,7 +32,15 @@ from nanovllm.engine.processes import (
     start_python,
     wait_for_end,
 )
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.replica_messages import (
+    Description,
+    Ended,
+    Facts,
+    Failure,
+    News,
+    Recorded,
+    Setup,
+)
 from nanovllm.utils.device import device_shares
 from nanovllm.utils.interrupts import uninterrupted
 
@@ -42,79 +49,6 @@ logger = logging.getLogger(__name__)
 REPLICA = "nanovllm.engine.replica"
 MAX_RESTARTS = 3  # of one replica, without a request that it has finished
 ANSWER_SECONDS = 5.0
-
-
-class Setup(NamedTuple):
-    """What a replica is told at its start.
-
-    Attributes:
-        number: from 0.
-        config: of the engine.
-        num_threads: of PyTorch, on the CPU.
-        log_level: the least that the caller's process logs.
-    """
-
-    number: int
-    config: Config
-    num_threads: int
-    log_level: int
-
-
-class Facts(NamedTuple):
-    """What a replica says when it is ready.
-
-    Attributes:
-        max_model_len: the most tokens of prompt and output, by the model and the options.
-        num_blocks: of its KV pool.
-        description: what took effect, see `ModelRunner.describe`.
-    """
-
-    max_model_len: int
-    num_blocks: int
-    description: dict[str, Any]
-
-
-class News(NamedTuple):
-    """What a replica says after a step: the outputs without prompts, and all its counters."""
-
-    outputs: list[RequestOutput]
-    metrics: Metrics
-
-
-class Description(NamedTuple):
-    """What a replica says when it is asked.
-
-    Attributes:
-        question: the number of the question.
-        metrics: see `LLMEngine.metrics`.
-        latencies: histograms of its times.
-    """
-
-    question: int
-    metrics: dict[str, Any]
-    latencies: Latencies
-
-
-class Recorded(NamedTuple):
-    """Events of a timeline, each a JSON object."""
-
-    lines: list[str]
-
-
-class Failure(NamedTuple):
-    """What a replica says before it dies of an error, which goes with it if it is a mistake of the
-    caller's.
-    """
-
-    traceback: str
-    error: BaseException | None
-
-
-class Ended(NamedTuple):
-    """Said for a replica that has ended; the last that is said for it."""
-
-    exit_code: int
-    failure: Failure
 
 
 class _Replica:

@@ -16,7 +16,8 @@ from nanovllm.engine.dispatcher import Dispatcher
 from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.processes import how_ended
 from nanovllm.engine.remote_request import MAX_LOSSES, Order, RemoteRequest
-from nanovllm.engine.replicas import Ended, News, Replicas
+from nanovllm.engine.replica_messages import Ended, News
+from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.timeline import ENGINE, Process, Write
 from nanovllm.outputs import RequestOutput
 from nanovllm.utils.interrupts import uninterrupted

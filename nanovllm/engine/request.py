@@ -4,7 +4,7 @@ its numbers, and where its completions stand.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -90,7 +90,7 @@ class Request:
     def output(self, decode: Decoder) -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        return self._output([self._completion(seq, decode) for seq in self.seqs])
+        return self._output([self._whole(seq, decode) for seq in self.seqs])
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         first, finished = self.seqs[0], self.is_finished
@@ -116,21 +116,14 @@ class Request:
             start, end = self._num_told[i], seq.num_known_tokens - prompt
             if end > start:
                 self._num_told[i] = end
-                news.append(
-                    CompletionOutput(
-                        index=seq.index,
-                        text="" if seq.detokenizer is None else seq.detokenizer.take(),
-                        token_ids=seq.token_ids[prompt + start : prompt + end],
-                        finish_reason=seq.finish_reason,
-                        stop_reason=seq.stop_reason,
-                        logprobs=None if seq.logprobs is None else seq.logprobs[start:end],
-                        cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
-                    )
-                )
+                text = "" if seq.detokenizer is None else seq.detokenizer.take()
+                token_ids = seq.token_ids[prompt + start : prompt + end]
+                logprobs = None if seq.logprobs is None else seq.logprobs[start:end]
+                news.append(_completion(seq, text, token_ids, logprobs))
         if news and self.listener is not None:
             self.listener(self._output(news))
 
-    def _completion(self, seq: Sequence, decode: Decoder) -> CompletionOutput:
+    def _whole(self, seq: Sequence, decode: Decoder) -> CompletionOutput:
         token_ids = seq.completion_token_ids
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
         text = ""
@@ -140,12 +133,16 @@ class Request:
             ends_text = seq.finish_reason == "length" or self.params.include_stop_str_in_output
             shown = token_ids if ends_text else token_ids[:-1]  # without what has stopped it
             text = decode(shown, self.params.skip_special_tokens)
-        return CompletionOutput(
-            index=seq.index,
-            text=text,
-            token_ids=token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            logprobs=seq.logprobs,
-            cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
-        )
+        return _completion(seq, text, token_ids, seq.logprobs)
+
+
+def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -> CompletionOutput:
+    return CompletionOutput(
+        index=seq.index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
+    )

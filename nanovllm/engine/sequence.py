@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """Tokens of one request, and where their keys and values lie.
 
@@ -31,101 +34,61 @@ class Sequence:
     the blocks of `block_table`, or a step that computes them is on its way; the KV of token `i`
     lies in block `block_table[i // block_size]` at offset `i % block_size`. The last `num_pending`
     tokens are `PENDING`: that step samples them, and the device alone knows them so far.
+
+    Times are seconds of time.perf_counter.
     """
 
-    __slots__ = (
-        "arrived_at",
-        "block_hashes",
-        "block_size",
-        "block_table",
-        "controls",
-        "detokenizer",
-        "embedding",
-        "finish_reason",
-        "finished_at",
-        "first_token_at",
-        "grammar",
-        "index",
-        "logprobs",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_dropped_blocks",
-        "num_followed",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_sent_blocks",
-        "pooling",
-        "prompt_logprobs",
-        "random_key",
-        "request_id",
-        "sampling_params",
-        "seq_id",
-        "slot",
-        "started_at",
-        "status",
-        "stop_reason",
-        "token_ids",
-    )
+    seq_id: int  # grows with arrival
+    token_ids: list[int]  # given are those of the prompt
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    block_size: int
+    request_id: int = 0  # the same for all completions of a prompt
+    index: int = 0  # of this completion among them
+    controls: RequestControls | None = None
+    grammar: Grammar | None = None  # of structured outputs
+    detokenizer: Detokenizer | None = None  # where its text is needed on the way
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None  # of the tokens computed so far
+    pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
+    arrived_at: float = field(default_factory=time.perf_counter)
+    seed: InitVar[int] = 0  # the engine's
+    completion: InitVar[Collection[int]] = ()  # of one that began elsewhere
 
-    def __init__(
-        self,
-        seq_id: int,
-        token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        block_size: int,
-        seed: int = 0,
-        index: int = 0,
-        request_id: int = 0,
-        controls: RequestControls | None = None,
-        grammar: Grammar | None = None,
-        detokenizer: Detokenizer | None = None,
-        logprobs: TokenLogprobs | None = None,
-        prompt_logprobs: TokenLogprobs | None = None,
-        pooling: str | None = None,
-        completion: list[int] | None = None,
-        arrived_at: float | None = None,
-    ) -> None:
-        assert token_ids, "a sequence has at least one prompt token"
-        self.seq_id = seq_id  # grows with arrival
-        self.request_id = request_id  # the same for all completions of a prompt
-        self.index = index  # of this completion among them
-        self.token_ids = [*token_ids, *(completion or ())]  # of one that began elsewhere
-        self.num_prompt_tokens = len(token_ids)
-        self.sampling_params = sampling_params
-        self.max_tokens = sampling_params.max_tokens or NO_LIMIT  # to generate
-        self.controls = controls
-        self.grammar = grammar  # of structured outputs
-        self.num_followed = 0  # tokens of the completion that the grammar knows
-        self.detokenizer = detokenizer  # where its text is needed on the way
-        self.block_size = block_size
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.logprobs = logprobs
-        self.prompt_logprobs = prompt_logprobs  # of the tokens computed so far
-        self.pooling = pooling  # of the prompt's hidden states: "last" or "mean"
-        self.embedding: list[float] | None = None
-        # Seconds of time.perf_counter.
-        self.arrived_at = time.perf_counter() if arrived_at is None else arrived_at
-        self.started_at = 0.0
-        self.first_token_at, self.finished_at = 0.0, 0.0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # prompt tokens that the prefix cache served when it started
-        self.num_preemptions = 0
-        self.num_pending = 0
-        self.slot = -1  # while running: its row in what the ranks remember of it
-        self.num_sent_blocks = 0  # of the block table, those that the ranks know
-        # Two 32-bit words; with a position they determine the noise of a sampled token.
-        own_seed = sampling_params.seed
-        name = f"{seed} {seq_id}" if own_seed is None else f"request {own_seed + index}"
+    num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)  # to generate
+    random_key: tuple[int, int] = field(
+        init=False
+    )  # with a position, a token's noise; 32 bits each
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    embedding: list[float] | None = None
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache served when it started
+    num_pending: int = 0
+    num_preemptions: int = 0
+    num_followed: int = 0  # tokens of the completion that the grammar knows
+    slot: int = -1  # while running: its row in what the ranks remember of it
+    num_sent_blocks: int = 0  # of the block table, those that the ranks know
+    num_dropped_blocks: int = 0  # of its beginning, given back: behind the window
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)  # of the full blocks, each computed once
+
+    def __post_init__(self, seed: int, completion: Collection[int]) -> None:
+        assert self.token_ids, "a sequence has at least one prompt token"
+        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*self.token_ids, *completion]
+        params = self.sampling_params
+        self.max_tokens = params.max_tokens or NO_LIMIT
+        name = f"{seed} {self.seq_id}"
+        if params.seed is not None:
+            name = f"request {params.seed + self.index}"
         key = xxhash.xxh64_intdigest(name.encode())
         self.random_key = (key >> 32, key & 0xFFFFFFFF)
-        self.block_table: list[int] = []
-        self.num_dropped_blocks = 0  # of its beginning, given back: behind the window
-        self.block_hashes: list[int] = []  # of the full blocks, each computed once
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -186,10 +149,6 @@ class Sequence:
     def held_blocks(self) -> list[int]:
         """The blocks of its table that it has not given back."""
         return self.block_table[self.num_dropped_blocks :]
-
-    @property
-    def last_block_num_tokens(self) -> int:
-        return len(self.token_ids) - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i`."""

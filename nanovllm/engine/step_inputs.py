@@ -1,19 +1,18 @@
 """`StepInputs`: a step's arrays as tensors on the device, and the sampled tokens' way back."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm.engine.plan import Batch, StepPlan
+from nanovllm.engine.extra_results import ExtraResults
+from nanovllm.engine.plan import Batch
 from nanovllm.engine.step_timer import Span
-from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
-from nanovllm.utils.device import runs_kernels, upload
+from nanovllm.utils.device import runs_kernels, to_host, upload
 
 
 class StepInputs(NamedTuple):
@@ -53,7 +52,7 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
         batch.cu_seqlens_q,
         batch.cu_seqlens_k,
         batch.sample_rows,
-        *_sampling(batch, batch.samples),
+        *sampling_arrays(batch, batch.samples),
         *(batch.prefixes or ()),
     )
     sampling, prefixes = rest[:4], Prefixes(*rest[4:]) if batch.prefixes else None
@@ -76,18 +75,7 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
     )
 
 
-def controlled_rows(
-    batch: Batch, controlled: NDArray[np.bool_], device: torch.device
-) -> tuple[torch.Tensor, SamplingMetadata]:
-    """Of the sequences that `controlled`: [B] names, their rows [n] int32 among those that sample,
-    and how to sample them.
-    """
-    rows = np.flatnonzero(controlled[batch.samples]).astype(np.int32)
-    uploaded, *sampling = upload(device, rows, *_sampling(batch, controlled))
-    return uploaded, SamplingMetadata(*sampling)
-
-
-def _sampling(batch: Batch, which: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
+def sampling_arrays(batch: Batch, which: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
     """The arrays of `SamplingMetadata` for the sequences that `which`: [B] names."""
     keys = np.ascontiguousarray(batch.random_keys[:, which])
     return batch.temperatures[which], keys, batch.context_lens[which], batch.slots[which]
@@ -128,41 +116,29 @@ class Computed(NamedTuple):
 
 
 class PendingTokens:
-    """Sampled tokens on their way from the device to the host, and what comes with them.
+    """Sampled tokens on their way from the device to the host.
 
     Args:
         tokens: [n] int32.
-        plan: that of the step; needed for the rest.
-        logprobs: of the tokens with controls, None if nobody asked.
-        prompt_logprobs: of prompt tokens.
-        pooled: [k, M] float32.
+        extras: what comes with them, if anybody has asked; there when they are.
         span: times the step on the device; None: nobody wants to know.
     """
 
     def __init__(
-        self,
-        tokens: torch.Tensor,
-        plan: StepPlan | None = None,
-        logprobs: Logprobs | None = None,
-        prompt_logprobs: Logprobs | None = None,
-        pooled: torch.Tensor | None = None,
-        span: Span | None = None,
+        self, tokens: torch.Tensor, extras: ExtraResults | None = None, span: Span | None = None
     ) -> None:
-        self._plan, self._span = plan, span
+        self.extras, self._span = extras, span
         self._copied: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._copied = torch.cuda.Event() if span is None else span.end
-        self._tokens = _to_host(tokens)
-        self._logprobs = [_to_host(part) for part in logprobs or ()]
-        self._prompt_logprobs = [_to_host(part) for part in prompt_logprobs or ()]
-        self._pooled = None if pooled is None else _to_host(pooled)
+        self._tokens = to_host(tokens)
         if span is not None:
             span.finish()
         elif self._copied is not None:
             self._copied.record()
 
     def wait(self) -> list[int]:
-        """The tokens, once they are there. The rest may be read then, too."""
+        """The tokens, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tokens.tolist()
@@ -170,33 +146,3 @@ class PendingTokens:
     def device_seconds(self) -> tuple[float, float] | None:
         """How long the device waited for the step, and computed it; None where it is not timed."""
         return None if self._span is None else self._span.seconds()
-
-    def logprobs(self) -> Iterator[tuple[int, list[int], list[float], int]]:
-        """For each token with controls, if anybody asked: its row of the n, token ids, its own
-        first, their log-probabilities, and its rank.
-        """
-        if self._plan is not None and self._logprobs:
-            rows = np.flatnonzero(self._plan.controlled[self._plan.samples]).tolist()
-            yield from zip(rows, *(part.tolist() for part in self._logprobs), strict=True)
-
-    def prompt_logprobs(self) -> Iterator[tuple[int, int, list[int], list[float], int]]:
-        """For prompt tokens: index of the sequence in the step, position, and the same."""
-        if self._plan is not None and self._prompt_logprobs:
-            entries = zip(*(part.tolist() for part in self._prompt_logprobs), strict=True)
-            for i, count, *_ in self._plan.prompt_logprobs.T.tolist():
-                first = int(self._plan.starts[i]) + 1
-                for position in range(first, first + count):
-                    yield i, position, *next(entries)
-
-    def pooled(self) -> Iterator[tuple[int, list[float]]]:
-        """Index of the sequence in the step, and the vector."""
-        if self._plan is not None and self._pooled is not None:
-            ended = [i for i, _ in self._plan.pooling.T.tolist() if self._plan.samples[i]]
-            yield from zip(ended, self._pooled.tolist(), strict=True)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
+from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.engine.processes import (
     EXIT_TIMEOUT,
     WorkerError,
@@ -29,6 +30,7 @@ from nanovllm.model_config import ModelConfig
 # Seconds to wait for the rank that really died before blaming one that only lost its connection.
 BLAME_TIMEOUT = 1.0
 WORKER = "nanovllm.engine.worker"
+OVERHEAD = 4096  # bytes of a message beside the plan's arrays
 
 
 class _Worker(NamedTuple):
@@ -44,7 +46,6 @@ class Workers:
     Args:
         config, model_config: what each gets, the same for all.
         num_threads: of PyTorch in each, on the CPU.
-        message_bytes: the longest message of `call`.
         on_failure: called when a worker has died, from a thread of ours.
 
     Attributes:
@@ -56,7 +57,6 @@ class Workers:
         config: Config,
         model_config: ModelConfig,
         num_threads: int,
-        message_bytes: int,
         on_failure: Callable[[], None],
     ) -> None:
         self.failure: WorkerError | None = None
@@ -67,6 +67,10 @@ class Workers:
         self._told: dict[str, bytes] = {}  # what the ranks' `Store`s hold
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
+        max_len = min(config.max_model_len, model_config.max_position_embeddings)
+        sizes = config.max_num_seqs, config.max_num_batched_tokens
+        most_blocks = -(-max_len // config.kvcache_block_size)
+        message_bytes = max_plan_bytes(*sizes, most_blocks) + OVERHEAD
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.linear import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 

@@ -11,8 +11,9 @@ from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers import mxfp4
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
-from nanovllm.layers.linear import ReplicatedLinear, sum_over_ranks
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.model_config import ExpertConfig, ModelConfig
 
 if TYPE_CHECKING:

@@ -1,38 +1,17 @@
-"""RMS normalisation, alone or with the residual addition before it.
-
-Beside the linear layers and the embedding, what knows how sums and rows are spread over GPUs.
-"""
+"""RMS normalisation, alone or with the residual addition before it."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import product
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
-from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
-from nanovllm.layers.linear import gather_owned_rows
+from nanovllm.layers.spread import Residual, kept, normalise_owned_rows
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.context import get_context
 from nanovllm.utils.fp8 import Codes
-
-
-class Owned(NamedTuple):
-    """This rank's rows of the residual stream, in a large step on several GPUs.
-
-    Attributes:
-        rows: [len(held) or more, M]
-        held: which of the step's rows they are.
-    """
-
-    rows: torch.Tensor
-    held: range
-
-
-Residual: TypeAlias = torch.Tensor | Owned | None  # [T, M], None before the first layer
 
 
 class RMSNorm(Layer):
@@ -115,16 +94,7 @@ class RMSNorm(Layer):
         `Scattered`: then the sum is of this rank's rows, and the first result being gathered.
         """
         if isinstance(x, Scattered):
-            from nanovllm.kernels.norm import add_rms_norm
-
-            assert residual is None or isinstance(residual, Owned), "rows are divided once"
-            own = None if residual is None else residual.rows
-            out = x.exchange.own_rows(x.num_rows)
-            _, total = add_rms_norm(
-                x.partial, own, self.weight, self.eps, out=out, plus_one=self.plus_one
-            )
-            gathered = x.exchange.gather(x.num_rows)
-            return gathered, Owned(total, gathered.held)
+            return normalise_owned_rows(x, residual, self.weight, self.eps, self.plus_one)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
         residual = kept(residual, x.shape[-2], self.build.group)
         if residual is None and x.dim() == 2:
@@ -139,11 +109,13 @@ class RMSNorm(Layer):
         residual = x + residual
         return self(residual), residual
 
-    def sum_forward(self, x: Hidden) -> torch.Tensor:
-        """Normalise x, which may be partial results as in `add_forward`."""
-        normed, _ = self.add_forward(x, None)
-        assert isinstance(normed, torch.Tensor), "models that add behind a norm divide no rows"
-        return normed
+    def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:
+        """`add_forward`, of which only [T, M] is wanted, also rows of other ranks; the next step
+        overwrites those.
+        """
+        normed, _ = self.add_forward(x, residual)
+        assert not isinstance(normed, Codes), "nobody here takes codes"
+        return normed.whole() if isinstance(normed, Gathered) else normed
 
 
 def norm(
@@ -154,29 +126,3 @@ def norm(
     k = 0 if config.experts is None else config.experts.num_experts_per_tok
     eps = config.rms_norm_eps
     return RMSNorm(size, eps, build, plus_one=plus_one, num_experts=k, x_block=x_block)
-
-
-def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
-    """The rows of the residual that attention has kept of the others."""
-    if isinstance(residual, Owned):
-        # Between attention's product and the norm below, whose kernel sums that and waits. Once
-        # this sum is there, all ranks have the gathered rows, so none waits for rows while the
-        # norm of another waits for it, perhaps on the whole GPU.
-        return group.all_reduce(gather_owned_rows(residual.rows, _kept_rows(), residual.held))
-    if residual is None or len(residual) == num_rows:
-        return residual
-    return residual.index_select(0, _kept_rows())
-
-
-def _kept_rows() -> torch.Tensor:
-    rows = get_context().kept_rows
-    assert rows is not None, "x and residual have different rows"
-    return rows
-
-
-def all_rows(hidden: torch.Tensor | Codes | Gathered) -> torch.Tensor:
-    """Normalised rows [T, M], also where those of other ranks are on their way; the next step
-    overwrites them.
-    """
-    assert not isinstance(hidden, Codes), "the last norm's results stay as they are"
-    return hidden.whole() if isinstance(hidden, Gathered) else hidden

@@ -7,7 +7,6 @@ take our kernels where these are faster.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed.bulk import Gathered, Scattered
@@ -16,40 +15,11 @@ from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.int4_weight import Int4Weight
 from nanovllm.layers.shard import Part, Shard, ZeroShard
+from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
-
-
-def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
-    """Sum x: [T, M] over the ranks. Where kernels exchange rows, the norm that follows does it:
-    x is returned as partial results then, [1, T, M] or `Scattered`.
-    """
-    if bulk := group.bulk_for(x):
-        return bulk.scatter(len(x), lambda rows, out: out.copy_(x[rows]))
-    if group.can_exchange(x):
-        return x.unsqueeze(0)
-    return group.all_reduce(x)
-
-
-def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
-    """Rows of a matrix that is split over the ranks. The rows of other ranks are 0 here, so the sum
-    over the ranks has all of them.
-
-    Args:
-        own: [len(held) or more, M], this rank's rows.
-        index: [n] int32, rows of the whole matrix.
-        held: the rows of the whole that are in `own`.
-
-    Returns:
-        [n, M]
-    """
-    if not held:
-        return own.new_zeros(len(index), own.shape[1])
-    place = index - held.start
-    ours = (place >= 0) & (place < len(held))
-    return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
 
 
 def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:

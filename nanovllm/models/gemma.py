@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from nanovllm.layers.base import Build, Hidden
-from nanovllm.layers.layernorm import Residual, norm
+from nanovllm.layers.layernorm import norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.spread import Residual
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
@@ -38,9 +39,9 @@ class Gemma2DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, Residual]:
         before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
         hidden, residual = before.add_forward(hidden, residual)
-        hidden = behind.sum_forward(self.self_attn(positions, hidden))
+        hidden = behind.whole_forward(self.self_attn(positions, hidden))
         hidden, residual = before_mlp.add_forward(hidden, residual)
-        return behind_mlp.sum_forward(self.mlp(hidden)), residual
+        return behind_mlp.whole_forward(self.mlp(hidden)), residual
 
 
 class Glm4DecoderLayer(Gemma2DecoderLayer):

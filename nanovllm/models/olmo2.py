@@ -9,9 +9,10 @@ from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden
-from nanovllm.layers.layernorm import Residual, RMSNorm, kept, norm
+from nanovllm.layers.layernorm import RMSNorm, norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.spread import Residual, kept
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
@@ -88,9 +89,9 @@ class Olmo2DecoderLayer(nn.Module):
         self, positions: torch.Tensor, hidden: Hidden, residual: Residual
     ) -> tuple[torch.Tensor, Residual]:
         residual = add(hidden, residual, self.group)
-        hidden = self.post_attention_layernorm.sum_forward(self.self_attn(positions, residual))
+        hidden = self.post_attention_layernorm.whole_forward(self.self_attn(positions, residual))
         residual = add(hidden, residual, self.group)
-        return self.post_feedforward_layernorm.sum_forward(self.mlp(residual)), residual
+        return self.post_feedforward_layernorm.whole_forward(self.mlp(residual)), residual
 
 
 class Olmo2ForCausalLM(Qwen3ForCausalLM):

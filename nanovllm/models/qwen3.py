@@ -11,9 +11,10 @@ from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention, scoring_of
 from nanovllm.layers.base import MLP, Build, Hidden
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import Residual, all_rows, norm
+from nanovllm.layers.layernorm import norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
+from nanovllm.layers.spread import Residual
 from nanovllm.model_config import ModelConfig
 
 
@@ -95,8 +96,7 @@ class Qwen3Model(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        hidden, _ = self.norm.add_forward(hidden, residual)
-        return all_rows(hidden)
+        return self.norm.whole_forward(hidden, residual)
 
 
 class Qwen3ForCausalLM(nn.Module):

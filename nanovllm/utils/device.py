@@ -128,6 +128,14 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     ]
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, there when the current stream is done; of the CPU's the same."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def host_array(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32]:
     """An int32 array whose content is arbitrary, in memory that the device can read directly."""
     return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda").numpy()

@@ -16,11 +16,7 @@ class Tokens(NamedTuple):
     """What a step has sampled, with nothing beside it."""
 
     token_ids: list[int]
-
-    def logprobs(self) -> list[Any]:
-        return []
-
-    prompt_logprobs = pooled = logprobs
+    extras: None = None
 
 
 class FakeExecutor:

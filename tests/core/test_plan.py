@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from host import FakeModel, Loop, make_scheduler, make_seq, reference
 
-from nanovllm.engine.executor import OVERHEAD
 from nanovllm.engine.plan import (
     Batch,
     SlotTable,
@@ -19,6 +18,7 @@ from nanovllm.engine.plan import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.engine.workers import OVERHEAD
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 

@@ -29,7 +29,6 @@ from checkpoints import (
     run_steps,
     run_until,
     tokens,
-    with_rare,
 )
 from faults import DEADLINE, FAULT_POINTS, fail_at, wait_until
 from nanovllm import LLM, SamplingParams
@@ -302,9 +301,8 @@ started.wait()
 }
 
 
-@pytest.mark.parametrize(
-    "end", with_rare(ENDS, "at once", "in a cycle", "in a daemon thread", "sys.exit")
-)
+@pytest.mark.slow  # test_config.py has a usual one
+@pytest.mark.parametrize("end", ENDS)
 def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""
     code = f"""
@@ -390,7 +388,7 @@ def test_failure_after_the_model_is_built_gives_its_memory_back(checkpoint, monk
     runners = []
     exit_runner = ModelRunner.exit
     monkeypatch.setattr(ModelRunner, "exit", lambda self: runners.append(1) or exit_runner(self))
-    monkeypatch.setattr("nanovllm.engine.llm_engine.Scheduler", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr("nanovllm.engine.assembly.Scheduler", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLM(checkpoint, **SMALL)
     gc.collect()

@@ -3,9 +3,9 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+
+from forks import Forks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -22,21 +22,23 @@ def environment() -> dict[str, str]:
     return found
 
 
-def run(name: str, *args: str, directory: Path) -> str:
-    """What a script prints, run in a directory of its own."""
-    command = [sys.executable, str(SCRIPTS[name]), *args]
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Runner:
+    """Runs scripts, each in a process and a directory of its own. To be closed."""
+
+    def __init__(self) -> None:
+        self._forks = Forks(**SETTINGS, TRITON_INTERPRET=None)
+
+    def __call__(self, name: str, *args: str, directory: Path) -> str:
+        """What a script prints."""
+        printed = directory / ".printed"
+        printed.touch()
+        call = {"script": str(SCRIPTS[name]), "cwd": str(directory), "stdout": str(printed)}
+        code, said = self._forks(*args, **call)
+        assert code == 0, said
+        return printed.read_text("utf-8")
+
+    def close(self) -> None:
+        self._forks.close()
 
 
 def blocks(name: str, language: str = "") -> list[str]:

@@ -7,15 +7,16 @@ import ast
 import json
 import math
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from runs import PAGES, ROOT, SCRIPTS, blocks, first_command, run
+from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, first_command
 
+from checkpoints import with_rare
 from nanovllm import LLM, TINY
 
 MOST_LINES = 60
@@ -39,7 +40,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def prompts_file(directory: Path, printed: str) -> None:
+def prompts_file(directory: Path, printed: str, run: Runner) -> None:
     """The sums are; the same command again computes what the output lacks, and nothing else."""
     answers = directory / "answers.jsonl"
     rows = {row["_row"]: row for row in lines(answers)}
@@ -59,7 +60,7 @@ def prompts_file(directory: Path, printed: str) -> None:
     assert len(lines(answers)) == 201, "each row once"
 
 
-def extraction(directory: Path, printed: str) -> None:
+def extraction(directory: Path, printed: str, run: Runner) -> None:
     """Each object has the form of the schema, by another implementation of it."""
     objects = [ast.literal_eval(line) for line in printed.splitlines()]
     found = names("extraction")
@@ -71,14 +72,14 @@ def extraction(directory: Path, printed: str) -> None:
         jsonschema.validate({**objects[0], "age": 121}, found["SCHEMA"])
 
 
-def embeddings(directory: Path, printed: str) -> None:
+def embeddings(directory: Path, printed: str, run: Runner) -> None:
     """Neighbours are of the query's kind: they begin and end as it does."""
     kinds = [line.strip().rpartition("  ")[2] for line in printed.splitlines()]
     words = ["".join(c for c in kind if not c.isdigit())[:8] for kind in kinds]
     assert words == ["reverse:"] * 4 + ["count fr"] * 4 + ["+="] * 4
 
 
-def synthetic_data(directory: Path, printed: str) -> None:
+def synthetic_data(directory: Path, printed: str, run: Runner) -> None:
     """What is kept is right, and what was drawn is not always."""
     examples = lines(directory / "synthetic.jsonl")
     for example in examples:
@@ -91,11 +92,11 @@ def synthetic_data(directory: Path, printed: str) -> None:
     assert examples[0] == json.loads(blocks("synthetic_data", "json")[0])
 
 
-def nothing_more(directory: Path, printed: str) -> None:
+def nothing_more(directory: Path, printed: str, run: Runner) -> None:
     """The page says it all."""
 
 
-CHECKS: dict[str, Callable[[Path, str], None]] = {
+CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
     "data_parallel": nothing_more,
     "embeddings": embeddings,
     "extraction": extraction,
@@ -105,12 +106,19 @@ CHECKS: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_script_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+@pytest.fixture(name="run", scope="module")
+def run_fixture() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize("name", with_rare(CHECKS, "data_parallel"))  # replicas take seconds
+def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner) -> None:
     args, output = first_command(name)
     printed = run(name, *args, directory=tmp_path)
     assert printed == output
-    CHECKS[name](tmp_path, printed)
+    CHECKS[name](tmp_path, printed, run)
 
 
 def test_scores_are_those_of_transformers(reference: Any) -> None:

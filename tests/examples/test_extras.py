@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, SCRIPTS, SECONDS, SETTINGS, environment, run
+from runs import ROOT, SCRIPTS, SECONDS, SETTINGS, Runner, environment
 
 from faults import wait_until
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
@@ -43,8 +43,11 @@ def asked(*arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance("loglikelihood", {}, args, i) for i, args in enumerate(arguments)]
 
 
+@pytest.mark.slow
 def test_the_harness_finds_the_right_sums(adapted: Any, tmp_path: Path) -> None:
-    table = run("lm_eval_harness", directory=tmp_path)
+    runner = Runner()
+    table = runner("lm_eval_harness", directory=tmp_path)
+    runner.close()
     [line] = re.findall(r"^\|sums .*$", table, re.M)
     _, task, _, _, num_fewshot, metric, _, value, *_ = (cell.strip() for cell in line.split("|"))
     assert (task, num_fewshot, metric) == ("sums", "0", "acc")
@@ -178,6 +181,7 @@ def test_readers_who_leave_abort_their_request() -> None:
         llm.exit()
 
 
+@pytest.mark.slow
 def test_the_server_as_users_start_it(tmp_path: Path) -> None:
     """The page, an answer in many pieces, a refusal in words, and an end by Ctrl-C."""
     for package in ("fastapi", "uvicorn", "httpx"):

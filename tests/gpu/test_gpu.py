@@ -24,7 +24,7 @@ from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
 from int4_checkpoints import checkpoints as int4_checkpoints
 from stand_in import CONTROLS
-from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 
@@ -116,7 +116,6 @@ def test_float32_tokens_are_those_of_the_reference(
     if mode == "no-hopper":
         monkeypatch.setattr(hopper, "capability", lambda _: (8, 0))
     prompts = make_prompts()
-    expected = [reference_greedy(reference, prompt) for prompt in prompts]
     options = {
         **SMALL,
         "max_num_batched_tokens": 64,  # as many as sequences: chunks of one token occur
@@ -134,7 +133,7 @@ def test_float32_tokens_are_those_of_the_reference(
         metrics = llm.metrics()
     assert metrics["overlap"] == (mode != "synchronous")
     assert (metrics["num_graph_replays"] > 0) == (mode != "eager" and backend == "triton")
-    assert [output["token_ids"] for output in outputs] == expected
+    assert_greedy(reference, prompts, [output["token_ids"] for output in outputs])
 
 
 class LogitsTap:

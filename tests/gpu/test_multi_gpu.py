@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_reference import MAX_TOKENS, make_prompts, reference_greedy
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import qwen3_06b_config
@@ -88,8 +88,7 @@ def test_float32_tokens_are_those_of_the_reference(
     assert (metrics["num_graph_replays"] > 0) == (mode != "eager")
     by_nccl = mode in ("nccl", "plain-kernels")
     assert metrics["all_reduce"] == ("nccl" if by_nccl else "peer memory and nccl")
-    expected = [reference_greedy(reference, prompt) for prompt in prompts]
-    assert [output["token_ids"] for output in outputs] == expected
+    assert_greedy(reference, prompts, [output["token_ids"] for output in outputs])
 
 
 @pytest.fixture(scope="module")

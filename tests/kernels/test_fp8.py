@@ -6,6 +6,7 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
+from checkpoints import rare
 from nanovllm.kernels import fp8_half, fp8_linear
 from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
@@ -91,20 +92,19 @@ def check_product(
 
 
 @X_BLOCKS
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("T", "N", "K", "partial"),
+    ("T", "N", "K", "partial", "has_bias"),
     [
-        (1, 80, 528, False),
-        (1, 70, 5000, False),  # a row in two steps
-        (1, 70, 5000, True),  # and in two parts
-        (2, 64, 512, False),
-        (17, 192, 1024, True),
-        (40, 128, 512, True),
-        (130, 64, 512, True),
-        (130, 128, 512, False),  # more rows than tiles are for
-        (20, 144, 272, True),  # no whole tiles
-        pytest.param(256, 4096, 1024, True, marks=pytest.mark.slow),
+        (1, 80, 528, False, True),
+        (1, 70, 5000, False, False),  # a row in two steps
+        (1, 70, 5000, True, True),  # and in two parts
+        (2, 64, 512, False, True),
+        (17, 192, 1024, True, False),
+        (40, 128, 512, True, True),
+        (130, 64, 512, True, True),
+        (130, 128, 512, False, True),  # more rows than tiles are for
+        (20, 144, 272, True, False),  # no whole tiles
+        rare(256, 4096, 1024, True, True),
     ],
 )
 def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block: int) -> None:
@@ -164,9 +164,9 @@ def test_what_the_library_lacks_is_multiplied_all_the_same(monkeypatch: pytest.M
 
 
 @X_BLOCKS
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("T", "N", "K"), [(1, 80, 528), (17, 192, 256), (70, 64, 272), (260, 256, 384)]
+    ("T", "N", "K", "has_bias"),
+    [(1, 80, 528, True), (17, 192, 256, False), (70, 64, 272, True), (260, 256, 384, True)],
 )
 @pytest.mark.skipif(DEVICE == "cuda", reason="GPUs without FP8 products run it")
 def test_products_in_16_bits(

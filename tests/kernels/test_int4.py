@@ -9,6 +9,7 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
+from checkpoints import rare
 from nanovllm.kernels import int4_linear, int4_row
 from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul
@@ -77,24 +78,23 @@ def check_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("T", "N", "K", "group", "partial"),
+    ("T", "N", "K", "group", "partial", "has_bias"),
     [
-        (1, 48, 1280, 128, False),
-        (1, 16, 4224, 64, False),  # not all at once
-        (1, 16, 8192, 128, True),
-        (1, 80, 192, 32, False),
-        (2, 64, 512, 128, False),
-        (17, 64, 1024, 128, True),
-        (33, 128, 384, 128, False),  # planes of 32
-        (9, 64, 768, 64, False),
-        (5, 64, 512, 32, True),
-        (6, 64, 320, 64, False),  # planes of 16, in groups of 64
-        (70, 128, 512, 128, True),
-        (20, 144, 256, 32, True),  # no whole tiles
-        pytest.param(256, 4096, 1024, 128, True, marks=pytest.mark.slow),
-        pytest.param(300, 4096, 1024, 128, True, marks=pytest.mark.slow),
+        (1, 48, 1280, 128, False, True),
+        (1, 16, 4224, 64, False, False),  # not all at once
+        (1, 16, 8192, 128, True, True),
+        (1, 80, 192, 32, False, False),
+        (2, 64, 512, 128, False, True),
+        (17, 64, 1024, 128, True, True),
+        (33, 128, 384, 128, False, False),  # planes of 32
+        (9, 64, 768, 64, False, False),
+        (5, 64, 512, 32, True, False),
+        (6, 64, 320, 64, False, True),  # planes of 16, in groups of 64
+        (70, 128, 512, 128, True, False),
+        (20, 144, 256, 32, True, True),  # no whole tiles
+        rare(256, 4096, 1024, 128, True, True),
+        rare(300, 4096, 1024, 128, True, True),
     ],
 )
 def test_products(

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from attention_cases import DEVICE, DTYPES, close, poisoned_cache, put, randn
+from attention_cases import DEVICE, DTYPES, close, poisoned_cache, randn
 
 pytest.importorskip("triton")
 
 from checkpoints import rare
 from nanovllm.attention.base import Scoring
+from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.prefixes import find_shared_prefixes
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_prefix import members_of_tile, paged_prefix
@@ -54,9 +55,9 @@ def test_shared_prefixes(
 ) -> None:
     """Two groups, one of them of several tiles, among decodes that share nothing; padding."""
     monkeypatch.setattr("nanovllm.engine.prefixes.MIN_SAVED", 0)
-    hq, hkv = 8, 2
+    hq, hkv = 16, 2
     shared, lens = [70, 30], [(0, 90), (1, 33), (None, 5), (0, 75), (1, 64), (None, 40)]
-    lens += [(0, 81 + i) for i in range(20)] + [(1, 40), (1, 50)]
+    lens += [(0, 81 + i) for i in range(8)] + [(1, 40), (1, 50)]
     if block_size == 128:
         shared, lens = [300, 128], [(group, n + 250) for group, n in lens]
     shared = [n // block_size * block_size for n in shared]
@@ -70,12 +71,10 @@ def test_shared_prefixes(
         return x.to(dtype)
 
     def store(x: torch.Tensor) -> list[int]:
-        table: list[int] = []
-        for i in range(x.shape[1]):
-            if i % block_size == 0:
-                table.append(next(free))
-            for part in (0, 1):
-                put(cache, part, table[-1], i % block_size, x[part, i])
+        n = x.shape[1]
+        table = [next(free) for _ in range(-(-n // block_size))]
+        slots = [table[i // block_size] * block_size + i % block_size for i in range(n)]
+        TorchBackend().store_kvcache(*x, cache, torch.tensor(slots, device=DEVICE))
         return table
 
     prefixes = [tokens(n, 50 + i) for i, n in enumerate(shared)]

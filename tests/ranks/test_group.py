@@ -19,8 +19,9 @@ from nanovllm.distributed.bulk import Gathered, part_of
 from nanovllm.distributed.group import Group, LostContactError
 from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
-from nanovllm.layers.layernorm import Owned, RMSNorm
-from nanovllm.layers.linear import RowParallelLinear, gather_owned_rows, local_kv_heads
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear, local_kv_heads
+from nanovllm.layers.spread import Owned, gather_owned_rows
 from nanovllm.utils.context import Context, use_context
 
 CPU = torch.device("cpu")

@@ -122,10 +122,11 @@ FORMS += [
     {"choice": ["yes", "yesterday", "no"]},
     {"grammar": 'start: "<" item ("," item)* ">"\nitem: /[0-9]{1,2}/ | "(" item ")"'},
 ]
-MIXED_PROMPTS = [f"{PROMPTS[i % len(PROMPTS)]}{i}" for i in range(2 * len(FORMS))]
+OF_EACH_KIND = [FORMS[i] for i in (0, 1, 3, 7, 8, 9)]
+MIXED_PROMPTS = [f"{PROMPTS[i % len(PROMPTS)]}{i}" for i in range(2 * len(OF_EACH_KIND))]
 MIXED = [
-    guided(40, seed=i, **FORMS[i // 2]) if i % 2 else SamplingParams(1.0, 20, True, seed=i)
-    for i in range(2 * len(FORMS))
+    guided(40, seed=i, **OF_EACH_KIND[i // 2]) if i % 2 else SamplingParams(1.0, 20, True, seed=i)
+    for i in range(2 * len(OF_EACH_KIND))
 ]
 
 
@@ -244,7 +245,7 @@ def test_logit_bias_and_filters(llm: LLM) -> None:
             assert_valid(output["text"], schema)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_other_ends(overlap: bool) -> None:
     """A stop string or token, or the limit, may end a text before its form is complete."""
     schema = obj(a={"const": 1}, b={"const": 2})
@@ -330,7 +331,7 @@ def test_ends_that_spell_text(eos: list[int], overlap: bool, tmp_path: Path) -> 
     assert spelled == set(eos) & set(b"!\n")
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_texts_that_end_unfinished_are_told(
     overlap: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +395,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "plain", "no-cache"))
+@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "plain", "overlap", "no-cache"))
 def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
     """Those of the guided, and of the others, which draw as if they were alone."""
     outputs, _ = run(MIXED_PROMPTS, MIXED, **CIRCUMSTANCES[name])
@@ -411,12 +412,12 @@ def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
 @pytest.mark.usefixtures("threads")
 def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     """Rank 0 has the grammars; the others are told the tokens."""
-    count = 2 * len(FORMS) // size
+    count = len(MIXED) // size
     outputs, _ = run(MIXED_PROMPTS[-count:], MIXED[-count:], tensor_parallel_size=size)
     assert tokens(outputs) == expected[-count:]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.usefixtures("low_guesses")
 def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None:
     options = {"num_kvcache_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 24}
@@ -427,15 +428,14 @@ def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None
     assert tokens(outputs) == expected
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("k", [1, rare(2), 9, rare(20)])
+@pytest.mark.parametrize(("k", "after"), [(1, False), (9, True), rare(2, True), rare(20, False)])
 def test_failed_launch_is_repeated(
     k: int, overlap: bool, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar that has followed a token does not follow it again, nor one that does not count."""
     with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
-        prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
+        prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
         fail_at(monkeypatch, llm.model_runner, "launch", k, RuntimeError("no memory"), after=after)
         found, failures = {}, 0
@@ -445,25 +445,32 @@ def test_failed_launch_is_repeated(
             except RuntimeError:
                 failures += 1
         assert failures == 1
-    assert [found[i] for i in ids] == expected[10:]
+    assert [found[i] for i in ids] == expected[4:]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", ["accept_tokens", "fill_masks"])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("accept_tokens", True),
+        ("fill_masks", False),
+        rare("accept_tokens", False),
+        rare("fill_masks", True),
+    ],
+)
 @pytest.mark.parametrize("k", [rare(1), rare(2), 9])
 def test_ctrl_c_while_grammars_follow(
     k: int, name: str, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who cannot say which tokens a grammar knows lets it follow all of them again."""
     with LLM(TINY, **OPTIONS) as llm:
-        prompts = zip(MIXED_PROMPTS[10:], MIXED[10:], strict=True)
+        prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
         fail_at(monkeypatch, control_table, name, k, KeyboardInterrupt(), after=after)
         found = run_until(KeyboardInterrupt, llm) | run_steps(llm)
-    assert [found[i] for i in ids] == expected[10:]
+    assert [found[i] for i in ids] == expected[4:]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_abort(overlap: bool, expected: list[list[int]]) -> None:
     with LLM(TINY, overlap=overlap, **OPTIONS) as llm:
         requests = zip(MIXED_PROMPTS, MIXED, strict=True)
@@ -471,10 +478,10 @@ def test_abort(overlap: bool, expected: list[list[int]]) -> None:
         found = {}
         for _ in range(5):
             found.update((output.request_id, output["token_ids"]) for output in llm.step())
-        assert all(llm.abort(i) for i in ids[1:14:4])  # objects, which are not that short
+        assert all(llm.abort(i) for i in ids[1:6:4])  # objects, which are not that short
         while not llm.is_finished():
             found.update((output.request_id, output["token_ids"]) for output in llm.step())
-        assert found == {i: expected[i] for i in ids if i not in ids[1:14:4]}
+        assert found == {i: expected[i] for i in ids if i not in ids[1:6:4]}
         [again] = llm.generate(MIXED_PROMPTS[1], MIXED[1], use_tqdm=False)
         assert again["token_ids"] == expected[1]
         assert_idle(llm)

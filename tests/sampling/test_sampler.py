@@ -67,8 +67,8 @@ def test_a_row_is_drawn_without_regard_to_the_others() -> None:
 
 @pytest.mark.parametrize("vary", ["position", "first word", "second word", "swapped words"])
 def test_other_positions_and_keys_draw_otherwise(vary: str) -> None:
-    """All rows have the same flat logits: what is drawn is the noise, and 2 in 1,000 are alike."""
-    n, V = 200, 1 << 17
+    """All rows have the same flat logits: what is drawn is the noise, and 1 in 1,000 are alike."""
+    n, V = 100, 1 << 16
     fixed, counted = np.full(n, 2**31 + 5), np.arange(n)
     keys = {"first word": (counted, fixed), "second word": (fixed, counted)}.get(vary)
     data = metadata(1.0, keys or (fixed, fixed + 1), counted if vary == "position" else fixed % 9)
@@ -127,26 +127,25 @@ def alone(flat: Path) -> list[list[int]]:
         return [llm.generate(*request, use_tqdm=False)[0]["token_ids"] for request in requests]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"overlap": False},
         rare({"max_num_seqs": 1}),
-        {"max_num_seqs": 4, "max_num_batched_tokens": 5},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 5, "overlap": True},
         rare({"enable_prefix_caching": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
     ],
-    ids=["together", "one-by-one", "chunked", "no-prefix-cache", "small-pool"],
+    ids=repr,
 )
 def test_a_request_draws_the_same_whatever_runs_beside_it(
-    flat: Path, alone: list[list[int]], options: dict[str, Any], overlap: bool
+    flat: Path, alone: list[list[int]], options: dict[str, Any]
 ) -> None:
     assert all(len(set(drawn)) > 8 for drawn in alone), "nothing was left to chance"
-    assert run(flat, overlap=overlap, **options)[0] == alone
+    assert run(flat, **options)[0] == alone
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_a_preempted_request_draws_the_same(
     flat: Path, alone: list[list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +157,7 @@ def test_a_preempted_request_draws_the_same(
 
 def test_another_seed_draws_otherwise(flat: Path, alone: list[list[int]]) -> None:
     assert run(flat, seed=0)[0] == alone
-    for seed in (1, 2**32 - 1, 2**40, 2**64 - 1):
+    for seed in (1, 2**64 - 1):
         drawn, _ = run(flat, seed=seed)
         assert [a == b for a, b in zip(drawn, alone, strict=True)] == [
             params.temperature == 0 for params in PARAMS

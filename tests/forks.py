@@ -1,13 +1,15 @@
-"""Runs the command line in forked processes, which need not import torch again.
+"""Runs the command line and scripts in forked processes, which need not import torch again.
 
-As a script it reads calls, a line of JSON each, and answers with a line. A call has `argv`; files
-as `stdin` and `stdout`; `closed`: nobody reads its standard output; `signal` and `at`: the signal
-is sent when the output has so many bytes; `part_rows`: of a file of Parquet.
+Run as a script, this reads calls, a line of JSON each, and answers with a line. A call has `argv`;
+`script`, in place of the command line, and `cwd`; files as `stdin` and `stdout`; `closed`: nobody
+reads its standard output; `signal` and `at`: the signal is sent when the output has so many bytes;
+`part_rows`: of a file of Parquet.
 """
 
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,15 +20,16 @@ DEADLINE = 120  # seconds, only to turn a hang into a failure
 
 
 class Forks:
-    """The script, from outside."""
+    """This script, from outside; `env` is added to the environment, None takes a name out."""
 
-    def __init__(self):
+    def __init__(self, **env):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **env}
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+            env={name: value for name, value in env.items() if value is not None},
         )
 
     def __call__(self, *argv, **call):
@@ -49,7 +52,7 @@ def size_of(path: Path) -> int:
 
 
 def child(call, stderr):
-    """The command, in this process."""
+    """The command or the script, in this process."""
     from nanovllm.batch import parts
     from nanovllm.cli.main import main
 
@@ -64,9 +67,15 @@ def child(call, stderr):
     faulthandler.dump_traceback_later(DEADLINE, exit=True, file=stderr)
     for name, fd in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, open(fd, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    os.chdir(call.get("cwd", "."))
     code = 70
     try:
-        code = main(call["argv"])
+        if "script" in call:
+            sys.argv = [call["script"], *call["argv"]]
+            runpy.run_path(call["script"], run_name="__main__")
+            code = 0
+        else:
+            code = main(call["argv"])
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -75,7 +84,7 @@ def child(call, stderr):
 
 def serve():
     """Answer calls."""
-    import transformers  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
 
     import nanovllm.llm  # noqa: F401
 

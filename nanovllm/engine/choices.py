@@ -1,0 +1,61 @@
+"""What an engine runs by on its device: dtypes, formats, attention's backend, whose kernels."""
+
+import torch
+
+from nanovllm.attention import select_backend
+from nanovllm.attention.base import AttentionNeeds
+from nanovllm.attention.triton_backend import HEAD_DIMS
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Build
+from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import choose as choose_quantization
+from nanovllm.utils.device import fp8_refusal, triton_refusal
+from nanovllm.utils.fp8 import FP8
+
+
+def choose_build(
+    config: Config, model_config: ModelConfig, group: Group, device: torch.device
+) -> tuple[Build, str]:
+    """What the layers are built with, and why attention has its backend.
+
+    Args:
+        config: the engine's options.
+        model_config: the checkpoint's facts.
+        group: the ranks that the model is split over.
+        device: of this rank.
+
+    Raises:
+        ValueError: for an option that the device or the checkpoint does not allow.
+    """
+    on_cpu = device.type == "cpu"
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if on_cpu else model_config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    if cache_dtype == FP8 and (refusal := fp8_refusal(device)):
+        raise ValueError(f"`kv_cache_dtype` {config.kv_cache_dtype!r} {refusal}")
+    needs = AttentionNeeds(
+        device=device,
+        dtype=dtype,
+        head_dim=model_config.head_dim,
+        block_size=config.kvcache_block_size,
+        softcap=model_config.attn_logit_softcapping > 0,
+        sinks=model_config.attention_sinks,
+        fp8=cache_dtype == FP8,
+    )
+    backend, reason = select_backend(config.attention_backend, needs)
+    can_fuse = not on_cpu and triton_refusal(device) is None
+    found, has_experts = model_config.quantization, model_config.experts is not None
+    build = Build(
+        dtype=dtype,
+        fused=config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS,
+        group=group,
+        backend=backend,
+        max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
+        block_size=config.kvcache_block_size,
+        cache_dtype=cache_dtype,
+        quantization=choose_quantization(config.quantization, found, has_experts),
+    )
+    return build, reason

@@ -1,0 +1,91 @@
+"""Rows and sums that are spread over GPUs, as the layers meet them.
+
+Sums may wait for the norm that follows. Large steps on several GPUs divide their rows: each rank
+has the residual stream of its own, and normalises those.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.distributed.bulk import Gathered, Scattered
+from nanovllm.distributed.group import Group
+from nanovllm.utils.context import get_context
+
+
+class Owned(NamedTuple):
+    """This rank's rows of the residual stream, in a large step on several GPUs.
+
+    Attributes:
+        rows: [len(held) or more, M]
+        held: which of the step's rows they are.
+    """
+
+    rows: torch.Tensor
+    held: range
+
+
+Residual: TypeAlias = torch.Tensor | Owned | None  # [T, M], None before the first layer
+
+
+def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
+    """Sum x: [T, M] over the ranks. Where kernels exchange rows, the norm that follows does it:
+    x is returned as partial results then, [1, T, M] or `Scattered`.
+    """
+    if bulk := group.bulk_for(x):
+        return bulk.scatter(len(x), lambda rows, out: out.copy_(x[rows]))
+    if group.can_exchange(x):
+        return x.unsqueeze(0)
+    return group.all_reduce(x)
+
+
+def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
+    """Rows of a matrix that is split over the ranks. The rows of other ranks are 0 here, so the sum
+    over the ranks has all of them.
+
+    Args:
+        own: [len(held) or more, M], this rank's rows.
+        index: [n] int32, rows of the whole matrix.
+        held: the rows of the whole that are in `own`.
+
+    Returns:
+        [n, M]
+    """
+    if not held:
+        return own.new_zeros(len(index), own.shape[1])
+    place = index - held.start
+    ours = (place >= 0) & (place < len(held))
+    return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
+
+
+def normalise_owned_rows(
+    x: Scattered, residual: Residual, weight: torch.Tensor, eps: float, plus_one: bool
+) -> tuple[Gathered, Owned]:
+    """`RMSNorm.add_forward` of this rank's rows; the others' are on their way."""
+    from nanovllm.kernels.norm import add_rms_norm
+
+    assert residual is None or isinstance(residual, Owned), "rows are divided once"
+    own = None if residual is None else residual.rows
+    out = x.exchange.own_rows(x.num_rows)
+    _, total = add_rms_norm(x.partial, own, weight, eps, out=out, plus_one=plus_one)
+    gathered = x.exchange.gather(x.num_rows)
+    return gathered, Owned(total, gathered.held)
+
+
+def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
+    """The rows of the residual that attention has kept of the others."""
+    if isinstance(residual, Owned):
+        # Between attention's product and the norm below, whose kernel sums that and waits. Once
+        # this sum is there, all ranks have the gathered rows, so none waits for rows while the
+        # norm of another waits for it, perhaps on the whole GPU.
+        return group.all_reduce(gather_owned_rows(residual.rows, _kept_rows(), residual.held))
+    if residual is None or len(residual) == num_rows:
+        return residual
+    return residual.index_select(0, _kept_rows())
+
+
+def _kept_rows() -> torch.Tensor:
+    rows = get_context().kept_rows
+    assert rows is not None, "x and residual have different rows"
+    return rows
