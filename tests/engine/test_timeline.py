@@ -151,6 +151,26 @@ def test_counts_are_those_of_metrics(overlap, checkpoint, tmp_path):
     assert events[-1]["name"] == "recording ended"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "options", "held_by"),
+    [
+        ([[i] * 3 for i in range(4)], {"max_num_seqs": 2}, "sequences"),
+        ([[i] * 9 for i in range(4)], {"max_num_seqs": 4, "max_num_batched_tokens": 9}, "tokens"),
+        ([[7] * 40] * 2, {}, "prefix"),
+        ([[i] * 20 for i in range(4)], {"num_kvcache_blocks": 4}, "blocks"),
+    ],
+)
+def test_steps_say_what_the_first_that_waits_waits_for(
+    prompts, options, held_by, checkpoint, tmp_path
+):
+    path = tmp_path / "run.json"
+    with LLM(checkpoint, trace=path, **{**SMALL, **options}) as llm:
+        llm.generate(prompts, greedy(2), use_tqdm=False)
+    steps = [event["args"] for event in select(read(path), cat="step")]
+    assert {step["held_by"] for step in steps if step["waiting"]} == {held_by}
+    assert not any(step["held_by"] for step in steps if not step["waiting"])
+
+
 def test_times_are_those_of_the_requests(checkpoint, tmp_path):
     path = tmp_path / "run.json"
     with LLM(checkpoint, trace=path, **SMALL) as llm:
@@ -261,6 +281,17 @@ def test_what_is_aborted_is_written_at_once(checkpoint, tmp_path):
         llm.step()
         llm.core.reset()
         assert path.read_text().count('"aborted"') == 2
+
+
+def test_steps_are_written_when_a_second_has_passed(checkpoint, tmp_path, monkeypatch):
+    path = tmp_path / "block.json"
+    with LLM(checkpoint, **SMALL) as llm, llm.trace(path):
+        llm.add_request(PROMPTS[0], greedy(9))
+        llm.step()
+        assert not path.read_text().count('"cat":"step"')
+        monkeypatch.setattr(timeline, "FLUSH_SECONDS", 0.0)
+        llm.step()
+        assert path.read_text().count('"cat":"step"') == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -110,6 +110,24 @@ def test_a_step_that_was_not_timed_is_an_average_one(path: Path) -> None:
     assert summary_of(path, made).gpu_share == pytest.approx(0.5)
 
 
+def test_a_request_is_finished_when_all_its_completions_are(path: Path) -> None:
+    ends = [(7, "stop"), (7, "aborted"), (8, "length")]
+    summary = summary_of(path, MadeTrace().step(1.0, decode=3).sequence().sequence().sequence())
+    for each, (request, reason) in zip(summary.trace.sequences, ends, strict=True):
+        each.update(request=request, finish_reason=reason)
+    assert (summary.num_requests("stop", "length"), summary.num_requests("aborted")) == (1, 0)
+
+
+def test_times_of_requests(path: Path) -> None:
+    """A first token comes after a fifth of the time; the others share the rest."""
+    made = MadeTrace().step(2.0, decode=1).sequence(generated=5, seconds=2.0)
+    summary = summary_of(path, made.sequence(generated=1, seconds=1.0))
+    assert summary.times("queue_us") == pytest.approx([0.2, 0.1])
+    assert summary.times("first_token_us") == pytest.approx([0.4, 0.2])
+    assert summary.times("token_us") == pytest.approx([1.6 / 4])
+    assert summary.times("total_us") == pytest.approx([2.0, 1.0])
+
+
 # -- the roofline ----------------------------------------------------------------------------------
 
 
@@ -181,6 +199,11 @@ RUNS: dict[str, tuple[MadeTrace, list[str]]] = {
     "not few for a CPU": (run((100, {"decode": 32}), facts=CPU), [findings.NOTHING]),
     "a tail": (run((70, {}), (30, {"decode": 10})), [findings.TAIL]),
     "few at the beginning": (run((30, {"decode": 10}), (70, {})), [findings.NOTHING]),
+    "few now and then": (run(*[(14, {}), (6, {"decode": 10})] * 5), [findings.NOTHING]),
+    "much is computed again": (
+        run((20, {}), (60, {**PROMPT, "held_by": "", "preempted": 1})),
+        [findings.PREFILL, findings.BLOCKS],
+    ),
 }
 
 
@@ -202,6 +225,12 @@ def test_causes_name_the_options_that_mend_them(path: Path) -> None:
         "`enable_prefix_caching`" in prompts.remedy and "`max_num_batched_tokens`" in prompts.text
     )
     assert "`overlap`" in host.remedy and "`enforce_eager`" in host.remedy
+    made = MadeTrace()
+    for _ in range(9):
+        made.step(0.004, decode=256, gpu=0.9)
+        made.now += 0.004  # in a listener, say
+    [host] = find(summary_of(path, made.sequence()))
+    assert "the caller's own code" in host.text and "listeners" in host.remedy
     made = run((10, {"held_by": "blocks", "preempted": 2, "prefill": 100}))
     [waits] = find(summary_of(path, made))
     assert "20 times a running sequence lost its blocks" in waits.text
