@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
 from transformers import Qwen3ForCausalLM
 
 from checkpoints import qwen3_06b_config
@@ -88,7 +88,7 @@ def test_float32_tokens_are_those_of_the_reference(
     assert (metrics["num_graph_replays"] > 0) == (mode != "eager")
     by_nccl = mode in ("nccl", "plain-kernels")
     assert metrics["all_reduce"] == ("nccl" if by_nccl else "peer memory and nccl")
-    assert_greedy(reference, prompts, [output["token_ids"] for output in outputs])
+    assert_greedy(reference, prompts, tokens(outputs))
 
 
 @pytest.fixture(scope="module")
@@ -437,13 +437,12 @@ def test_replicas_have_gpus_of_their_own(
 ) -> None:
     """Graphs on each; one is killed in the middle, and its requests are computed by the other."""
     prompts, before = make_prompts(), free()
-    expected = [reference_greedy(reference, prompt) for prompt in prompts]
     options = {**POOL, "tensor_parallel_size": ranks, "dtype": "float32"}
     with LLM(tiny, data_parallel_size=replicas, **options) as llm:
         taken = [a - b for a, b in zip(before, free(), strict=True)]
         assert min(taken[: replicas * ranks]) > 1 << 30
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output["token_ids"] for output in outputs] == expected
+        assert_greedy(reference, prompts, tokens(outputs))
         each = llm.metrics()["replicas"].values()
         assert min(metrics["num_graph_replays"] for metrics in each) > 0
         step, killed = llm.core.step, []
@@ -458,9 +457,9 @@ def test_replicas_have_gpus_of_their_own(
             patch.setattr(llm.core, "step", killing)
             outputs = within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
         assert killed
-        assert [output["token_ids"] for output in outputs] == expected
+        assert_greedy(reference, prompts, tokens(outputs))
         wait_until(lambda: llm.step() is None or len(llm.executor.ready) == replicas)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output["token_ids"] for output in outputs] == expected
+        assert_greedy(reference, prompts, tokens(outputs))
         restarted = llm.metrics()["replicas"]["0"]
         assert (restarted["num_finished"] > 0, llm.executor.num_restarts) == (True, 1)
