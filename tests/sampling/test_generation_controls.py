@@ -168,7 +168,6 @@ SMALL_POOL = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 24}
     "options",
     [
         {"overlap": False},
-        rare({"max_num_seqs": 1}),
         {**CHUNKED, "overlap": True},
         rare({"enable_prefix_caching": False, "mixed_steps": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6, "mixed_steps": False},
