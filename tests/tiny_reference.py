@@ -39,14 +39,15 @@ def assert_greedy(
     the likeliest behind those before it, so one pass of the model is enough.
     """
     for prompt, output in zip(prompts, found, strict=True):
-        assert output == _likeliest(reference, (*prompt, *output))[len(prompt) - 1 : -1]
+        assert output == likeliest(reference, (*prompt, *output))[len(prompt) - 1 : -1]
         ends = [token in END for token in output]
         assert not any(ends[:-1])
         assert ends[-1] or len(output) == max_tokens
 
 
 @functools.cache
-def _likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
+def likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
+    """Behind each of the tokens."""
     with torch.inference_mode():
         return reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()
 

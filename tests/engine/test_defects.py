@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import train_tiny
-from tiny_reference import GREEDY, assert_greedy, tokens
+from tiny_reference import GREEDY, assert_greedy, likeliest, tokens
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.admission import LengthEstimator
@@ -72,10 +72,8 @@ def test_defect_8_prefix_hit_when_a_preempted_sequence_resumes(
         assert llm.metrics()["num_preemptions"] > 0
     assert hits > 0
     assert tokens(outputs) == expected
-    ids = [*prompts[0], *expected[0]]
-    with torch.inference_mode():
-        likeliest = reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()
-    assert likeliest[len(prompts[0]) - 1 : -1] == expected[0]
+    whole = (*prompts[0], *expected[0])
+    assert likeliest(reference, whole)[len(prompts[0]) - 1 : -1] == expected[0]
 
 
 def test_defect_8_a_reused_block_is_not_found_by_its_old_hash(tiny: str, reference: Any) -> None:

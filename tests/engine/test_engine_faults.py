@@ -285,9 +285,7 @@ def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
 
 
 ENDS = {
-    "at once": "",
     "in a cycle": "llm.me = llm",
-    "with a step under way": "llm.add_request([1, 2, 3]); llm.step(); assert llm.core.in_flight",
     "sys.exit": "sys.exit(0)",
     "in a daemon thread": """
 def work():

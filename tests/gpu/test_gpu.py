@@ -24,7 +24,7 @@ from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
 from int4_checkpoints import checkpoints as int4_checkpoints
 from stand_in import CONTROLS
-from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 
@@ -133,7 +133,7 @@ def test_float32_tokens_are_those_of_the_reference(
         metrics = llm.metrics()
     assert metrics["overlap"] == (mode != "synchronous")
     assert (metrics["num_graph_replays"] > 0) == (mode != "eager" and backend == "triton")
-    assert_greedy(reference, prompts, [output["token_ids"] for output in outputs])
+    assert_greedy(reference, prompts, tokens(outputs))
 
 
 class LogitsTap:

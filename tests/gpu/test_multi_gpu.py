@@ -88,7 +88,7 @@ def test_float32_tokens_are_those_of_the_reference(
     assert (metrics["num_graph_replays"] > 0) == (mode != "eager")
     by_nccl = mode in ("nccl", "plain-kernels")
     assert metrics["all_reduce"] == ("nccl" if by_nccl else "peer memory and nccl")
-    assert_greedy(reference, prompts, [output["token_ids"] for output in outputs])
+    assert_greedy(reference, prompts, tokens(outputs))
 
 
 @pytest.fixture(scope="module")

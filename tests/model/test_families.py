@@ -79,15 +79,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama 3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "llama, linear": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}}),
-    "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen2, windows": (
         "qwen2",
         {**SLIDES, "use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
     "qwen3": ("qwen3", {"attention_bias": True}),
-    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "mistral, windows": ("mistral", SLIDES),
     "ministral 3": (
@@ -205,8 +202,8 @@ NUM_PREFILLED = 24  # by fused layers: more than a window, and than a tile of 16
 
 
 # What distinguishes them is tried with another family, or without a whole model.
-COVERED = {"exaone 4, no window", "llama, a KV head for each query", "llama, linear", "mistral"}
-COVERED |= {"olmo 2, one KV head", "qwen2", "qwen3, yarn"}
+COVERED = {"exaone 4, no window", "llama, a KV head for each query", "mistral"}
+COVERED |= {"olmo 2, one KV head"}
 
 
 @pytest.fixture(scope="module", params=with_rare(CHECKPOINTS, *COVERED))
@@ -307,7 +304,7 @@ def test_fused_layers_with_an_fp8_cache(path: Path, kernel_device: str) -> None:
     compare_fused_layers(path, FP8, kernel_device)
 
 
-@pytest.mark.parametrize("path", ["qwen3", rare("qwen2"), rare("gemma 2")], indirect=True)
+@pytest.mark.parametrize("path", ["qwen3", rare("qwen2, tied"), rare("gemma 2")], indirect=True)
 def test_fused_layers_with_fp8_weights(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

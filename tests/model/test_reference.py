@@ -80,12 +80,6 @@ MODES: dict[str, dict[str, Any]] = {
     "chunks-of-one": {"max_num_batched_tokens": 12, "max_num_seqs": 12},
     "chunked-overlap": {"max_num_batched_tokens": 40, "max_num_seqs": 12, "overlap": True},
     "prefill-first": {"mixed_steps": False},
-    "prefill-first-chunked-overlap": {
-        "mixed_steps": False,
-        "max_num_batched_tokens": 40,
-        "max_num_seqs": 12,
-        "overlap": True,
-    },
 }
 USUAL_MODES = ("block-16", "chunked-overlap")
 

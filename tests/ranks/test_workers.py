@@ -71,6 +71,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Li
 
 TP2 = {**SMALL, "tensor_parallel_size": 2}
 TP4 = {**SMALL, "tensor_parallel_size": 4}
+NATIVE_THREADS = "/proc/self/task"
 
 # -- what an engine could leave behind -------------------------------------------------------------
 
@@ -80,10 +81,6 @@ def all_traces():
     found = traces()
     kinds = [link.partition(":")[0] for link in fds()]
     return found, Counter(kind for kind in kinds if kind[0] != "/" or kind == "/memfd")
-
-
-def num_native_threads():
-    return len(os.listdir("/proc/self/task"))
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +94,12 @@ def shared(checkpoint):
 @pytest.fixture(autouse=True)
 def nothing_left(shared):
     """Whatever a test does: no process, thread, descriptor or port is left, and no memory."""
-    before, names, num_threads = all_traces(), shared_memory(), num_native_threads()
+    before, names, threads = all_traces(), shared_memory(), len(os.listdir(NATIVE_THREADS))
 
     def check():
         assert all_traces() == before
         wait_until(lambda: shared_memory() <= names)
-        wait_until(lambda: num_native_threads() <= num_threads)  # listed for an instant longer
+        wait_until(lambda: len(os.listdir(NATIVE_THREADS)) <= threads)  # for an instant longer
 
     yield check
     check()
@@ -615,7 +612,6 @@ def reach(child=0):
 
 
 SCRIPTS = {  # code, exit code, the last line of standard error
-    "without a guard, without exit": ("llm = build(); print(generate(llm))", 0, ""),
     "on standard input": ("llm = build(); print(generate(llm))", 0, ""),
     "in a thread": ("threading.Thread(target=lambda: print(generate(build()))).start()", 0, ""),
     "with a daemon thread in a step": (

@@ -133,7 +133,6 @@ def alone(flat: Path) -> list[list[int]]:
         {"overlap": False},
         rare({"max_num_seqs": 1}),
         {"max_num_seqs": 4, "max_num_batched_tokens": 5, "overlap": True},
-        rare({"enable_prefix_caching": False}),
         {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
     ],
     ids=repr,
