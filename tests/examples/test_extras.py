@@ -244,11 +244,14 @@ def test_the_notebook_runs_and_shows_what_it_says(
 
 
 def outputs(cell: Any) -> list[tuple[str, str]]:
-    """What a cell shows: kinds, and text that is the same on each machine."""
-    found = []
+    """What a cell shows: kinds, and text that is the same on each machine. How a stream is cut into
+    messages depends on the time.
+    """
+    found: list[tuple[str, str]] = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":
-            found.append((output.name, output.text))
+            before = found.pop()[1] if found and found[-1][0] == output.name else ""
+            found.append((output.name, before + output.text))
         else:
             assert output.output_type in ("display_data", "execute_result"), output
             found += [(kind, "") for kind in sorted(output.data)]
