@@ -207,3 +207,30 @@ def test_an_engine_that_fails_leaves_what_was_finished(
     assert 0 < len(lines(path)) < COUNT
     assert main([*map(str, command)]) == 0
     assert answers(lines(path)) == expected
+
+
+@pytest.mark.slow
+def test_twenty_thousand_rows_killed_ten_times(tiny, tmp_path):
+    """Against a run that was not interrupted."""
+    numbers, file = random.Random(2), tmp_path / "in.jsonl"
+    with file.open("w") as stream:
+        for i in range(20_000):
+            prompt = f"{numbers.randint(1, 999)}+{numbers.randint(1, 999)}="
+            named = {"custom_id": f"r{i}"} if i % 2 else {}
+            stream.write(json.dumps({**named, "prompt": prompt, "max_tokens": 3 + i % 6}) + "\n")
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    forks = Forks()
+    options = ("--device", "cpu", "--max-num-seqs", "128", "--temperature", "0", "--input", file)
+    assert forks("generate", "--model", tiny, *options, "--output", whole)[0] == 0
+    moments = sorted(numbers.sample(range(whole.stat().st_size), 10))
+    print("killed at", moments, "of", whole.stat().st_size, "bytes")
+    for at in moments:
+        code, _ = forks(
+            "generate", "--model", tiny, *options, "--output", path, signal="SIGKILL", at=at
+        )
+        assert code == -9
+        print(path.stat().st_size, "bytes,", path.read_bytes().count(b"\n"), "lines")
+    assert forks("generate", "--model", tiny, *options, "--output", path)[0] == 0
+    forks.close()
+    assert sorted(path.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
+    assert len(answers(lines(path))) == 20_000
