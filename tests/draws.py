@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from nanovllm.layers.sampler import SamplingMetadata
 
@@ -86,6 +85,8 @@ def take(data: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
 
 def chi_square_p(drawn: list[int], probs: np.ndarray) -> float:
     """p-value of the draws; tokens expected less than 5 times are one bin."""
+    from scipy import stats  # takes a second
+
     expected = probs * len(drawn)
     rare = expected < 5
     counts = np.bincount(drawn, minlength=len(probs))

@@ -335,36 +335,36 @@ def test_an_engine_that_ends_with_requests_says_so(checkpoint, tmp_path):
     assert seq["args"]["finish_reason"] == "unfinished"
 
 
-CHILD = """if True:
+CHILDREN = """if True:
     import os, signal, sys
-    from nanovllm import LLM, TINY, SamplingParams
+    from nanovllm import LLM, SamplingParams
     from nanovllm.engine import timeline
     timeline.MOST_RECORDS = 1
-    options = {"device": "cpu", "num_kvcache_blocks": 8, "trace": sys.argv[1]}
-    llm = LLM(TINY, **options)
-    llm.add_request("count from 17: ", SamplingParams(temperature=0, max_tokens=50))
-    for _ in range(6):
-        llm.step()
-    if sys.argv[2] == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[2] == "interrupt":
+    directory, path, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
+    for end in ("interrupted", "killed"):
+        if child := os.fork():
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            continue
+        llm = LLM(directory, **options, trace=os.path.join(path, end))
+        llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=50))
+        for _ in range(6):
+            llm.step()
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         raise KeyboardInterrupt
 """
 
 
-@pytest.mark.parametrize("end", ["interrupt", "kill"])
-def test_whatever_ends_the_process_the_file_is_readable(end, tmp_path):
-    path = tmp_path / "run.json"
-    command = [sys.executable, "-c", CHILD, str(path), end]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    signum = {"interrupt": signal.SIGINT, "kill": signal.SIGKILL}[end]
-    assert done.returncode == -signum, done.stderr
-    text = path.read_text()
-    assert text.endswith("]\n") == (end != "kill")
-    events = json.loads(text if text.endswith("]\n") else text + "]")
-    assert len(select(events, cat="step")) == 6
-    if end != "kill":
-        assert [e["args"]["finish_reason"] for e in select(events, name="request", ph="b")]
+def test_whatever_ends_the_process_the_file_is_readable(checkpoint, tmp_path):
+    command = [sys.executable, "-c", CHILDREN, str(checkpoint), str(tmp_path), repr(SMALL)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [*map(int, done.stdout.split())] == [-signal.SIGINT, -signal.SIGKILL], done.stderr
+    interrupted, killed = ((tmp_path / end).read_text() for end in ("interrupted", "killed"))
+    assert interrupted.endswith("]\n") and not killed.endswith("]\n")
+    for text in (interrupted, killed + "]"):
+        assert len(select(json.loads(text), cat="step")) == 6
+    requests = select(json.loads(interrupted), name="request", ph="b")
+    assert [e["args"]["finish_reason"] for e in requests]
 
 
 def test_coroutines_record_too(tmp_path):

@@ -567,16 +567,16 @@ def test_forked_process_has_no_engine(two):
 # -- timelines -------------------------------------------------------------------------------------
 
 
-def test_replicas_record_to_one_file(tmp_path):
+def test_replicas_record_to_one_file(checkpoint, tmp_path):
     """Each as a process of its own, by one clock; one that is started again, too."""
-    path = tmp_path / "trace.json"
-    with LLM(TINY, **DP2, trace=str(path)) as llm:
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    path, prompts = tmp_path / "trace.json", [[i, i + 1] for i in range(18)]
+    with LLM(checkpoint, **PLAIN, trace=str(path)) as llm:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
         killed_at = time.perf_counter() * 1e6  # the clock of all processes
         os.kill(pids(llm)[0], signal.SIGKILL)
         within_deadline(lambda: until_restarted(llm))
-        again = llm.generate(PROMPTS, DRAWN, use_tqdm=False)
+        again = llm.generate(prompts, DRAWN, use_tqdm=False)
         seconds = sum(output.metrics.total_seconds for output in again)
     events = json.loads(path.read_text())
     names = [e for e in events if e["name"] == "process_name"]
