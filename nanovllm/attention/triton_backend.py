@@ -47,13 +47,14 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
+        from nanovllm.kernels.paged_decode import MANY_PROGRAMS, choose_num_splits, paged_decode
         from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
         self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
+        self._many_programs = MANY_PROGRAMS
 
     def prefill(
         self,
@@ -104,7 +105,9 @@ class TritonBackend(TritonStore):
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
-        """Prefill of a single token and of many, and decode by each number of splits."""
+        """Prefill of a single token and of many, decode by each number of splits and of many
+        sequences, and of those that share prefixes.
+        """
         _, _, num_kv_heads, head_dim = cache.k.shape
         k, fp8 = q[:, :num_kv_heads], cache.k.dtype == FP8
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
@@ -119,7 +122,11 @@ class TritonBackend(TritonStore):
             for i in range(most_splits.bit_length()):
                 decode = partial(self._decode, q, cache, table, lens[:1], **how)
                 calls.append(partial(decode, num_splits=1 << i))
-            if not scoring.window:  # of the full batches that share prefixes
-                prefixes = Prefixes(*lens[:1].expand(4, 1))
-                calls.append(partial(decode, num_splits=1, prefixes=prefixes))
+            many = -(-self._many_programs // num_kv_heads)
+            empty = lens.new_zeros(many)  # context lengths
+            args = q.repeat(many, 1, 1), cache, table.repeat(many, 1), empty
+            calls.append(partial(self._decode, *args, num_splits=1, **how))
+            if not scoring.window:  # full batches share prefixes
+                prefixes = Prefixes(empty, *lens[:1].expand(3, 1))
+                calls.append(partial(calls[-1], prefixes=prefixes))
         return calls

@@ -22,6 +22,7 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
 MIN_ROWS = 16  # of an operand of tl.dot
+MANY_PROGRAMS = 1536  # without splits: enough for several of one warp on each multiprocessor
 
 
 @triton.jit
@@ -194,11 +195,16 @@ def _combine_kernel(
         tl.store(out_ptr + row * D + d, out)
 
 
-def decode_tiles(q: torch.Tensor, fp8: bool = False) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8."""
+def decode_tiles(q: torch.Tensor, fp8: bool = False, many: bool = False) -> tuple[int, int, int]:
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8; `many`: for
+    MANY_PROGRAMS of them, which hide each other's beginnings and ends best with one warp each
+    (docs/experiments.md, 34).
+    """
     wide, large = q.element_size() == 4, q.shape[-1] > 128
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
+    if many and not wide and 64 < q.shape[-1] <= 128 and has_room(q):
+        return 32, 1, 5
     if fp8 and not wide and not large:
         return 128, 4, 5
     return 32 if wide else 64, 4 if large or fp8 else 2, 3
@@ -258,7 +264,8 @@ def paged_decode(
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
     G_PAD = max(MIN_ROWS, triton.next_power_of_2(G))
-    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8)
+    many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS and G_PAD == MIN_ROWS
+    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2

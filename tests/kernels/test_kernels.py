@@ -494,6 +494,34 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     close(decode()[others], case.wanted()[others])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("d", [80, 128])
+def test_decode_in_tiles_of_many_sequences(
+    d: int, fp8: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of one warp, as full batches have them; float32 has no others than before."""
+    lens = [1, 31, 32, 33, 100, 150]
+    shape: dict[str, Any] = {"d": d, "fp8": fp8, "hkv": 1, "hq": 5, "block_size": 16}
+    case = Case([1] * 6, lens, num_decodes=6, dtype=dtype, sinks=True, **shape)
+    run_case(TritonBackend(), case)  # stores this step's keys
+    args = case.q, case.cache, case.context.block_tables, case.context.context_lens
+    asked = []
+
+    def tiles(q: torch.Tensor, fp8: bool, many: bool) -> tuple[int, int, int]:
+        asked.append(many)
+        return decode_tiles(q, fp8, many)
+
+    monkeypatch.setattr(paged_decode, "decode_tiles", tiles)
+    for programs in (6, 7):
+        monkeypatch.setattr(paged_decode, "MANY_PROGRAMS", programs)
+        out = paged_decode.paged_decode(*args, **case.scoring._asdict(), num_splits=1)
+        close(out, case.wanted())
+    assert asked == [True, False]
+    tiles_of_many = decode_tiles(case.q, fp8, many=True)
+    assert (tiles_of_many == decode_tiles(case.q, fp8)) == (dtype == torch.float32)
+
+
 @pytest.mark.parametrize("seed", range(40 if HAS_CUDA else 3))
 def test_attention_over_random_shapes(seed: int) -> None:
     """Any number of heads for a KV head, head size and block size; cached context; decodes."""
@@ -594,7 +622,9 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
         assert prefills == [1, 128]
         decodes = [call for call in calls if call.func is backend._decode]
         sharing = [call for call in decodes if call.keywords.get("prefixes") is not None]
-        assert len(sharing) == 1 and len(decodes) == 1 + len(splits)
+        assert len(sharing) == 1 and len(decodes) == 2 + len(splits)
+        batches = {call.args[0].shape[0] for call in decodes}  # of few and of many sequences
+        assert min(batches) * 8 < paged_decode.MANY_PROGRAMS <= max(batches) * 8
         assert {call.keywords["num_splits"] for call in decodes} == splits
         assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
         assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
