@@ -32,7 +32,7 @@ class Family(NamedTuple):
         expert_bias: whether router and experts have biases.
         swiglu_limit: of `swiglu_limit` in config.json; 0: no such key counts.
         attention_sinks: see `Scoring`.
-        has_mxfp4: whether checkpoints may have experts in 4 bits.
+        packed_experts: the checkpoint has those of a layer as one tensor, maybe in MXFP4.
         interleaved_rope: see `RopeParameters`.
         is_part: of a checkpoint that has other parts, as one for images: only text is read and
             written.
@@ -55,7 +55,7 @@ class Family(NamedTuple):
     expert_bias: bool = False
     swiglu_limit: float = 0.0
     attention_sinks: bool = False
-    has_mxfp4: bool = False
+    packed_experts: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -249,7 +249,7 @@ FAMILIES = {
         expert_bias=True,
         swiglu_limit=7.0,
         attention_sinks=True,
-        has_mxfp4=True,
+        packed_experts=True,
         defaults={
             **EPS,
             "attention_bias": True,

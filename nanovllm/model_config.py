@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from nanovllm.families import FAMILIES, FULL, SLIDING, Family
 from nanovllm.generation_config import read_eos
-from nanovllm.quantization import Quantization, read_quantization
+from nanovllm.quantization import Int4, Quantization, read_quantization
 from nanovllm.refusals import refuse_architecture, refuse_directory
 from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
@@ -49,7 +49,8 @@ class ExpertConfig:
         norm_topk_prob: their weights add up to 1.
         bias: router and experts have biases.
         swiglu_limit: of gate and up (see `layers/experts.py`); 0: none.
-        is_mxfp4: the checkpoint has them in 4 bits.
+        packed: the checkpoint has those of a layer as one tensor.
+        is_mxfp4: it has them in 4 bits.
     """
 
     num_experts: int
@@ -58,6 +59,7 @@ class ExpertConfig:
     norm_topk_prob: bool
     bias: bool
     swiglu_limit: float
+    packed: bool
     is_mxfp4: bool
 
 
@@ -218,13 +220,13 @@ def _quantization(raw: dict[str, Any]) -> Any:
 
 
 def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
-    if family.has_mxfp4 and _quantization(raw) == "mxfp4":
+    if family.packed_experts and _quantization(raw) == "mxfp4":
         return None  # of experts alone
     found = read_quantization(raw)
-    if found is not None and family.num_experts:
+    if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
         raise ValueError(
-            "config.json: `quantization_config` is not supported for a mixture of experts: take "
-            "the original weights"
+            f"config.json: `quantization_config` {_quantization(raw)!r} is not supported for these "
+            "experts: take a checkpoint in FP8, or the original weights"
         )
     return found
 
@@ -291,6 +293,7 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
         read_value(raw, "norm_topk_prob", bool, False),
         family.expert_bias,
         limit and read_value(raw, "swiglu_limit", float, limit, 1e-6, 1e6),
+        family.packed_experts,
         is_mxfp4,
     )
 

@@ -25,6 +25,7 @@ PACKED = (".qweight", ".weight_packed")  # of codes of 4 bits
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 QUANTIZED = ("_proj", "self_attn", "mlp")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
+ROUTER = ".gate"  # what a mixture of experts chooses by stays as it is
 GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
 
 
@@ -101,12 +102,15 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
     raise _refusal(method)
 
 
-def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> Quantization | None:
+def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quantization | None:
     """What a model's linear layers have, by the option and by its config.json.
+
+    Args:
+        packed: the checkpoint has the experts of a layer in one tensor.
 
     Raises:
         ValueError: if the checkpoint has another format than `asked`, or `asked` would quantise
-            experts.
+            packed experts.
     """
     if asked is None or (found is not None and asked in (found.method, format_of(found))):
         return found
@@ -115,10 +119,8 @@ def choose(asked: str | None, found: Quantization | None, has_experts: bool) -> 
         raise ValueError(
             f"`quantization` {asked!r}: the checkpoint {has}, and is read so: leave it out"
         )
-    if has_experts:
-        raise ValueError(
-            f"`quantization` {asked!r} is not supported for a mixture of experts: leave it out"
-        )
+    if packed:
+        raise ValueError(f"`quantization` {asked!r} is not supported for gpt-oss: leave it out")
     return WHILE_LOADING
 
 
@@ -145,6 +147,7 @@ def _check_all_are(found: dict[str, Any]) -> None:
             raise ValueError(f"config.json: `{key}` must be a list of modules, got {names!r}")
         for name in names:
             is_other = any(part in str(name) for part in OF_OTHER_PARTS)
+            is_other |= str(name).rstrip("$").endswith(ROUTER)
             if any(part in str(name) for part in QUANTIZED) and not is_other:
                 raise ValueError(
                     f"config.json: `{key}` leaves {name} as it is, which is not supported: take a "

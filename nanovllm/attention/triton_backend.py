@@ -124,9 +124,10 @@ class TritonBackend(TritonStore):
                 calls.append(partial(decode, num_splits=1 << i))
             many = -(-self._many_programs // num_kv_heads)
             empty = lens.new_zeros(many)  # context lengths
-            args = q.repeat(many, 1, 1), cache, table.repeat(many, 1), empty
-            calls.append(partial(self._decode, *args, num_splits=1, **how))
+            queries, tables = q.repeat(many, 1, 1), table.repeat(many, 1)
+            decode = partial(self._decode, queries, cache, tables, empty, num_splits=1, **how)
+            calls.append(decode)
             if not scoring.window:  # full batches share prefixes
                 prefixes = Prefixes(empty, *lens[:1].expand(3, 1))
-                calls.append(partial(calls[-1], prefixes=prefixes))
+                calls.append(partial(decode, prefixes=prefixes))
         return calls

@@ -47,7 +47,7 @@ def choose_build(
     )
     backend, reason = select_backend(config.attention_backend, needs)
     can_fuse = not on_cpu and triton_refusal(device) is None
-    found, has_experts = model_config.quantization, model_config.experts is not None
+    found, experts = model_config.quantization, model_config.experts
     build = Build(
         dtype=dtype,
         fused=config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS,
@@ -56,6 +56,8 @@ def choose_build(
         max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
         block_size=config.kvcache_block_size,
         cache_dtype=cache_dtype,
-        quantization=choose_quantization(config.quantization, found, has_experts),
+        quantization=choose_quantization(
+            config.quantization, found, experts is not None and experts.packed
+        ),
     )
     return build, reason

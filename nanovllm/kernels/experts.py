@@ -27,7 +27,8 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.kernels.linear import HALF, one_row
+from nanovllm.kernels.linear import HALF, one_row, stored
+from nanovllm.utils.fp8 import Codes
 
 
 class Tiles(NamedTuple):
@@ -147,11 +148,31 @@ def _add_product(acc, weight, x, LEFT: tl.constexpr):
 
 
 @triton.jit
+def _load_weights(
+    weight, scales_ptr, row, end, k, COLS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
+    TMA: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`load_tile`, and of codes the numbers that they mean, rounded to DTYPE: a tile lies in one of
+    the blocks of columns that share scales.
+    """
+    tile = load_tile(weight, row, end, k, COLS, ROWS, WIDTH, TMA)
+    if scales_ptr is None:
+        return tile
+    else:
+        rows = row + tl.arange(0, ROWS)
+        blocks = rows // SCALE_ROWS * tl.cdiv(COLS, SCALE_COLS) + k // SCALE_COLS
+        scales = tl.load(scales_ptr + blocks, mask=rows < end, other=0.0)
+        return (tile.to(tl.float32) * scales[:, None]).to(DTYPE)
+
+
+@triton.jit
 def _gate_up_kernel(
-    x_ptr, weight, bias_ptr, order_ptr, starts_ptr, out_ptr,
+    x_ptr, weight, scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    GELU: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_I inner numbers of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -169,8 +190,14 @@ def _gate_up_kernel(
     gate = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     for k in range(0, M, BLOCK_K):
-        gate_weight = load_tile(weight, row, end_row, k, M, BLOCK_I, BLOCK_K, TMA)
-        up_weight = load_tile(weight, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, TMA)
+        gate_weight = _load_weights(
+            weight, scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS, SCALE_COLS,
+            TMA, x_ptr.dtype.element_ty,
+        )  # fmt: skip
+        up_weight = _load_weights(
+            weight, scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS,
+            SCALE_COLS, TMA, x_ptr.dtype.element_ty,
+        )  # fmt: skip
         x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
         gate = _add_product(gate, gate_weight, x, LEFT)
         up = _add_product(up, up_weight, x, LEFT)
@@ -188,10 +215,11 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _down_kernel(
-    x, weight, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+    x, weight, scales_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M numbers of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
@@ -203,8 +231,11 @@ def _down_kernel(
     row = expert * M + first
     acc = _no_sum(BLOCK_M, BLOCK_T, LEFT)
     for k in range(0, I, BLOCK_K):
-        weights = load_tile(weight, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, TMA)
         inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
+        weights = _load_weights(
+            weight, scales_ptr, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, SCALE_ROWS, SCALE_COLS,
+            TMA, inner.dtype,
+        )  # fmt: skip
         acc = _add_product(acc, weights, inner, LEFT)
     if LEFT:
         acc = acc.T
@@ -242,16 +273,16 @@ class ExpertWeights(NamedTuple):
     """The experts of a layer.
 
     Attributes:
-        gate_up: [E, 2 I, M], gate first.
-        down: [E, M, I]
+        gate_up: [E * 2 I, M], of each expert gate first; `Codes` are of FP8.
+        down: [E * M, I]
         gate_up_bias: [E, 2 I] or None for 0.
         down_bias: [E, M] or None.
         gelu: activate by GELU (tanh), not SiLU.
         limit: of gate and up, of gpt-oss (see `activate_and_mul`); 0: none.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | Codes
+    down: torch.Tensor | Codes
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gelu: bool = False
@@ -284,14 +315,18 @@ def gated_experts(
     Returns:
         [k, T, M], partial results to be summed over k: float32, of large steps of x's dtype.
     """
-    (T, M), (E, _, I), k = x.shape, weights.down.shape, experts.shape[1]
-    gelu, limit = weights.gelu, weights.limit
+    (gate_up, gate_up_scales, gate_up_block), gelu = stored(weights.gate_up), weights.gelu
+    (down, down_scales, down_block), limit = stored(weights.down), weights.limit
+    (T, M), I, k = x.shape, down.shape[1], experts.shape[1]
+    E = len(down) // M
     if T == 1 and x.dtype in HALF:
         inner = one_row(
             x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
-            experts=experts,
+            num_experts=E, experts=experts,
         )  # fmt: skip
-        return one_row(inner, weights.down, weights.down_bias, experts=experts, scales=scales)
+        return one_row(
+            inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
+        )
     N, device = T * k, x.device
     order = torch.empty(N, dtype=torch.int32, device=device)
     starts = torch.empty(E + 1, dtype=torch.int32, device=device)
@@ -304,12 +339,12 @@ def gated_experts(
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     inner = spare_rows(N, I, like=x)
-    gate_up, down = weights.gate_up.view(-1, M), weights.down.view(-1, I)
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
     width = tiles.block_k
     _gate_up_kernel[(triton.cdiv(I, tiles.block_i), num_tiles)](
         x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
-        weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
+        gate_up_scales, weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
+        SCALE_ROWS=gate_up_block[0], SCALE_COLS=gate_up_block[1],
         BLOCK_T=tiles.block_t, BLOCK_I=tiles.block_i, BLOCK_K=width, TMA=tma,
         **shape, **how, **pdl_options(x),
     )  # fmt: skip
@@ -318,22 +353,25 @@ def gated_experts(
     _down_kernel[(triton.cdiv(M, tiles.block_m), num_tiles)](
         describe(inner, tiles.block_t, width) if tma else inner,
         describe(down, tiles.block_m, width) if tma else down,
-        weights.down_bias, order, starts, scales, out, T,
+        down_scales, weights.down_bias, order, starts, scales, out, T,
+        SCALE_ROWS=down_block[0], SCALE_COLS=down_block[1],
         BLOCK_T=tiles.block_t, BLOCK_M=tiles.block_m, BLOCK_K=width, TMA=tma,
         **shape, **how, **pdl_options(x),
     )  # fmt: skip
     return out
 
 
-def variants(weights: ExpertWeights, k: int, norm: bool) -> dict[Hashable, Callable[[], object]]:
+def variants(
+    weights: ExpertWeights, num_experts: int, k: int, norm: bool, dtype: torch.dtype
+) -> dict[Hashable, Callable[[], object]]:
     """A call for each kernel of `route` and `gated_experts`, by what tells kernels apart."""
-    E, M, _ = weights.down.shape
+    E, (gate_up, _, block) = num_experts, stored(weights.gate_up)
     has_biases = weights.gate_up_bias is not None, weights.down_bias is not None
 
     def run(T: int) -> None:
-        x = weights.down.new_zeros(T, M)
+        x = torch.zeros(T, gate_up.shape[1], dtype=dtype, device=gate_up.device)
         gated_experts(x, weights, *route(x.new_zeros(T, E), k, norm))
 
     most = [pairs * E // k for pairs in (*MOST, 1 + max(MOST))]
     numbers = {1, *(max(2, T) for T in (*most, *(size // k for size in SORTED)))}
-    return {(weights.gate_up.shape, has_biases, T): partial(run, T) for T in numbers}
+    return {(gate_up.shape, gate_up.dtype, block, has_biases, T): partial(run, T) for T in numbers}

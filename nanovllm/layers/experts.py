@@ -11,9 +11,11 @@ from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers import mxfp4
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.fp8_weight import Fp8Weight
+from nanovllm.layers.linear import ReplicatedLinear, make_weight
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import sum_over_ranks
+from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ExpertConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -26,11 +28,11 @@ def _facts(config: ModelConfig) -> ExpertConfig:
 
 
 class Router(ReplicatedLinear):
-    """Which experts each token takes, and how much of each."""
+    """Which experts each token takes, and how much of each. No format quantises it."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
-        facts = _facts(config)
-        super().__init__(config.hidden_size, facts.num_experts, facts.bias, build)
+        facts, plain = _facts(config), build._replace(quantization=None)
+        super().__init__(config.hidden_size, facts.num_experts, facts.bias, plain)
         self.k, self.norm = facts.num_experts_per_tok, facts.norm_topk_prob
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +53,8 @@ class Experts(Layer):
     """E experts, each `down(act(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
 
     Attributes:
-        gate_up: [E, 2 I, M], gate first.
-        down: [E, M, I]
+        gate_up: [E * 2 I, M], of each expert gate first.
+        down: [E * M, I]
     """
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
@@ -60,14 +62,18 @@ class Experts(Layer):
         facts, M = _facts(config), config.hidden_size
         self.facts, self.build = facts, build
         self.gelu = ACTIVATIONS[config.hidden_act]
-        self.part = Part.equal(facts.intermediate_size, build.group)
+        self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
         E, I = facts.num_experts, len(self.part.held)
-        shapes = [(E, 2 * I, M), (E, M, I)] + [(E, 2 * I), (E, M)] * facts.bias
-        weights = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
-        self.gate_up, self.down, *biases = weights
+        self.gate_up, self.down = _weight(E * 2 * I, M, build), _weight(E * M, I, build)
+        shapes = [(E, 2 * I), (E, M)] * facts.bias
+        biases = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
         self.gate_up_bias: nn.Parameter | None
         self.down_bias: nn.Parameter | None
         self.gate_up_bias, self.down_bias = biases or (None, None)
+
+    def of_each(self, weight: Weight) -> torch.Tensor:
+        """The numbers of a matrix by expert: [E, outputs, inputs]."""
+        return weight.data.data.view(self.facts.num_experts, -1, weight.data.shape[1])
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -99,15 +105,21 @@ class Experts(Layer):
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.experts import ExpertWeights
 
+        gate_up, down = (
+            weight.codes if isinstance(weight, Fp8Weight) else weight.data
+            for weight in (self.gate_up, self.down)
+        )
         biases = self.gate_up_bias, self.own_bias
-        return ExpertWeights(self.gate_up, self.down, *biases, self.gelu, self.facts.swiglu_limit)
+        return ExpertWeights(gate_up, down, *biases, self.gelu, self.facts.swiglu_limit)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:
             return {}
         from nanovllm.kernels.experts import variants
 
-        return variants(self._weights(), self.facts.num_experts_per_tok, self.facts.norm_topk_prob)
+        facts, dtype = self.facts, self.build.dtype
+        how = facts.num_experts_per_tok, facts.norm_topk_prob, dtype
+        return variants(self._weights(), facts.num_experts, *how)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -115,7 +127,8 @@ class Experts(Layer):
         """One expert after the other, with all of its tokens: [T, M]."""
         k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
-        ends = experts.flatten().bincount(minlength=len(self.down)).cumsum(0).tolist()
+        gate_up_of, down_of = self.of_each(self.gate_up), self.of_each(self.down)
+        ends = experts.flatten().bincount(minlength=len(down_of)).cumsum(0).tolist()
         out = x.new_empty(len(order), x.shape[1])
         for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin < end:
@@ -124,10 +137,18 @@ class Experts(Layer):
                     None if of_all is None else of_all[i]
                     for of_all in (self.gate_up_bias, self.own_bias)
                 )
-                gate_up = F.linear(x[rows // k], self.gate_up[i], bias)
+                gate_up = F.linear(x[rows // k], gate_up_of[i], bias)
                 inner = _activate(gate_up, self.gelu, self.facts.swiglu_limit)
-                out[rows] = F.linear(inner, self.down[i], down_bias)
+                out[rows] = F.linear(inner, down_of[i], down_bias)
         return (out.view(-1, k, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _weight(num_rows: int, num_cols: int, build: Build) -> Weight:
+    """Of all experts of a layer."""
+    weight = make_weight(num_rows, num_cols, build)
+    if isinstance(weight, Fp8Weight) and weight.x_block is None:
+        weight.kernels = None  # our kernels take codes where tensor cores do
+    return weight
 
 
 def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
@@ -151,27 +172,24 @@ class NumberedExperts(Experts):
         self.names = names
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        I, whole = len(self.part.held), Part.whole(self.down.shape[1])
-        gate, up, down = (f"{name}.weight" for name in self.names)
-        for i, (gate_up, down_proj) in enumerate(
-            zip(self.gate_up.data, self.down.data, strict=True)
-        ):
-            yield f"{path}.{i}.{gate}", Shard(gate_up[:I], (self.part, whole))
-            yield f"{path}.{i}.{up}", Shard(gate_up[I:], (self.part, whole))
-            yield f"{path}.{i}.{down}", Shard(down_proj, (whole, self.part))
+        I, M = len(self.part.held), self.outputs.total
+        gate, up, down = self.names
+        for i in range(self.facts.num_experts):
+            for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
+                yield from self.gate_up.shards(f"{path}.{i}.{name}", begin, self.part, self.outputs)
+            yield from self.down.shards(f"{path}.{i}.{down}", i * M, self.outputs, self.part)
 
 
 class PackedExperts(Experts):
     """Experts that the checkpoint has in a tensor for all, gate and up in turns (gpt-oss)."""
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        E, M, _ = self.down.shape
-        experts, outputs, inner = Part.whole(E), Part.whole(M), self.part
+        experts, outputs, inner = Part.whole(self.facts.num_experts), self.outputs, self.part
         in_turns = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
         gate_up = Part(in_turns, 2 * inner.total)
         for name, weight, rows, columns in (
-            ("gate_up_proj", self.gate_up.data, gate_up, outputs),
-            ("down_proj", self.down.data, outputs, inner),
+            ("gate_up_proj", self.of_each(self.gate_up), gate_up, outputs),
+            ("down_proj", self.of_each(self.down), outputs, inner),
         ):
             if self.facts.is_mxfp4:
                 parts = experts, rows, columns

@@ -124,16 +124,15 @@ def dequantize(model: nn.Module) -> None:
     """Replace filled weights that nothing multiplies here by plain ones."""
     count = 0
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedWeight) and weight.kernels is None:
-            module.weight = weight.plain()
-            count += 1
+        for name, weight in module.named_children():
+            if isinstance(weight, QuantizedWeight) and weight.kernels is None:
+                setattr(module, name, weight.plain())
+                count += 1
     if count:
         logger.info("%d quantised matrices became plain: no kernel here takes their codes", count)
 
 
 def held_in(model: nn.Module) -> str:
     """The format that a model's matrices are held in, beside their dtype: "none", "fp8", "int4"."""
-    weights = (getattr(module, "weight", None) for module in model.modules())
-    names = (weight.name for weight in weights if isinstance(weight, QuantizedWeight))
+    names = (module.name for module in model.modules() if isinstance(module, QuantizedWeight))
     return next(names, "none")

@@ -357,7 +357,7 @@ DENSE = [name for name, (_, changes) in OTHERS.items() if "num_experts_per_tok" 
 
 
 @pytest.mark.parametrize("held", ["none", "fp8"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", [*DENSE, "mixtral", "qwen 3 moe"])
 def test_log_probabilities_in_eight_bits(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,20 +16,28 @@ from nanovllm.kernels.experts import (
     gated_experts,
     route,
 )
+from nanovllm.utils.fp8 import FP8, Codes
 
 SEED = 3
 SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction
 ON_GPU = DEVICE == "cuda"
+SLOW = pytest.mark.slow
 
 
 def expected(
     x: torch.Tensor, w: ExpertWeights, experts: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """[T, M] float64, one token and expert at a time."""
-    out = torch.zeros(*x.shape, dtype=torch.float64)
+    out, M = torch.zeros(*x.shape, dtype=torch.float64), x.shape[1]
+    gate_ups, downs = (
+        (each.numbers() if isinstance(each, Codes) else each).double().cpu()
+        for each in (w.gate_up, w.down)
+    )
+    I = downs.shape[1]
+    gate_ups, downs = gate_ups.view(-1, 2 * I, M), downs.view(-1, M, I)
     for t in range(len(x)):
         for expert, scale in zip(experts[t].tolist(), scales[t].tolist(), strict=True):
-            gate_up = w.gate_up[expert].double().cpu() @ x[t].double().cpu()
+            gate_up = gate_ups[expert] @ x[t].double().cpu()
             if w.gate_up_bias is not None:
                 gate_up += w.gate_up_bias[expert].double().cpu()
             gate, up = gate_up.chunk(2)
@@ -38,7 +46,7 @@ def expected(
                 inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             else:
                 inner = torch.nn.functional.silu(gate) * up
-            result = w.down[expert].double().cpu() @ inner
+            result = downs[expert] @ inner
             if w.down_bias is not None:
                 result += w.down_bias[expert].double().cpu()
             out[t] += scale * result
@@ -53,7 +61,7 @@ def expected(
         (33, 3, 5, 40, 72, SMALL_TILES),  # some experts have two tiles
         (40, 1, 8, 64, 64, FEW),
         (70, 4, 4, 160, 136, SOME),
-        pytest.param(200, 4, 6, 200, 264, MANY, marks=pytest.mark.slow),
+        pytest.param(200, 4, 6, 200, 264, MANY, marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -68,7 +76,7 @@ def test_experts_are_those_of_float64(
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     biases = (randn(E, 2 * I), randn(E, M)) if limit else (None, None)
-    w = ExpertWeights(randn(E, 2 * I, M) / M**0.5, randn(E, M, I) / I**0.5, *biases, limit=limit)
+    w = ExpertWeights(randn(E * 2 * I, M) / M**0.5, randn(E * M, I) / I**0.5, *biases, limit=limit)
     x, logits = randn(T, M), randn(T, E)
     logits[:, 0] += 8
     logits[:, -1] -= 8
@@ -86,11 +94,40 @@ def test_experts_are_those_of_float64(
     assert error < torch.finfo(dtype).eps, error
 
 
+@pytest.mark.parametrize("block", [1, 128], ids=["rows", "blocks"])
+@pytest.mark.parametrize(
+    ("T", "tiles"),
+    [(1, None), (9, SMALL_TILES), (30, FEW), (40, SOME), pytest.param(99, MANY, marks=SLOW)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
+def test_experts_in_8_bits_are_those_of_float64(
+    T: int, tiles: Tiles | None, block: int, dtype: torch.dtype
+) -> None:
+    """Scales of rows, or of blocks of 128 x 128, that differ up to 8 times."""
+    generator, (k, E, I, M) = torch.Generator().manual_seed(T), (2, 3, 128, 384)
+
+    def codes(N: int, K: int) -> Codes:
+        shape = (N, 1) if block == 1 else (N // block, K // block)
+        scales = 2 ** (3 * torch.rand(shape, generator=generator)) / 8 / K**0.5
+        numbers = torch.randn(N, K, generator=generator).clamp(-4, 4)
+        size = 1 if block == 1 else block, K if block == 1 else block
+        return Codes(numbers.to(DEVICE, FP8), scales.to(DEVICE), size)
+
+    w = ExpertWeights(codes(E * 2 * I, M), codes(E * M, I))
+    x = torch.randn(T, M, generator=generator).to(DEVICE, dtype)
+    experts, scales = route(x[:, :E], k, norm=True)
+    out = gated_experts(x, w, experts, scales, tiles)
+    wanted = expected(x, w, experts, scales)
+    # Weights are rounded to dtype on their way to tensor cores, and inner numbers behind.
+    error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
+    assert error < torch.finfo(dtype).eps, error
+
+
 def test_partial_results_of_large_steps_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_kernels, "LARGE_STEP", 40)
     x, gate_up, down = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(SEED)).to(DEVICE, torch.float16)
-        for shape in ((40, 32), (4, 32, 32), (4, 32, 16))
+        for shape in ((40, 32), (4 * 32, 32), (4 * 32, 16))
     )
     experts, scales = route(x[:, :4], 3, norm=True)
     weights = ExpertWeights(gate_up / 32**0.5, down / 16**0.5)

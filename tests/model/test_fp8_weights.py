@@ -28,7 +28,24 @@ from checkpoints import (
 from nanovllm import LLM
 
 E4M3 = torch.float8_e4m3fn
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("w1", "w2", "w3"),  # Mixtral's experts
+)
+# Families whose layers are not all alike, with what their checkpoints leave as it is.
+EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "qwen3_moe": (
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+        },
+        ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
+    ),
+    "mixtral": ({"num_local_experts": 5}, ["lm_head", "re:.*block_sparse_moe.gate$"]),
+}
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -67,7 +84,10 @@ def quantize(
 def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, Path]:
     """One in 8 bits, and one with the same numbers as float32."""
     config, rows, cols = WAYS[way]
-    exact = make_checkpoint(tmp_path / "exact", family)
+    shape, plain_modules = EXPERTS.get(family, ({}, []))
+    if plain_modules:
+        config = config | {"modules_to_not_convert": plain_modules}
+    exact = make_checkpoint(tmp_path / "exact", family, **shape)
     quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
     tensors = load_file(exact / "model.safetensors")
     plain, packed = dict(tensors), dict(tensors)
@@ -86,7 +106,7 @@ def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, 
     return quantised, exact
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", *EXPERTS])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_the_same_numbers(way: str, family: str, tmp_path: Path) -> None:
     quantised, exact = checkpoints(tmp_path, way, family)
@@ -105,19 +125,23 @@ def test_without_triton_the_numbers_are_multiplied(
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_read_their_parts(way: str, tmp_path: Path) -> None:
-    quantised, exact = checkpoints(tmp_path, way)
+@pytest.mark.parametrize(
+    ("way", "family"), [*((way, "qwen3") for way in WAYS), ("blocks", "mixtral")]
+)
+def test_two_ranks_read_their_parts(way: str, family: str, tmp_path: Path) -> None:
+    quantised, exact = checkpoints(tmp_path, way, family)
     with LLM(quantised, tensor_parallel_size=2, **SMALL) as llm:
         assert len(ranks_of(llm).runners) == 2
         assert tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == references(exact)
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_numbers_are_quantised_while_they_are_loaded(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "num_ranks"), [("qwen3", 1), ("qwen3", 2), ("mixtral", 2)])
+def test_numbers_are_quantised_while_they_are_loaded(
+    family: str, num_ranks: int, tmp_path: Path
+) -> None:
     """A scale for each row, as "rows" has, also where ranks have parts of it."""
-    path = make_checkpoint(tmp_path / "plain")
+    path = make_checkpoint(tmp_path / "plain", family)
     tensors = load_file(path / "model.safetensors")
     exact = copy_checkpoint(path, tmp_path / "exact")
     for name, x in tensors.items():
@@ -190,10 +214,18 @@ def test_scales_that_are_missing_or_do_not_fit(
         LLM(quantised, **SMALL)
 
 
-def test_experts_are_not_quantised(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "model", "mixtral")
-    with pytest.raises(ValueError, match="'fp8' is not supported for a mixture of experts"):
+def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match="'fp8' is not supported for gpt-oss: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
+    edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
+    with pytest.raises(ValueError, match="'compressed-tensors' is not supported for these experts"):
+        LLM(path, **SMALL)
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral")
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    edit_json(path / "config.json", quantization_config=awq)
+    with pytest.raises(ValueError, match="'awq' is not supported for these experts: take a check"):
+        LLM(path, **SMALL)
 
 
 def test_a_checkpoint_in_fp8_may_be_asked_for(tmp_path: Path) -> None:
