@@ -151,6 +151,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
         for shape, size in (("8B", 1), ("0.6B", 2)):
             quantised = {"quantization": "fp8", "tensor_parallel_size": size}
             yield options | {"shape": shape} | quantised
+        sparse = {"architecture": "Qwen3MoeForCausalLM", "quantization": "fp8"}
+        yield options | {"shape": "0.6B"} | sparse
 
 
 @pytest.mark.slow
