@@ -15,6 +15,7 @@ from nanovllm.report.bins import Bins
 from nanovllm.report.findings import host_shares
 from nanovllm.report.reading import Floats
 from nanovllm.report.summary import Summary
+from nanovllm.report.words import duration
 
 NUM_BARS = 40
 BLUE, ORANGE, GREEN, RED = "#4c7fe0", "#e08a3c", "#3fa06a", "#d0504c"
@@ -203,17 +204,6 @@ def latencies(summary: Summary) -> Chart | None:
 
 def _median(values: Floats) -> str:
     return f": {duration(float(np.median(values)))}" if len(values) else ""
-
-
-def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits them."""
-    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * scale < 999.5:
-            return f"{seconds * scale:.3g} {unit}"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 def log_edges(values: Floats) -> Floats:

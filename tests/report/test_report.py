@@ -303,12 +303,21 @@ def test_other_files_get_a_sentence(
     assert not path.with_suffix(".html").exists()
 
 
-def test_what_is_missing_gets_a_sentence(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_page_is_not_written_over_its_trace(
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_trace(path, busy())
     assert main(["report", str(path), "-o", str(path)]) == 2
     assert "another file than the trace" in capsys.readouterr().err
+
+
+def test_without_plotly_the_words_are_printed_all_the_same(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(path, busy(gpu=0.5))
+    assert main(["report", str(path)]) == 0
+    words = capsys.readouterr().out.partition(f"\n\n{path.with_suffix('.html')}")[0]
+    path.with_suffix(".html").unlink()
     imported = builtins.__import__
 
     def refuse(name: str, *args: Any, **options: Any) -> Any:
@@ -317,10 +326,13 @@ def test_what_is_missing_gets_a_sentence(
         return imported(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for module in ("page", "charts"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.report.{module}", raising=False)
+    for module in [name for name in sys.modules if name.startswith("nanovllm.report.")]:
+        monkeypatch.delitem(sys.modules, module)
     assert main(["report", str(path)]) == 2
-    assert 'pip install "plotly>=6"' in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == f"{words}\n" and "host-bound" in out and "64,000 tok/s generated" in out
+    assert err.count("\n") == 1 and err.endswith('plotly\'): pip install "nanovllm[report]"\n')
+    assert not path.with_suffix(".html").exists()
 
 
 # -- the page --------------------------------------------------------------------------------------
