@@ -189,7 +189,8 @@ class Config:
         seed: seeds sampling (and dummy weights).
         revision: of a model on the hub: a branch, tag or commit; None for its main branch.
         trace: record what the engine does from its start to its end in this file, for viewers of
-            traces and `nanovllm report` (docs/timeline.md). True: in trace.json.
+            traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
+            is overwritten, another file refused.
     """
 
     model: str

@@ -410,11 +410,38 @@ def test_a_path_that_cannot_be_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_block_wants_a_path(checkpoint):
+@pytest.mark.parametrize("path", [None, True, False])
+def test_a_block_wants_a_path(path, checkpoint, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     with LLM(checkpoint, **SMALL) as llm:
-        with pytest.raises(TypeError, match="must be that of a file, got None"), llm.trace(None):
+        with pytest.raises(TypeError, match=f"must be that of a file, got {path}"), llm.trace(path):
             pass
         assert llm.core.timeline is None
+    assert os.listdir() == []
+
+
+OTHERS = [b"a paper\n", b"[1, 2]", b'[\n{"ph":"X","name":"of another program"}\n]\n', b"\x00\xff"]
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_a_file_that_is_no_trace_is_kept(content, checkpoint, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    message = "`trace` must be a new file or an earlier trace, got .*mine.json', which holds"
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint, trace=path, **SMALL)
+    with LLM(checkpoint, **SMALL) as llm:
+        with pytest.raises(ValueError, match=message), llm.trace(path):
+            pass
+        assert path.read_bytes() == content
+        path.write_bytes(b"")
+        with llm.trace(path):
+            llm.generate(PROMPTS[:2], greedy(2), use_tqdm=False)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])  # of a process that was killed
+        with llm.trace(path):
+            llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False)
+    assert counts(read(path))["num_finished"] == 1
 
 
 def test_two_engines_do_not_share_a_file(checkpoint, monkeypatch, tmp_path):
