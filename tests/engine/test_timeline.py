@@ -190,6 +190,24 @@ def test_times_are_those_of_the_requests(checkpoint, tmp_path):
         )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waits_for_tokens_that_controls_need_are_no_part_of_launches(overlap, tmp_path):
+    path = tmp_path / "run.json"
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with LLM(TINY, overlap=overlap, trace=path, device="cpu", num_kvcache_blocks=8) as llm:
+        for own in ({}, {"bad_words": ["xyz"]}):
+            llm.generate("127+345=", SamplingParams(**params, **own), use_tqdm=False)
+    events = read(path)
+    assert_valid(events)
+    names = [event["name"] for event in select(events, cat="host")]
+    steps = [event["args"] for event in select(events, cat="step")]
+    num_paused = 7 if overlap else 0  # of eight steps, but the first
+    assert names.count("wait") - len(steps) == names.count("launch") - len(steps) == num_paused
+    for name in ("schedule", "launch", "wait", "book"):
+        total = sum(event["dur"] for event in select(events, cat="host", name=name))
+        assert total == pytest.approx(sum(step[f"{name}_us"] for step in steps), abs=1e-2)
+
+
 def test_nothing_of_a_text_is_in_it(tmp_path):
     path = tmp_path / "run.json"
     with LLM(TINY, trace=str(path), device="cpu", num_kvcache_blocks=8) as llm:
