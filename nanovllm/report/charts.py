@@ -64,7 +64,7 @@ def charts(summary: Summary) -> list[Chart]:
 def throughput(summary: Summary) -> Chart:
     """Tokens per second."""
     bins = Bins(summary.trace)
-    figure = _over_time("generated / s", "of prompts / s")
+    figure = _over_time("tokens generated / s", "tokens of prompts / s")
     _area(figure, bins, bins.rates("sampled_tokens"), "generated", BLUE)
     _area(figure, bins, bins.rates("prefill_tokens"), "of prompts, computed", ORANGE, row=2)
     text = "Tokens that requests got, and tokens of prompts that were computed, each second."
@@ -78,7 +78,9 @@ def sequences(summary: Summary) -> Chart:
     running, waits = bins.levels("running"), bins.levels("waiting")
     figure = _over_time(*("running", "waiting")[: 1 + bool(waits.any())])
     _area(figure, bins, running, "running", BLUE)
-    if most <= 4 * running.max():
+    is_near = most <= 4 * running.max()
+    _count_whole(figure, most if is_near else running.max(), row=1)
+    if is_near:
         line = {"color": GREY, "dash": "dot", "width": 1.5}
         ends = [0, float(bins.edges[-1])]
         limit = go.Scatter(x=ends, y=[most, most], name="max_num_seqs", mode="lines", line=line)
@@ -86,6 +88,7 @@ def sequences(summary: Summary) -> Chart:
     text = f"Sequences that ran, of {most:,} that may (max_num_seqs). None waited."
     if waits.any():
         _area(figure, bins, waits, "waiting", ORANGE, row=2)
+        _count_whole(figure, waits.max(), row=2)
         text = text.replace("None waited.", "Below, those that waited for that.")
     return Chart("sequences", "Batch occupancy", text, figure)
 
@@ -164,7 +167,7 @@ def replicas(summary: Summary) -> Chart | None:
     engines, bins = summary.trace.engines, Bins(summary.trace)
     if len(engines) < 2:
         return None
-    figure, colors = _over_time("generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+    figure, colors = _over_time("tokens generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
     for i, engine in enumerate(engines):
         rates = bins.spread(engine, engine["sampled_tokens"]) / bins.width
         line = {"color": colors[i % len(colors)], "width": 1.8}
@@ -194,7 +197,8 @@ def latencies(summary: Summary) -> Chart | None:
         ticks = round_values(*edges[[0, -1]])
         labels = [duration(value) for value in ticks]
         figure.update_xaxes(tickvals=np.log10(ticks), ticktext=labels, **at)
-    figure.update_yaxes(rangemode="tozero", nticks=4)
+        figure.update_yaxes(rangemode="tozero", nticks=4, **at)
+        _count_whole(figure, counts.max(), **at)
     figure.update_yaxes(title="requests", col=1)
     figure.update_annotations(font_size=13)
     figure.update_layout(_layout(500), showlegend=False, bargap=0)
@@ -241,6 +245,14 @@ def _over_time(*titles: str, share: bool = False) -> Any:
     if share:
         figure.update_yaxes(tickformat=".0%", range=[0, 1.06])
     return figure
+
+
+def _count_whole(figure: Any, most: float, **at: int) -> None:
+    """No ticks between two integers, on an axis that counts up to `most`. plotly has such ticks
+    where it may draw more than there are integers, six at most.
+    """
+    if most < 7:
+        figure.update_yaxes(dtick=1, **at)
 
 
 def _layout(height: int) -> dict[str, Any]:

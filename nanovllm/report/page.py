@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from nanovllm.report.charts import Chart, charts
+from nanovllm.report.charts import TIMES, Chart, charts
 from nanovllm.report.findings import NOTHING, Finding, find, percent
 from nanovllm.report.summary import PERCENTILES, Summary
 from nanovllm.report.words import duration, key_figures, subtitle, unknown, warnings
@@ -143,16 +143,11 @@ def _figure(value: str, name: str, more: str) -> str:
 
 
 def _latency_table(summary: Summary) -> str:
-    names = {
-        "queue_us": "in the queue",
-        "first_token_us": "to the first token",
-        "token_us": "for each later token",
-        "total_us": "in all",
-    }
-    spreads = {name: summary.times(key) for key, name in names.items()}
-    if not len(spreads["in all"]):
+    spreads = {name: summary.times(key) for key, (name, _) in TIMES.items()}
+    if not len(spreads["In all"]):
         return ""
-    rows = [_row("th", ["of requests", "mean", *(f"{p} %" for p in PERCENTILES), "longest"])]
+    percentiles = (f"{each}% within" for each in PERCENTILES)
+    rows = [_row("th", ["Times of requests", "mean", *percentiles, "longest"])]
     for name, values in spreads.items():
         if len(values):
             found = [values.mean(), *np.percentile(values, PERCENTILES), values.max()]

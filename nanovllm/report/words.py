@@ -15,10 +15,13 @@ def in_words(summary: Summary) -> str:
         f"{value} {name}{f' ({more})' if more else ''}"
         for value, name, more in key_figures(summary)
     ]
+    lines += ["", "What held the run back:"]
     for each in find(summary):
+        title = "Nothing did" if each.cause == NOTHING else each.cause.capitalize()
         share = f" ({percent(each.share)} of the time)" if each.cause != NOTHING else ""
-        lines += ["", f"held back by {each.cause}{share}", each.text, each.remedy]
-    return "\n".join([*lines, *unknown(summary)])
+        lines += ["", title + share, each.text, each.remedy]
+    left_open = unknown(summary)
+    return "\n".join([*lines, *[""] * bool(left_open), *left_open])
 
 
 def subtitle(summary: Summary) -> str:
@@ -64,41 +67,41 @@ def unknown(summary: Summary) -> list[str]:
 
 
 def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
-    """Value, name, and what belongs to it."""
+    """Value, name, and what belongs to it: "64,000 tok/s", "generated", "25,600 tokens"."""
     trace, facts = summary.trace, summary.facts
-    seconds, busy, generated = trace.seconds, summary.busy_seconds, trace.total("sampled_tokens")
+    seconds, generated = trace.seconds, trace.total("sampled_tokens")
+    busy = min(1.0, summary.busy_seconds / seconds / len(trace.engines))
     prompts, steps = trace.total("prefill_tokens"), sum(len(e["seconds"]) for e in trace.engines)
     done, left = summary.num_requests("stop", "length"), summary.num_requests("unfinished")
     more = [f"{left:,} unfinished"] * (left > 0)
     more += [f"{count:,} aborted" for count in [summary.num_requests("aborted")] if count]
     found = [
         (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
-        (f"{prompts / seconds:,.0f} tok/s", "of prompts", f"{prompts:,.0f} tokens computed"),
+        (f"{prompts / seconds:,.0f} tok/s", "of prompts computed", f"{prompts:,.0f} tokens"),
         (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
-        (
-            duration(seconds),
-            "from first to last step",
-            f"with requests {percent(min(1.0, busy / seconds / len(trace.engines)))}",
-        ),
+        (duration(seconds), "from the first step to the last", f"{percent(busy)} with requests"),
         (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
-        (f"{summary.mean('running'):,.1f}", "sequences at once", f"of {facts['max_num_seqs']:,}"),
-        (percent(summary.peak_pool_share), "of the KV pool at most", _pool(summary)),
-        (percent(summary.hit_rate), "of prompts' tokens cached", ""),
+        (
+            f"{summary.mean('running'):,.1f}",
+            "sequences at once, on average",
+            f"{facts['max_num_seqs']:,} may run",
+        ),
+        (percent(summary.peak_pool_share), "of the KV pool used at most", _pool(summary)),
+        (percent(summary.hit_rate), "of the prompts' tokens cached", ""),
     ]
-    preempted = trace.total("preempted")
-    again = f"{summary.num_repeated_tokens:,} tokens again" if preempted else ""
-    found.append((f"{preempted:,.0f}", "preemptions", again))
+    preempted = int(trace.total("preempted"))
+    again = f"{summary.num_repeated_tokens:,} tokens computed again" if preempted else ""
+    found.append((f"{preempted:,}", f"preemption{'s' * (preempted != 1)}", again))
     if summary.gpu_share is not None:
         found.append((percent(summary.gpu_share), "of the time the GPU computed", ""))
     if summary.roofline_share is not None:
-        found.append((percent(summary.roofline_share), "of the roofline", "of these steps"))
+        found.append((percent(summary.roofline_share), "of the roofline reached", ""))
     return found
 
 
 def _pool(summary: Summary) -> str:
-    return (
-        f"{summary.trace.engines[0].num_blocks:,} blocks of {summary.facts['kvcache_block_size']}"
-    )
+    num_blocks, size = summary.trace.engines[0].num_blocks, summary.facts["kvcache_block_size"]
+    return f"{num_blocks:,} blocks of {size} tokens"
 
 
 def duration(seconds: float) -> str:
