@@ -311,8 +311,7 @@ class LLM(LLMEngine):
 
         Raises:
             RuntimeError: if the engine is closed, or is recording already.
-            TypeError, ValueError: if it is no path, the file cannot be written, or it holds what is
-                no trace.
+            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
         """
         with self._lock:
             self._check_open()

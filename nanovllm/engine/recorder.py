@@ -29,8 +29,7 @@ class Recorder:
 
         Raises:
             RuntimeError: if there is one already.
-            TypeError, ValueError: if it is no path, the file cannot be written, or it holds what is
-                no trace.
+            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
         """
         if self._file is not None:
             raise RuntimeError(

@@ -88,9 +88,7 @@ class Timeline:
         self._mark = self._began_at = time.perf_counter()
 
     def launch(self, scheduled: list[ScheduledSequence], waited: tuple[float, float]) -> Launched:
-        """A step has been launched, and none been booked since it was chosen. `waited`: when a
-        launch, of this step or an earlier one, last waited for tokens.
-        """
+        """A step has been launched, none been booked since it was chosen. `waited`: of Executor."""
         preempted, held_by = self._find_preempted(), ""
         scheduler, waiting = self._scheduler, len(self._scheduler.waiting)
         if waiting:

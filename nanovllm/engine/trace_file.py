@@ -29,8 +29,7 @@ class TraceFile:
         max_bytes: the most that it holds; what comes later is left out.
 
     Raises:
-        ValueError: if it cannot be written, another engine is writing it, or it holds what is no
-            trace.
+        ValueError: if it cannot be written, is no trace, or another engine is writing it.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:

@@ -248,9 +248,7 @@ def _over_time(*titles: str, share: bool = False) -> Any:
 
 
 def _count_whole(figure: Any, most: float, **at: int) -> None:
-    """No ticks between two integers, on an axis that counts up to `most`. plotly has such ticks
-    where it may draw more than there are integers, six at most.
-    """
+    """No ticks between integers: plotly has some where an axis counts up to less than seven."""
     if most < 7:
         figure.update_yaxes(dtick=1, **at)
 

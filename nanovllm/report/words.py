@@ -1,6 +1,4 @@
-"""The report in words: what ran, its key figures, what held it back. The terminal shows these, and
-the page shows them beside its charts.
-"""
+"""The report in words: what ran, its key figures, what held it back. The page has these, too."""
 
 import time
 
@@ -10,18 +8,16 @@ from nanovllm.report.summary import Summary
 
 def in_words(summary: Summary) -> str:
     """The report without its charts."""
-    lines = [f"{subtitle(summary)}", *warnings(summary)]
-    lines += [
-        f"{value} {name}{f' ({more})' if more else ''}"
-        for value, name, more in key_figures(summary)
-    ]
+    lines = [subtitle(summary), *warnings(summary)]
+    for value, name, more in key_figures(summary):
+        lines.append(f"{value} {name}" + f" ({more})" * bool(more))
     lines += ["", "What held the run back:"]
     for each in find(summary):
-        title = "Nothing did" if each.cause == NOTHING else each.cause.capitalize()
-        share = f" ({percent(each.share)} of the time)" if each.cause != NOTHING else ""
-        lines += ["", title + share, each.text, each.remedy]
-    left_open = unknown(summary)
-    return "\n".join([*lines, *[""] * bool(left_open), *left_open])
+        title = f"{each.cause.capitalize()} ({percent(each.share)} of the time)"
+        lines += ["", "Nothing did" if each.cause == NOTHING else title, each.text, each.remedy]
+    if left_open := unknown(summary):
+        lines += ["", *left_open]
+    return "\n".join(lines)
 
 
 def subtitle(summary: Summary) -> str:
@@ -75,33 +71,26 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     done, left = summary.num_requests("stop", "length"), summary.num_requests("unfinished")
     more = [f"{left:,} unfinished"] * (left > 0)
     more += [f"{count:,} aborted" for count in [summary.num_requests("aborted")] if count]
+    running, num_blocks = f"{summary.mean('running'):,.1f}", trace.engines[0].num_blocks
+    pool = f"{num_blocks:,} blocks of {facts['kvcache_block_size']} tokens"
+    preempted = int(trace.total("preempted"))
+    again = f"{summary.num_repeated_tokens:,} tokens computed again" if preempted else ""
     found = [
         (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
         (f"{prompts / seconds:,.0f} tok/s", "of prompts computed", f"{prompts:,.0f} tokens"),
         (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
         (duration(seconds), "from the first step to the last", f"{percent(busy)} with requests"),
         (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
-        (
-            f"{summary.mean('running'):,.1f}",
-            "sequences at once, on average",
-            f"{facts['max_num_seqs']:,} may run",
-        ),
-        (percent(summary.peak_pool_share), "of the KV pool used at most", _pool(summary)),
+        (running, "sequences at once, on average", f"{facts['max_num_seqs']:,} may run"),
+        (percent(summary.peak_pool_share), "of the KV pool used at most", pool),
         (percent(summary.hit_rate), "of the prompts' tokens cached", ""),
+        (f"{preempted:,}", f"preemption{'s' * (preempted != 1)}", again),
     ]
-    preempted = int(trace.total("preempted"))
-    again = f"{summary.num_repeated_tokens:,} tokens computed again" if preempted else ""
-    found.append((f"{preempted:,}", f"preemption{'s' * (preempted != 1)}", again))
     if summary.gpu_share is not None:
         found.append((percent(summary.gpu_share), "of the time the GPU computed", ""))
     if summary.roofline_share is not None:
         found.append((percent(summary.roofline_share), "of the roofline reached", ""))
     return found
-
-
-def _pool(summary: Summary) -> str:
-    num_blocks, size = summary.trace.engines[0].num_blocks, summary.facts["kvcache_block_size"]
-    return f"{num_blocks:,} blocks of {size} tokens"
 
 
 def duration(seconds: float) -> str:
