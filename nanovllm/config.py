@@ -3,10 +3,10 @@
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
@@ -133,7 +133,7 @@ class Options(TypedDict, total=False):
     generation_config: str
     seed: int
     revision: str | None
-    trace: bool | str
+    trace: bool | str | Path
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,14 @@ class Config:
         seed: seeds sampling (and dummy weights).
         revision: of a model on the hub: a branch, tag or commit; None for its main branch.
         trace: record what the engine does from its start to its end in this file, for viewers of
-            traces and `nanovllm report` (docs/timeline.md). True: in trace.json.
+            traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
+            is overwritten, another file refused.
     """
 
     model: str
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -218,16 +219,15 @@ class Config:
     generation_config: str = "auto"
     seed: int = 0
     revision: str | None = None
-    trace: bool | str = False
+    trace: bool | str | Path = False
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("`model` must be the directory of a checkpoint, got an empty path")
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("max_num_seqs", self.max_num_seqs, 1)
-        if self.max_model_len is None:
-            object.__setattr__(self, "max_model_len", sys.maxsize)
-        check_int("max_model_len", self.max_model_len, 2)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, 2)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 8)
         check_int("data_parallel_size", self.data_parallel_size, 1, 64)
@@ -271,6 +271,10 @@ class Config:
                 f"sequence gets its token in each step, got {self.max_num_batched_tokens} < "
                 f"{self.max_num_seqs}: raise the first or lower the second"
             )
+
+    def longest(self, limit: int) -> int:
+        """Tokens of the longest sequence, of a model that has `limit` positions."""
+        return limit if self.max_model_len is None else min(self.max_model_len, limit)
 
 
 DEFAULTS = {field.name: field.default for field in fields(Config) if field.name != "model"}

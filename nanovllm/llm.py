@@ -307,11 +307,11 @@ class LLM(LLMEngine):
         and ended behind the block, also after an error. It has times and counts, no text.
 
         Args:
-            path: of the file.
+            path: of the file, a new one or an earlier trace, which is overwritten.
 
         Raises:
             RuntimeError: if the engine is closed, or is recording already.
-            TypeError, ValueError: if it is no path, or the file cannot be written.
+            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
         """
         with self._lock:
             self._check_open()

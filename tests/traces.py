@@ -138,7 +138,7 @@ def chromium() -> str | None:
     return shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def browse(page: Path, scratch: Path, *more: str) -> tuple[str, list[str]]:
+def browse(page: Path, scratch: Path, *more: str, query: str = "") -> tuple[str, list[str]]:
     """Open a page in headless Chromium.
 
     Returns:
@@ -148,7 +148,7 @@ def browse(page: Path, scratch: Path, *more: str) -> tuple[str, list[str]]:
         *(chromium() or "", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
         *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
         *("--disable-sync", f"--user-data-dir={scratch / 'profile'}", "--enable-logging=stderr"),
-        *("--virtual-time-budget=20000", "--dump-dom", *more, page.as_uri()),
+        *("--virtual-time-budget=20000", "--dump-dom", *more, page.as_uri() + query),
     ]
     environment = {**os.environ, "HOME": str(scratch)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

@@ -56,7 +56,11 @@ WRONG_NAMES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     add = parser.add_argument
-    add("--model", required=True, help="directory of a checkpoint, or its name on the hub")
+    add(
+        "--model",
+        help="directory of a checkpoint, or its name on the hub (required: answers to a file are "
+        "never those of the package's small model by accident)",
+    )
     add("--input", required=True, metavar="FILE", help="rows; - for standard input")
     add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
     add("--input-format", choices=INPUT_FORMATS, help="default: by the name, for - jsonl")
@@ -124,6 +128,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TypeError, ValueError: for a mistake in the call.
     """
+    if args.model is None:
+        raise ValueError(
+            "--model must be the directory of a checkpoint or its name on the hub, like "
+            "Qwen/Qwen3-0.6B: unlike chat and bench, this command takes none by default"
+        )
     try:
         kind = format_of(args.input, args.input_format, "input_format", INPUT_FORMATS)
         total = count_rows(args.input, kind, args.shard)

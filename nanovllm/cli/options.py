@@ -91,7 +91,7 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
     """What reads a value of this type from text, and how help calls it; None for yes or no."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
-    if set(kinds) == {bool, str}:  # True where the flag stands alone
+    if {bool, str} <= {*kinds}:  # True where the flag stands alone
         return new_file, PATH
     [kind] = kinds
     if kind is bool:

@@ -5,7 +5,8 @@
 The trace is what `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)` has recorded.
 The page has throughput, batch and KV pool over time, latencies, and in words what held the run
 back; the words are printed, too. The share of the roofline needs the device's limits: those of an
-H200 are known, others are given by --bandwidth and --flops. Needs pip install "plotly>=6".
+H200 are known, others are given by --bandwidth and --flops. The page needs
+pip install "nanovllm[report]"; without it the command prints the words, and ends with code 2.
 """
 
 import argparse
@@ -29,23 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, sum up, draw."""
+    """Read, sum up, say, draw."""
     from nanovllm.report.reading import read_trace
     from nanovllm.report.summary import Summary
+    from nanovllm.report.words import in_words
 
     source = Path(args.trace)
     output = Path(args.output) if args.output is not None else source.with_suffix(".html")
     if output == source:
         raise ValueError(f"--output must be another file than the trace, got {args.output!r}")
     summary = Summary(read_trace(args.trace), args.bandwidth, args.flops)
+    print(in_words(summary), flush=True)  # before an error of what follows
     try:
-        from nanovllm.report.page import in_words, page
+        from nanovllm.report.page import page
     except ImportError as error:
-        raise ValueError(f'drawing needs plotly ({error}): pip install "plotly>=6"') from error
+        raise ValueError(
+            f'the page needs plotly ({error}): pip install "nanovllm[report]"'
+        ) from error
     try:
         output.write_text(page(summary, source.name), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--output cannot be written: {error}") from error
-    print(in_words(summary))
     print(f"\n{output}")
     return 0

@@ -53,7 +53,7 @@ def choose_build(
         fused=config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS,
         group=group,
         backend=backend,
-        max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
+        max_model_len=config.longest(model_config.max_position_embeddings),
         block_size=config.kvcache_block_size,
         cache_dtype=cache_dtype,
         quantization=choose_quantization(

@@ -77,7 +77,9 @@ class EngineCore(Core[Request]):
         tokens = self._executor.run(scheduled, newest)
         with self.reset_on_error():
             self._scheduler.advance(scheduled)
-            noted = None if self.timeline is None else self.timeline.launch(scheduled)
+            noted = None
+            if self.timeline is not None:
+                noted = self.timeline.launch(scheduled, self._executor.waited)
             self.in_flight.append(InFlightStep(scheduled, tokens, launched_at, noted))
         self._launching = False
 

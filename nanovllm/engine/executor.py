@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,11 +34,12 @@ class Executor:
     Attributes:
         model_runner: that of rank 0, once started.
         is_broken: whether an error has left the ranks in different states.
+        waited: since when and until when `run` last waited for tokens, by time.perf_counter.
     """
 
     def __init__(self, config: Config, model_config: ModelConfig) -> None:
         self._config, self._model_config = config, model_config
-        self.is_broken = False
+        self.is_broken, self.waited = False, (0.0, 0.0)
         self.model_runner: ModelRunner | None = None
         self._group = Group(0, config.tensor_parallel_size)
         self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
@@ -123,7 +125,9 @@ class Executor:
         last_tokens: LastTokens = {}
         if self._controls.needs_tokens(scheduled):
             assert newest is not None, "tokens are pending, and no step is in flight"
+            since = time.perf_counter()
             last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
+            self.waited = since, time.perf_counter()
         return self._controls.controls(plan, scheduled, last_tokens)
 
     def time_steps(self, on: bool) -> None:

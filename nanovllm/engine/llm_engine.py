@@ -19,7 +19,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.metrics import Progress
-from nanovllm.engine.recorder import Recorder, engine_facts
+from nanovllm.engine.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.request import Listener
 from nanovllm.generation_config import read_sampling_params
@@ -79,7 +79,8 @@ class LLMEngine:
         self._recorder = Recorder()
         self._close = weakref.finalize(self, _close, self.executor, self._recorder, self._lock)
         try:
-            self._recorder.open(config.trace)
+            if config.trace:
+                self._recorder.open(DEFAULT_PATH if config.trace is True else config.trace)
             self._start()
             self._recorder.start(self.core, self._facts)
         except BaseException:

@@ -24,23 +24,22 @@ class Recorder:
         self._stop: Callable[[], None] | None = None
         self._opened_at = 0.0
 
-    def open(self, path: bool | str | Path) -> None:
-        """Open the file, if any is wanted: True is `DEFAULT_PATH`, False none.
+    def open(self, path: str | Path) -> None:
+        """Open the file.
 
         Raises:
             RuntimeError: if there is one already.
-            TypeError, ValueError: if it is no path, or the file cannot be written.
+            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
         """
         if self._file is not None:
             raise RuntimeError(
                 f"this engine is recording to {self._file.path!r}: it can record to one file at a "
                 "time"
             )
-        if not isinstance(path, (bool, str, os.PathLike)):
+        if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"`path` must be that of a file, got {path!r}")
-        if path is not False:
-            self._opened_at = time.perf_counter()
-            self._file = TraceFile(DEFAULT_PATH if path is True else os.fspath(path))
+        self._opened_at = time.perf_counter()
+        self._file = TraceFile(os.fspath(path))
 
     def start(self, core: Core[Any], facts: Callable[[], dict[str, Any]]) -> None:
         """Record to the file, if it is open. `facts`: see `engine_facts`."""

@@ -47,6 +47,7 @@ class Launched(NamedTuple):
     held_by: str
     used_blocks: int
     preempted: int
+    paused: tuple[float, float] | None
 
 
 class Timeline:
@@ -86,8 +87,8 @@ class Timeline:
         """The host begins to choose a step."""
         self._mark = self._began_at = time.perf_counter()
 
-    def launch(self, scheduled: list[ScheduledSequence]) -> Launched:
-        """A step has been launched, and none been booked since it was chosen."""
+    def launch(self, scheduled: list[ScheduledSequence], waited: tuple[float, float]) -> Launched:
+        """A step has been launched, none been booked since it was chosen. `waited`: of Executor."""
         preempted, held_by = self._find_preempted(), ""
         scheduler, waiting = self._scheduler, len(self._scheduler.waiting)
         if waiting:
@@ -101,7 +102,8 @@ class Timeline:
                 held_by = "prefix"  # another one computes what it begins with
         used, running = scheduler.block_manager.num_used_blocks, len(scheduler.running)
         self._mark = time.perf_counter()
-        return Launched(self._began_at, self._mark, running, waiting, held_by, used, preempted)
+        paused, times = waited if waited[0] > self._began_at else None, (self._began_at, self._mark)
+        return Launched(*times, running, waiting, held_by, used, preempted, paused)
 
     def book(
         self,
@@ -126,8 +128,8 @@ class Timeline:
         if noted is None:  # it was launched before the recording began
             state = len(self._scheduler.running), len(self._scheduler.waiting)
             used = manager.num_used_blocks
-            noted = Launched(step.launched_at, step.launched_at, *state, "", used, 0)
-        began_at, launched_at, running, waiting, held_by, used, preempted = noted
+            noted = Launched(step.launched_at, step.launched_at, *state, "", used, 0, None)
+        began_at, launched_at, running, waiting, held_by, used, preempted, paused = noted
         device = step.tokens.device_seconds()
         self._records.append(
             StepRecord(
@@ -136,6 +138,7 @@ class Timeline:
                 *(running, waiting, held_by, used, len(manager.blocks) - used, preempted),
                 *self._attention(step.scheduled, tokens[1]),
                 device and self._place(step.launched_at, waits_at, waited_at, *device),
+                paused,
             )
         )
         self._mark = booked_at

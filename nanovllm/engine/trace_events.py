@@ -45,6 +45,8 @@ class StepRecord(NamedTuple):
             each of the model's windows.
         pairs: of a query and a key that it sees, likewise.
         device: when the device began and ended it, and how long that took; None if it cannot tell.
+        paused: since when and until when its launch waited for the tokens of the step before it,
+            which controls depend on; None if it did not.
     """
 
     began_at: float
@@ -67,6 +69,7 @@ class StepRecord(NamedTuple):
     keys: list[int]
     pairs: list[int]
     device: tuple[float, float, float] | None
+    paused: tuple[float, float] | None = None
 
     def events(self, pid: int) -> list[str]:
         """The step, what the host and the device did for it, and the counters beside it.
@@ -76,19 +79,24 @@ class StepRecord(NamedTuple):
         """
         name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
         began, chosen, launched, waits, waited, booked, since = map(_ns, self[:7])
-        phases = (
-            ("schedule", _us(began), _us(chosen - began)),
-            ("launch", _us(chosen), _us(launched - chosen)),
-            ("wait", _us(waits), _us(waited - waits)),
-            ("book", _us(waited), _us(booked - waited)),
-        )
-        schedule, launch, wait, book = (dur for _, _, dur in phases)
+        spans = [("schedule", began, chosen), ("launch", chosen, launched)]
+        if self.paused is not None:
+            pause, resume = map(_ns, self.paused)
+            spans[1:] = (
+                ("launch", chosen, pause),
+                ("wait", pause, resume),
+                ("launch", resume, launched),
+            )
+        spans += [("wait", waits, waited), ("book", waited, booked)]
+        took = dict.fromkeys(("schedule", "launch", "wait", "book"), 0)
+        for phase, begin, end in spans:
+            took[phase] += end - begin
         busy = "null" if self.device is None else _us(_ns(self.device[2]))
-        more = (schedule, launch, wait, book, busy, self.keys, self.pairs)
-        at, pool = phases[1][1], (self.used_blocks, self.free_blocks)
+        more = (*map(_us, took.values()), busy, self.keys, self.pairs)
+        at, pool = _us(chosen), (self.used_blocks, self.free_blocks)
         lines = [
             _STEP % (pid, name, _us(since), _us(booked - since), *self[7:17], *more),
-            *[_HOST % (pid, *phase) for phase in phases],
+            *[_HOST % (pid, phase, _us(begin), _us(end - begin)) for phase, begin, end in spans],
             _COUNTER % (pid, "sequences", at, "running", self.running, "waiting", self.waiting),
             _COUNTER % (pid, "KV blocks", at, "used", pool[0], "free", pool[1]),
             _COUNTER

@@ -15,10 +15,12 @@ from nanovllm.engine.trace_events import ENDED, FULL, recording_event
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20  # of a file: viewers hold all of it in memory, several times as large
+HEAD_BYTES, MARK = 4096, b'"cat":"recording"'  # a trace has its first event of this kind there
 
 
 class TraceFile:
-    """A file that is written anew, event by event. Threads may share it.
+    """A file that is written anew, event by event. Threads may share it. An earlier trace is
+    overwritten, nothing else.
 
     An error of the disk ends the recording, with a warning, and not the engine.
 
@@ -27,7 +29,7 @@ class TraceFile:
         max_bytes: the most that it holds; what comes later is left out.
 
     Raises:
-        ValueError: if it cannot be written, or another engine is writing it.
+        ValueError: if it cannot be written, is no trace, or another engine is writing it.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
@@ -38,6 +40,7 @@ class TraceFile:
             try:
                 _lock(fd)
                 if stat.S_ISREG(os.fstat(fd).st_mode):
+                    _check_replaceable(fd, path)
                     os.ftruncate(fd, 0)
             except BaseException:
                 os.close(fd)
@@ -94,6 +97,16 @@ class TraceFile:
                 _unlock(self._fd)
                 os.close(self._fd)
             self._fd = None
+
+
+def _check_replaceable(fd: int, path: str) -> None:
+    head = os.read(fd, HEAD_BYTES)
+    os.lseek(fd, 0, os.SEEK_SET)
+    if head and MARK not in head:
+        raise ValueError(
+            f"`trace` must be a new file or an earlier trace, got {path!r}, which holds something "
+            "else: pass another path, or delete it"
+        )
 
 
 def _lock(fd: int) -> None:

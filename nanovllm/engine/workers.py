@@ -67,7 +67,7 @@ class Workers:
         self._told: dict[str, bytes] = {}  # what the ranks' `Store`s hold
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
-        max_len = min(config.max_model_len, model_config.max_position_embeddings)
+        max_len = config.longest(model_config.max_position_embeddings)
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         most_blocks = -(-max_len // config.kvcache_block_size)
         message_bytes = max_plan_bytes(*sizes, most_blocks) + OVERHEAD

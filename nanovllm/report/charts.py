@@ -15,6 +15,7 @@ from nanovllm.report.bins import Bins
 from nanovllm.report.findings import host_shares
 from nanovllm.report.reading import Floats
 from nanovllm.report.summary import Summary
+from nanovllm.report.words import duration
 
 NUM_BARS = 40
 BLUE, ORANGE, GREEN, RED = "#4c7fe0", "#e08a3c", "#3fa06a", "#d0504c"
@@ -63,7 +64,7 @@ def charts(summary: Summary) -> list[Chart]:
 def throughput(summary: Summary) -> Chart:
     """Tokens per second."""
     bins = Bins(summary.trace)
-    figure = _over_time("generated / s", "of prompts / s")
+    figure = _over_time("tokens generated / s", "tokens of prompts / s")
     _area(figure, bins, bins.rates("sampled_tokens"), "generated", BLUE)
     _area(figure, bins, bins.rates("prefill_tokens"), "of prompts, computed", ORANGE, row=2)
     text = "Tokens that requests got, and tokens of prompts that were computed, each second."
@@ -77,7 +78,9 @@ def sequences(summary: Summary) -> Chart:
     running, waits = bins.levels("running"), bins.levels("waiting")
     figure = _over_time(*("running", "waiting")[: 1 + bool(waits.any())])
     _area(figure, bins, running, "running", BLUE)
-    if most <= 4 * running.max():
+    is_near = most <= 4 * running.max()
+    _count_whole(figure, most if is_near else running.max(), row=1)
+    if is_near:
         line = {"color": GREY, "dash": "dot", "width": 1.5}
         ends = [0, float(bins.edges[-1])]
         limit = go.Scatter(x=ends, y=[most, most], name="max_num_seqs", mode="lines", line=line)
@@ -85,6 +88,7 @@ def sequences(summary: Summary) -> Chart:
     text = f"Sequences that ran, of {most:,} that may (max_num_seqs). None waited."
     if waits.any():
         _area(figure, bins, waits, "waiting", ORANGE, row=2)
+        _count_whole(figure, waits.max(), row=2)
         text = text.replace("None waited.", "Below, those that waited for that.")
     return Chart("sequences", "Batch occupancy", text, figure)
 
@@ -163,7 +167,7 @@ def replicas(summary: Summary) -> Chart | None:
     engines, bins = summary.trace.engines, Bins(summary.trace)
     if len(engines) < 2:
         return None
-    figure, colors = _over_time("generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+    figure, colors = _over_time("tokens generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
     for i, engine in enumerate(engines):
         rates = bins.spread(engine, engine["sampled_tokens"]) / bins.width
         line = {"color": colors[i % len(colors)], "width": 1.8}
@@ -193,7 +197,8 @@ def latencies(summary: Summary) -> Chart | None:
         ticks = round_values(*edges[[0, -1]])
         labels = [duration(value) for value in ticks]
         figure.update_xaxes(tickvals=np.log10(ticks), ticktext=labels, **at)
-    figure.update_yaxes(rangemode="tozero", nticks=4)
+        figure.update_yaxes(rangemode="tozero", nticks=4, **at)
+        _count_whole(figure, counts.max(), **at)
     figure.update_yaxes(title="requests", col=1)
     figure.update_annotations(font_size=13)
     figure.update_layout(_layout(500), showlegend=False, bargap=0)
@@ -203,17 +208,6 @@ def latencies(summary: Summary) -> Chart | None:
 
 def _median(values: Floats) -> str:
     return f": {duration(float(np.median(values)))}" if len(values) else ""
-
-
-def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits them."""
-    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * scale < 999.5:
-            return f"{seconds * scale:.3g} {unit}"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
 
 
 def log_edges(values: Floats) -> Floats:
@@ -251,6 +245,12 @@ def _over_time(*titles: str, share: bool = False) -> Any:
     if share:
         figure.update_yaxes(tickformat=".0%", range=[0, 1.06])
     return figure
+
+
+def _count_whole(figure: Any, most: float, **at: int) -> None:
+    """No ticks between integers: plotly has some where an axis counts up to less than seven."""
+    if most < 7:
+        figure.update_yaxes(dtick=1, **at)
 
 
 def _layout(height: int) -> dict[str, Any]:

@@ -77,8 +77,9 @@ def blocks(summary: Summary) -> Finding | None:
         "that may (`max_num_seqs`)."
     )
     if preempted := int(summary.trace.total("preempted")):
+        often = "Once" if preempted == 1 else f"{preempted:,} times"
         text += (
-            f" {preempted:,} times a running sequence lost its blocks to another; for that, "
+            f" {often} a running sequence lost its blocks to another; for that, "
             f"{repeated:,} tokens were computed again, {percent(repeated_share)} of what prefills "
             "computed."
         )

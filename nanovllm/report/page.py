@@ -3,15 +3,15 @@
 import html
 import json
 import re
-import time
 from collections.abc import Iterable
 
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from nanovllm.report.charts import Chart, charts, duration
+from nanovllm.report.charts import TIMES, Chart, charts
 from nanovllm.report.findings import NOTHING, Finding, find, percent
 from nanovllm.report.summary import PERCENTILES, Summary
+from nanovllm.report.words import duration, key_figures, subtitle, unknown, warnings
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2430; --soft: #5a6272; --line: #dde1e8; --grid: #e6e9ef;
@@ -116,99 +116,6 @@ def page(summary: Summary, source: str) -> str:
     )
 
 
-def subtitle(summary: Summary) -> str:
-    """What ran, on what, and when."""
-    facts, count = summary.facts, len(summary.trace.engines)
-    what = f"{facts['architecture']}, {facts['dtype']}"
-    if facts["quantization"] not in ("none", facts["dtype"]):
-        what += f" ({facts['quantization']} weights)"
-    size = facts["tensor_parallel_size"]
-    where = f"{count} replicas of " if count > 1 else ""
-    where += f"{size} × " if size > 1 else ""
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["wall_clock"]))
-    return f"{what}, on {where}{facts['device_name']}, recorded on {when}"
-
-
-def warnings(summary: Summary) -> list[str]:
-    """What is missing."""
-    trace, found = summary.trace, []
-    if trace.is_full:
-        found.append(
-            f"The trace's file was full after {duration(trace.seconds)}: what came later is not in "
-            "this report. A part of a long run is recorded by `with llm.trace(path):`."
-        )
-    if not trace.has_ended:
-        found.append("The recording has no end: its process was killed, or is still running.")
-    return found
-
-
-def unknown(summary: Summary) -> list[str]:
-    """What cannot be said, and why."""
-    found, name = [], summary.facts["device_name"]
-    if summary.gpu_share is None:
-        found.append(
-            "The device is a CPU, which is the host as well: whether the host held the run back "
-            "cannot be told."
-        )
-    if summary.least_seconds is None:
-        found.append(
-            f"The limits of this device ({name}, {summary.facts['dtype']}) are not known, so there "
-            "is no share of the roofline: `--bandwidth` and `--flops` say them."
-        )
-    return found
-
-
-def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
-    """Value, name, and what belongs to it."""
-    trace, facts = summary.trace, summary.facts
-    seconds, busy, generated = trace.seconds, summary.busy_seconds, trace.total("sampled_tokens")
-    prompts, steps = trace.total("prefill_tokens"), sum(len(e["seconds"]) for e in trace.engines)
-    done, left = summary.num_requests("stop", "length"), summary.num_requests("unfinished")
-    more = [f"{left:,} unfinished"] * (left > 0)
-    more += [f"{count:,} aborted" for count in [summary.num_requests("aborted")] if count]
-    found = [
-        (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
-        (f"{prompts / seconds:,.0f} tok/s", "of prompts", f"{prompts:,.0f} tokens computed"),
-        (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
-        (
-            duration(seconds),
-            "from first to last step",
-            f"with requests {percent(min(1.0, busy / seconds / len(trace.engines)))}",
-        ),
-        (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
-        (f"{summary.mean('running'):,.1f}", "sequences at once", f"of {facts['max_num_seqs']:,}"),
-        (percent(summary.peak_pool_share), "of the KV pool at most", _pool(summary)),
-        (percent(summary.hit_rate), "of prompts' tokens cached", ""),
-    ]
-    preempted = trace.total("preempted")
-    again = f"{summary.num_repeated_tokens:,} tokens again" if preempted else ""
-    found.append((f"{preempted:,.0f}", "preemptions", again))
-    if summary.gpu_share is not None:
-        found.append((percent(summary.gpu_share), "of the time the GPU computed", ""))
-    if summary.roofline_share is not None:
-        found.append((percent(summary.roofline_share), "of the roofline", "of these steps"))
-    return found
-
-
-def _pool(summary: Summary) -> str:
-    return (
-        f"{summary.trace.engines[0].num_blocks:,} blocks of {summary.facts['kvcache_block_size']}"
-    )
-
-
-def in_words(summary: Summary) -> str:
-    """The report without its charts."""
-    lines = [f"{subtitle(summary)}", *warnings(summary)]
-    lines += [
-        f"{value} {name}{f' ({more})' if more else ''}"
-        for value, name, more in key_figures(summary)
-    ]
-    for each in find(summary):
-        share = f" ({percent(each.share)} of the time)" if each.cause != NOTHING else ""
-        lines += ["", f"held back by {each.cause}{share}", each.text, each.remedy]
-    return "\n".join([*lines, *unknown(summary)])
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -236,16 +143,11 @@ def _figure(value: str, name: str, more: str) -> str:
 
 
 def _latency_table(summary: Summary) -> str:
-    names = {
-        "queue_us": "in the queue",
-        "first_token_us": "to the first token",
-        "token_us": "for each later token",
-        "total_us": "in all",
-    }
-    spreads = {name: summary.times(key) for key, name in names.items()}
-    if not len(spreads["in all"]):
+    spreads = {name: summary.times(key) for key, (name, _) in TIMES.items()}
+    if not len(spreads["In all"]):
         return ""
-    rows = [_row("th", ["of requests", "mean", *(f"{p} %" for p in PERCENTILES), "longest"])]
+    percentiles = (f"{each}% within" for each in PERCENTILES)
+    rows = [_row("th", ["Times of requests", "mean", *percentiles, "longest"])]
     for name, values in spreads.items():
         if len(values):
             found = [values.mean(), *np.percentile(values, PERCENTILES), values.max()]

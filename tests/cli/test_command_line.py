@@ -75,6 +75,7 @@ def test_every_flag_says_what_it_does(command: str) -> None:
         (["chat", "--structured-outputs", "{}"], "`structured_outputs` must have exactly one"),
         (["chat", "--trace", "/nowhere/t.json"], "--trace: must be in a directory that is there"),
         (["chat", "--temp", "1"], "unrecognized arguments: --temp"),  # not --temperature
+        (["generate", "--input", "-"], "--model must be the directory of a checkpoint or its name"),
         (["talk"], "invalid choice: 'talk'"),
         ([], "required: command"),
     ],

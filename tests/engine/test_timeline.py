@@ -190,6 +190,24 @@ def test_times_are_those_of_the_requests(checkpoint, tmp_path):
         )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_waits_for_tokens_that_controls_need_are_no_part_of_launches(overlap, tmp_path):
+    path = tmp_path / "run.json"
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with LLM(TINY, overlap=overlap, trace=path, device="cpu", num_kvcache_blocks=8) as llm:
+        for own in ({}, {"bad_words": ["xyz"]}):
+            llm.generate("127+345=", SamplingParams(**params, **own), use_tqdm=False)
+    events = read(path)
+    assert_valid(events)
+    names = [event["name"] for event in select(events, cat="host")]
+    steps = [event["args"] for event in select(events, cat="step")]
+    num_paused = 7 if overlap else 0  # of eight steps, but the first
+    assert names.count("wait") - len(steps) == names.count("launch") - len(steps) == num_paused
+    for name in ("schedule", "launch", "wait", "book"):
+        total = sum(event["dur"] for event in select(events, cat="host", name=name))
+        assert total == pytest.approx(sum(step[f"{name}_us"] for step in steps), abs=1e-2)
+
+
 def test_nothing_of_a_text_is_in_it(tmp_path):
     path = tmp_path / "run.json"
     with LLM(TINY, trace=str(path), device="cpu", num_kvcache_blocks=8) as llm:
@@ -410,11 +428,38 @@ def test_a_path_that_cannot_be_is_refused_before_anything_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_block_wants_a_path(checkpoint):
+@pytest.mark.parametrize("path", [None, True, False])
+def test_a_block_wants_a_path(path, checkpoint, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     with LLM(checkpoint, **SMALL) as llm:
-        with pytest.raises(TypeError, match="must be that of a file, got None"), llm.trace(None):
+        with pytest.raises(TypeError, match=f"must be that of a file, got {path}"), llm.trace(path):
             pass
         assert llm.core.timeline is None
+    assert os.listdir() == []
+
+
+OTHERS = [b"a paper\n", b"[1, 2]", b'[\n{"ph":"X","name":"of another program"}\n]\n', b"\x00\xff"]
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_a_file_that_is_no_trace_is_kept(content, checkpoint, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(content)
+    message = "`trace` must be a new file or an earlier trace, got .*mine.json', which holds"
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint, trace=path, **SMALL)
+    with LLM(checkpoint, **SMALL) as llm:
+        with pytest.raises(ValueError, match=message), llm.trace(path):
+            pass
+        assert path.read_bytes() == content
+        path.write_bytes(b"")
+        with llm.trace(path):
+            llm.generate(PROMPTS[:2], greedy(2), use_tqdm=False)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])  # of a process that was killed
+        with llm.trace(path):
+            llm.generate(PROMPTS[:1], greedy(2), use_tqdm=False)
+    assert counts(read(path))["num_finished"] == 1
 
 
 def test_two_engines_do_not_share_a_file(checkpoint, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from documentation import problems
 from packaging.requirements import Requirement
-from traces import MadeTrace, write_trace
+from traces import MadeTrace, browse, chromium, write_trace
 
 import nanovllm.batch
 from nanovllm import LLM, AsyncLLM, SamplingParams
@@ -331,3 +332,14 @@ def test_a_link_of_the_site_that_leads_nowhere_is_found(tmp_path: Path) -> None:
         "a.html links to b.html#gone, an anchor that is not there",
         "a.html links to c.html, which is not there",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")
+def test_search_works_without_a_server(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir"]
+    subprocess.run([*command, str(tmp_path / "site")], check=True, cwd=ROOT)
+    page = tmp_path / "site" / "reference" / "options.html"
+    found, console = browse(page, tmp_path, query="?q=preemptions")
+    assert "matching documents" in found and console == []

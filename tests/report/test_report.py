@@ -17,9 +17,11 @@ from nanovllm.benchmark import limits
 from nanovllm.cli.main import main
 from nanovllm.report import findings
 from nanovllm.report.bins import Bins
+from nanovllm.report.charts import charts
 from nanovllm.report.findings import find
 from nanovllm.report.reading import read_trace
 from nanovllm.report.summary import Summary, model_config
+from nanovllm.report.words import key_figures
 
 
 def summary_of(path: Path, *made: MadeTrace, **options: Any) -> Summary:
@@ -303,12 +305,21 @@ def test_other_files_get_a_sentence(
     assert not path.with_suffix(".html").exists()
 
 
-def test_what_is_missing_gets_a_sentence(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_page_is_not_written_over_its_trace(
+    path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_trace(path, busy())
     assert main(["report", str(path), "-o", str(path)]) == 2
     assert "another file than the trace" in capsys.readouterr().err
+
+
+def test_without_plotly_the_words_are_printed_all_the_same(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(path, busy(gpu=0.5))
+    assert main(["report", str(path)]) == 0
+    words = capsys.readouterr().out.partition(f"\n\n{path.with_suffix('.html')}")[0]
+    path.with_suffix(".html").unlink()
     imported = builtins.__import__
 
     def refuse(name: str, *args: Any, **options: Any) -> Any:
@@ -317,10 +328,45 @@ def test_what_is_missing_gets_a_sentence(
         return imported(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for module in ("page", "charts"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.report.{module}", raising=False)
+    for module in [name for name in sys.modules if name.startswith("nanovllm.report.")]:
+        monkeypatch.delitem(sys.modules, module)
     assert main(["report", str(path)]) == 2
-    assert 'pip install "plotly>=6"' in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == f"{words}\n" and "Host-bound" in out and "64,000 tok/s generated" in out
+    assert err.count("\n") == 1 and err.endswith('plotly\'): pip install "nanovllm[report]"\n')
+    assert not path.with_suffix(".html").exists()
+
+
+# -- words and ticks -------------------------------------------------------------------------------
+
+
+def test_key_figures_are_one_kind_of_phrase(path: Path) -> None:
+    one = MadeTrace().step(0.004, decode=1, prefill=9, preempted=1).sequence(prompt=4)
+    found = key_figures(summary_of(path, one))
+    assert [" ".join(each[:2]) for each in found] == [
+        *("500 tok/s generated", "2,250 tok/s of prompts computed", "1 request finished"),
+        *("4 ms from the first step to the last", "1 step", "2.0 sequences at once, on average"),
+        *("10% of the KV pool used at most", "0% of the prompts' tokens cached", "1 preemption"),
+        *("97% of the time the GPU computed", "7.7% of the roofline reached"),
+    ]
+    assert [more for _, _, more in found] == [
+        *("2 tokens", "9 tokens", "", "100% with requests", "4 ms each", "512 may run"),
+        *("1,000 blocks of 256 tokens", "", "5 tokens computed again", "", ""),
+    ]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, {1}), (6, {1}), (7, {None}), (300, {None})])
+def test_axes_that_count_have_whole_ticks(count: int, steps: set[int | None], path: Path) -> None:
+    """plotly has ticks at halves where it may draw more than there are whole ones."""
+    made = MadeTrace()
+    for _ in range(9):
+        made.step(0.004, decode=count, held_by="blocks")
+    for _ in range(count):
+        made.sequence()
+    drawn = {each.name: each.figure.layout for each in charts(summary_of(path, made))}
+    assert drawn["sequences"].yaxis.dtick in steps and drawn["sequences"].yaxis2.dtick is None
+    layout = drawn["latencies"]
+    assert {layout[f"yaxis{i}"].dtick for i in ("", 2, 3, 4)} == steps
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -357,6 +403,9 @@ def test_the_page_draws_all_charts_without_an_error(kind: str, tmp_path: Path, p
     assert console == []
     assert drawn(page) == wanted
     assert page.count('class="card finding') == len(find(Summary(read_trace(str(path)))))
+    if kind == "cpu":
+        ticks = re.findall(r'class="y\d?tick">.*?>([^<]*)<', page.partition('id="latencies"')[2])
+        assert ticks == ["0", "1"] * 4
     if kind == "gpu":
         assert "<title>A run of &lt;/script&gt;&lt;b&gt;&amp;, 400 ms</title>" in page
     assert ("cannot be told" in page) == (kind == "cpu")
@@ -391,7 +440,11 @@ def test_the_words_are_printed_and_say_what_is_missing(
     out = capsys.readouterr().out
     for words in (
         *("64,000 tok/s generated (25,600 tokens)", "50% of the time the GPU computed"),
-        *("file was full after 400 ms", "has no end", "held back by host-bound (50% of the time)"),
+        *(
+            "file was full after 400 ms",
+            "has no end",
+            "What held the run back:\n\nHost-bound (50% of the time)\nThe GPU",
+        ),
         *("10 requests finished", "page.html", "Qwen3ForCausalLM, bfloat16, on NVIDIA H200"),
     ):
         assert words in out

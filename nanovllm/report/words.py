@@ -1,0 +1,104 @@
+"""The report in words: what ran, its key figures, what held it back. The page has these, too."""
+
+import time
+
+from nanovllm.report.findings import NOTHING, find, percent
+from nanovllm.report.summary import Summary
+
+
+def in_words(summary: Summary) -> str:
+    """The report without its charts."""
+    lines = [subtitle(summary), *warnings(summary)]
+    for value, name, more in key_figures(summary):
+        lines.append(f"{value} {name}" + f" ({more})" * bool(more))
+    lines += ["", "What held the run back:"]
+    for each in find(summary):
+        title = f"{each.cause.capitalize()} ({percent(each.share)} of the time)"
+        lines += ["", "Nothing did" if each.cause == NOTHING else title, each.text, each.remedy]
+    if left_open := unknown(summary):
+        lines += ["", *left_open]
+    return "\n".join(lines)
+
+
+def subtitle(summary: Summary) -> str:
+    """What ran, on what, and when."""
+    facts, count = summary.facts, len(summary.trace.engines)
+    what = f"{facts['architecture']}, {facts['dtype']}"
+    if facts["quantization"] not in ("none", facts["dtype"]):
+        what += f" ({facts['quantization']} weights)"
+    size = facts["tensor_parallel_size"]
+    where = f"{count} replicas of " if count > 1 else ""
+    where += f"{size} × " if size > 1 else ""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["wall_clock"]))
+    return f"{what}, on {where}{facts['device_name']}, recorded on {when}"
+
+
+def warnings(summary: Summary) -> list[str]:
+    """What is missing."""
+    trace, found = summary.trace, []
+    if trace.is_full:
+        found.append(
+            f"The trace's file was full after {duration(trace.seconds)}: what came later is not in "
+            "this report. A part of a long run is recorded by `with llm.trace(path):`."
+        )
+    if not trace.has_ended:
+        found.append("The recording has no end: its process was killed, or is still running.")
+    return found
+
+
+def unknown(summary: Summary) -> list[str]:
+    """What cannot be said, and why."""
+    found, name = [], summary.facts["device_name"]
+    if summary.gpu_share is None:
+        found.append(
+            "The device is a CPU, which is the host as well: whether the host held the run back "
+            "cannot be told."
+        )
+    if summary.least_seconds is None:
+        found.append(
+            f"The limits of this device ({name}, {summary.facts['dtype']}) are not known, so there "
+            "is no share of the roofline: `--bandwidth` and `--flops` say them."
+        )
+    return found
+
+
+def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
+    """Value, name, and what belongs to it: "64,000 tok/s", "generated", "25,600 tokens"."""
+    trace, facts = summary.trace, summary.facts
+    seconds, generated = trace.seconds, trace.total("sampled_tokens")
+    busy = min(1.0, summary.busy_seconds / seconds / len(trace.engines))
+    prompts, steps = trace.total("prefill_tokens"), sum(len(e["seconds"]) for e in trace.engines)
+    done, left = summary.num_requests("stop", "length"), summary.num_requests("unfinished")
+    more = [f"{left:,} unfinished"] * (left > 0)
+    more += [f"{count:,} aborted" for count in [summary.num_requests("aborted")] if count]
+    running, num_blocks = f"{summary.mean('running'):,.1f}", trace.engines[0].num_blocks
+    pool = f"{num_blocks:,} blocks of {facts['kvcache_block_size']} tokens"
+    preempted = int(trace.total("preempted"))
+    again = f"{summary.num_repeated_tokens:,} tokens computed again" if preempted else ""
+    found = [
+        (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
+        (f"{prompts / seconds:,.0f} tok/s", "of prompts computed", f"{prompts:,.0f} tokens"),
+        (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
+        (duration(seconds), "from the first step to the last", f"{percent(busy)} with requests"),
+        (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
+        (running, "sequences at once, on average", f"{facts['max_num_seqs']:,} may run"),
+        (percent(summary.peak_pool_share), "of the KV pool used at most", pool),
+        (percent(summary.hit_rate), "of the prompts' tokens cached", ""),
+        (f"{preempted:,}", f"preemption{'s' * (preempted != 1)}", again),
+    ]
+    if summary.gpu_share is not None:
+        found.append((percent(summary.gpu_share), "of the time the GPU computed", ""))
+    if summary.roofline_share is not None:
+        found.append((percent(summary.roofline_share), "of the roofline reached", ""))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in the unit that suits them."""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
