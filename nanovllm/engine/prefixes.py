@@ -44,6 +44,8 @@ def find_shared_prefixes(
     Returns:
         None where too little is shared.
     """
+    if len(context_lens) < MIN_MEMBERS:
+        return None
     # A decode writes to its last block, which no other decode shares; those before it are full.
     num_whole = (context_lens - 1) // block_size
     lens = np.zeros(len(context_lens), np.int32)

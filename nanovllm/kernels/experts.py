@@ -1,9 +1,9 @@
 """Products of a mixture of experts: each token's row with the weights of the experts it takes.
 
-Pairs of a token and one of its experts are numbered n = token * k + j. They are sorted by expert on
-the device (a counting sort, one program for each expert), so that a tile of rows meets the weights
-of one expert. How many tiles there are, the host need not know: the grid is what there can be. A
-single token needs no sorting (`linear.one_row`).
+Pairs of a token and one of its experts are sorted by expert (`routing.py`), so that a tile of rows
+meets the weights of one expert. How many tiles there are, the host need not know: the grid is what
+there can be. A single token needs no sorting (`linear.one_row`). FP8 weights become numbers of 16
+bits on their way to tensor cores.
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
@@ -28,6 +28,7 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.kernels.linear import HALF, one_row, stored
+from nanovllm.kernels.routing import SORTED, route, sort_pairs
 from nanovllm.utils.fp8 import Codes
 
 
@@ -52,68 +53,19 @@ SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
 MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
 MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
+# The same of codes, which are converted for each tile of rows, so that larger ones pay earlier.
+MOST_OF_CODES = {
+    8: FEW._replace(stages=4),
+    24: SOME._replace(block_k=128),
+    96: SOME._replace(block_t=64),
+}
+MANY_OF_CODES = MANY._replace(block_m=128)
 # For 64 KiB of shared memory: of few pairs, and of many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
     Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
 )
-SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together
-LEAST = tl.constexpr(-3e38)
 LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
-
-
-@triton.jit
-def _route_kernel(
-    logits_ptr, experts_ptr, weights_ptr,
-    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program: the K likeliest experts of one token.
-    launch_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, E_PAD)
-    wait(PDL)
-    logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=0.0).to(tl.float32)
-    # No score is below the least number, NaN neither: each choice is another expert, and one.
-    logits = tl.where(e < E, tl.where(logits > LEAST, logits, LEAST), float("-inf"))
-    most = tl.max(logits, 0)
-    left = logits
-    total = 0.0
-    for j in tl.static_range(K):
-        score, expert = tl.max(left, 0, return_indices=True)
-        tl.store(experts_ptr + row * K + j, expert)
-        total += tl.exp(score - most)
-        left = tl.where(e == expert, float("-inf"), left)
-    if not NORM:
-        total = tl.sum(tl.exp(logits - most), 0)
-    chosen = left != logits
-    taken = tl.where(chosen, logits, float("-inf"))
-    for j in tl.static_range(K):  # the same again, now that their sum is known
-        score, expert = tl.max(taken, 0, return_indices=True)
-        tl.store(weights_ptr + row * K + j, tl.exp(score - most) / total)
-        taken = tl.where(e == expert, float("-inf"), taken)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _sort_kernel(
-    ids_ptr, order_ptr, starts_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    # One program: the pairs of one expert, in their order, behind those of all before it.
-    launch_dependents(PDL)
-    expert = tl.program_id(0)
-    offsets = tl.arange(0, BLOCK)
-    wait(PDL)
-    start = 0
-    for begin in range(0, N, BLOCK):
-        ids = tl.load(ids_ptr + begin + offsets, mask=begin + offsets < N, other=1 << 30)
-        start += tl.sum((ids < expert).to(tl.int32), 0)
-    tl.store(starts_ptr + expert, start)
-    for begin in range(0, N, BLOCK):
-        ids = tl.load(ids_ptr + begin + offsets, mask=begin + offsets < N, other=1 << 30)
-        own = (ids == expert).to(tl.int32)
-        tl.store(order_ptr + start + tl.cumsum(own, 0) - 1, begin + offsets, mask=own > 0)
-        start += tl.sum(own, 0)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, start)
 
 
 @triton.jit
@@ -252,23 +204,6 @@ def _down_kernel(
     tl.store(ptrs, out, mask=(t < end)[:, None] & (m < M)[None, :])
 
 
-def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's k likeliest experts [T, k] int32, the likeliest first, and their probabilities
-    [T, k] float32; `norm` divides these by their sum.
-
-    Args:
-        logits: [T, E]
-    """
-    T, E = logits.shape
-    experts = torch.empty(T, k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
-    _route_kernel[(T,)](
-        logits.contiguous(), experts, weights,
-        E=E, E_PAD=triton.next_power_of_2(E), K=k, NORM=norm, num_warps=1, **pdl_options(logits),
-    )  # fmt: skip
-    return experts, weights
-
-
 class ExpertWeights(NamedTuple):
     """The experts of a layer.
 
@@ -289,12 +224,13 @@ class ExpertWeights(NamedTuple):
     limit: float = 0.0
 
 
-def choose_tiles(N: int, E: int, x: torch.Tensor) -> Tiles:
-    """Tiles for N pairs of E experts, of x's dtype and on its device."""
+def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Tiles:
+    """Tiles for N pairs of E experts, of x's dtype and on its device; or of FP8 weights."""
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
         return tiles if x.dtype in HALF else tiles._replace(block_k=32)
-    return next((tiles for most, tiles in MOST.items() if most * E >= N), MANY)
+    most, many = (MOST_OF_CODES, MANY_OF_CODES) if of_codes else (MOST, MANY)
+    return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
 
 def gated_experts(
@@ -327,14 +263,9 @@ def gated_experts(
         return one_row(
             inner, weights.down, weights.down_bias, num_experts=E, experts=experts, scales=scales
         )
-    N, device = T * k, x.device
-    order = torch.empty(N, dtype=torch.int32, device=device)
-    starts = torch.empty(E + 1, dtype=torch.int32, device=device)
-    BLOCK = next((size for size in SORTED if size >= N), SORTED[-1])
-    _sort_kernel[(E,)](
-        experts, order, starts, N, BLOCK=BLOCK, num_warps=max(1, BLOCK // 512), **pdl_options(x)
-    )
-    tiles = tiles or choose_tiles(N, E, x)
+    N = T * k
+    order, starts = sort_pairs(experts, E)
+    tiles = tiles or choose_tiles(N, E, x, gate_up_scales is not None)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -349,7 +280,7 @@ def gated_experts(
         **shape, **how, **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
-    out = torch.empty(k, T, M, dtype=dtype, device=device)
+    out = torch.empty(k, T, M, dtype=dtype, device=x.device)
     _down_kernel[(triton.cdiv(M, tiles.block_m), num_tiles)](
         describe(inner, tiles.block_t, width) if tma else inner,
         describe(down, tiles.block_m, width) if tma else down,
@@ -372,6 +303,7 @@ def variants(
         x = torch.zeros(T, gate_up.shape[1], dtype=dtype, device=gate_up.device)
         gated_experts(x, weights, *route(x.new_zeros(T, E), k, norm))
 
-    most = [pairs * E // k for pairs in (*MOST, 1 + max(MOST))]
+    chosen = MOST if isinstance(weights.gate_up, torch.Tensor) else MOST_OF_CODES
+    most = [pairs * E // k for pairs in (*chosen, 1 + max(chosen))]
     numbers = {1, *(max(2, T) for T in (*most, *(size // k for size in SORTED)))}
     return {(gate_up.shape, gate_up.dtype, block, has_biases, T): partial(run, T) for T in numbers}

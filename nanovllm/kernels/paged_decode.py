@@ -250,8 +250,7 @@ def paged_decode(
     Returns:
         [B, Hq, D]
     """
-    B, Hq, D = q.shape
-    S, Hkv = cache.k.shape[1:3]
+    (B, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8 = cache.k.dtype == FP8

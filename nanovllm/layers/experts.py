@@ -41,7 +41,7 @@ class Router(ReplicatedLinear):
         """
         logits = self(x)
         if self.build.fused:
-            from nanovllm.kernels.experts import route
+            from nanovllm.kernels.routing import route
 
             return route(logits, self.k, self.norm)
         logits, experts = logits.float().sort(dim=-1, descending=True, stable=True)

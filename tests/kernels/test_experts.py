@@ -14,8 +14,8 @@ from nanovllm.kernels.experts import (
     ExpertWeights,
     Tiles,
     gated_experts,
-    route,
 )
+from nanovllm.kernels.routing import route
 from nanovllm.utils.fp8 import FP8, Codes
 
 SEED = 3
