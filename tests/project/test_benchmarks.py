@@ -81,7 +81,7 @@ def test_work_is_the_sum_over_tokens(
 
 def test_work_of_windows_and_experts(config: ModelConfig) -> None:
     """One layer slides, the other has experts: again counted token by token."""
-    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False)
+    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, packed=False, is_mxfp4=False)
     first, second = config.layers
     layers = replace(first, window=8), replace(second, is_sparse=True)
     mixed = replace(config, layers=layers, experts=sparse)
