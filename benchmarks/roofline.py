@@ -50,9 +50,8 @@ def main() -> None:
         f"{bench.model_name(args)}: {hardware.bandwidth / 1e12:g} TB/s, "
         f"{hardware.flops / 1e12:g} TFLOP/s"
     )
-    held = format_of(
-        choose(options.get("quantization"), config.quantization, config.experts is not None)
-    )
+    packed = config.experts is not None and config.experts.packed
+    held = format_of(choose(options.get("quantization"), config.quantization, packed))
     formats = (
         limits.kv_itemsize(options.get("kv_cache_dtype", "auto"), config.head_dim, itemsize),
         limits.linear_itemsize(held, config, itemsize),

@@ -126,6 +126,16 @@ def test_limits_of_the_published_shapes(
     assert int(lines["bench-0"][-2]) == 36414
 
 
+def test_limits_of_experts_in_8_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sequence reads half as much, but for the LM head, keys and values."""
+    for more in ((), ("--quantization", "fp8")):
+        run(roofline.main, monkeypatch, "--dummy", "qwen3-30b-a3b", "--only", "bs1", *more)
+    plain, fp8 = (int(line.split()[-2]) for line in capsys.readouterr().out.splitlines()[1::2])
+    assert 1.7 * plain < fp8 < 2 * plain
+
+
 def test_roofline_of_any_checkpoint_and_workload(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path
 ) -> None:
