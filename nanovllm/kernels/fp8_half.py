@@ -111,7 +111,7 @@ def multiply_into(
 
     def numbers(begin: int, end: int) -> torch.Tensor:
         scales = weight.scales[begin // rows : triton.cdiv(end, rows)]
-        return Codes(weight.codes[begin:end], scales, weight.block).numbers().to(out.dtype)
+        return Codes(weight.codes[begin:end], scales, weight.block).numbers(out.dtype)
 
     multiply_parts(out, x, bias, numbers, BLOCK)
 

@@ -196,7 +196,7 @@ def _many_rows(
         return _by_library(x, weight, bias, None).to(dtype)
     if can_describe(x.codes) and len(weight) % BLOCK_N == weight.codes.shape[1] % BLOCK == 0:
         return _by_tiles(x, weight, bias, Tiles(TILE_ROWS, 1, BLOCK, 4), dtype)
-    return F.linear(x.numbers().to(dtype), weight.numbers().to(dtype), bias)
+    return F.linear(x.numbers(dtype), weight.numbers(dtype), bias)
 
 
 def _library_has(weight: Codes) -> bool:

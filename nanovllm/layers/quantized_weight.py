@@ -80,7 +80,7 @@ class QuantizedWeight(Weight):
 
     def plain(self) -> Weight:
         """What the codes mean."""
-        numbers = self.codes.numbers().to(self.dtype)
+        numbers = self.codes.numbers(self.dtype)
         weight = Weight(0, numbers.shape[1], self.dtype, self.fused)
         weight.data = nn.Parameter(numbers, False)
         return weight

@@ -9,6 +9,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
+PART = 2**22  # numbers that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,16 @@ class Codes:
         assert self.block[0] == 1, "rows share scales"
         return Codes(self.codes[rows], self.scales[rows], self.block)
 
-    def numbers(self) -> torch.Tensor:
-        """[T, K] float32"""
+    def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[T, K], a part at a time: those of experts take gigabytes."""
         (T, K), (rows, columns) = self.codes.shape, self.block
-        scales = self.scales.repeat_interleave(rows, 0) if rows > 1 else self.scales
-        if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(columns, 1)[:, :K]
-        return self.codes.float() * scales[:T]
+        numbers = torch.empty(T, K, dtype=dtype, device=self.codes.device)
+        step = max(1, PART // K // rows) * rows
+        for begin in range(0, T, step):
+            codes, out = self.codes[begin : begin + step], numbers[begin : begin + step]
+            scales = self.scales[begin // rows : -(-(begin + step) // rows)]
+            scales = scales.repeat_interleave(rows, 0) if rows > 1 else scales
+            if scales.shape[1] > 1:
+                scales = scales.repeat_interleave(columns, 1)[:, :K]
+            torch.mul(codes.float(), scales[: len(codes)], out=out)
+        return numbers

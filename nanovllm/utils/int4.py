@@ -66,10 +66,10 @@ class Int4Codes:
         """P"""
         return plane_size(self.shape[1], self.group)
 
-    def numbers(self) -> torch.Tensor:
-        """[N, K] float32"""
+    def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[N, K]"""
         N, K = self.shape
         minus, scales = self.scales.float().transpose(0, 1).unbind(2)  # [N, K / group] each
         minus = minus + OFFSETS[self.scales.dtype]
         codes = unpack(self.data, self.plane).view(N, -1, self.group).float()
-        return ((codes + minus[..., None]) * scales[..., None]).view(N, K)
+        return ((codes + minus[..., None]) * scales[..., None]).view(N, K).to(dtype)
