@@ -224,9 +224,12 @@ def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | No
         return None  # of experts alone
     found = read_quantization(raw)
     if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
+        remedy = "take the original weights"
+        if not family.packed_experts:
+            remedy += ", or a checkpoint in FP8"
         raise ValueError(
             f"config.json: `quantization_config` {_quantization(raw)!r} is not supported for these "
-            "experts: take a checkpoint in FP8, or the original weights"
+            f"experts: {remedy}"
         )
     return found
 

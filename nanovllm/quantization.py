@@ -23,7 +23,7 @@ NOT_READ = (
 PACKED = (".qweight", ".weight_packed")  # of codes of 4 bits
 # What config.json calls the modules that are not quantised, and which of them must be.
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
-QUANTIZED = ("_proj", "self_attn", "mlp")
+QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
 ROUTER = ".gate"  # what a mixture of experts chooses by stays as it is
 GROUPS = (32, 64, 128)  # columns of INT4 that share a scale

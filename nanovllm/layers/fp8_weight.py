@@ -155,5 +155,6 @@ def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
 def _cut(module: str, block: tuple[int, int]) -> ValueError:
     return ValueError(
         f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} want whole blocks of each "
-        "projection on each rank: take another tensor_parallel_size, or the original weights"
+        "projection on each rank: take another tensor_parallel_size, or the original weights "
+        'with quantization="fp8"'
     )

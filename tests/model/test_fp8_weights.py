@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import (
     PARAMS,
@@ -26,6 +27,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM
+from nanovllm.utils import fp8 as utils_fp8
 
 E4M3 = torch.float8_e4m3fn
 PROJECTIONS = (
@@ -126,7 +128,8 @@ def test_without_triton_the_numbers_are_multiplied(
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("way", "family"), [*((way, "qwen3") for way in WAYS), ("blocks", "mixtral")]
+    ("way", "family"),
+    [*((way, "qwen3") for way in WAYS), ("blocks", "mixtral"), ("rows", "qwen3_moe")],
 )
 def test_two_ranks_read_their_parts(way: str, family: str, tmp_path: Path) -> None:
     quantised, exact = checkpoints(tmp_path, way, family)
@@ -182,6 +185,11 @@ def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
         ),
         (
             COMPRESSED
+            | {"ignore": ["re:.*moe.gate", "model.layers.1.block_sparse_moe.experts.3.w1"]},
+            "`ignore` leaves model.layers.1.block_sparse_moe.experts.3.w1 as it is",
+        ),
+        (
+            COMPRESSED
             | {
                 "config_groups": {
                     "group_0": {"targets": ["Linear"], "weights": {**CHANNEL, "num_bits": 4}}
@@ -219,13 +227,51 @@ def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'fp8' is not supported for gpt-oss: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
     edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
-    with pytest.raises(ValueError, match="'compressed-tensors' is not supported for these experts"):
+    with pytest.raises(
+        ValueError, match=r"'compressed-.* these experts: take the original weights$"
+    ):
         LLM(path, **SMALL)
     path = make_checkpoint(tmp_path / "mixtral", "mixtral")
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
     edit_json(path / "config.json", quantization_config=awq)
-    with pytest.raises(ValueError, match="'awq' is not supported for these experts: take a check"):
+    with pytest.raises(
+        ValueError, match=r"'awq' is not supported for these experts: .* checkpoint in FP8$"
+    ):
         LLM(path, **SMALL)
+
+
+class Sizes(TorchDispatchMode):
+    """How many numbers the results of operations have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.of[str(func)] = max(result.numel(), self.of.get(str(func), 0))
+        return result
+
+
+@pytest.mark.parametrize("block", [(1, 40), (16, 16), (16, 128)])
+def test_numbers_take_no_more_memory_than_they_have(
+    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a layer took 4.8 GB beside their 0.8, where no kernel has codes."""
+    monkeypatch.setattr(utils_fp8, "PART", 300)
+    N, K = 70, 40
+    scales = torch.rand(-(-N // block[0]), -(-K // block[1]))
+    codes = utils_fp8.Codes(torch.randn(N, K).to(E4M3), scales, block)
+    wanted = codes.codes.float()
+    for i in range(N):
+        for j in range(K):
+            wanted[i, j] *= scales[i // block[0], j // block[1]]
+    with Sizes() as sizes:
+        numbers = codes.numbers(torch.bfloat16)
+    assert torch.equal(numbers, wanted.bfloat16())
+    assert sizes.of.pop("aten.empty.memory_format") == N * K
+    assert max(sizes.of.values()) < N * K / 3
 
 
 def test_a_checkpoint_in_fp8_may_be_asked_for(tmp_path: Path) -> None:
