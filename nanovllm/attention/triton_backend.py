@@ -119,15 +119,14 @@ class TritonBackend(TritonStore):
                 calls.append(partial(self._prefill, *args, **how))
             seen = min(max_context, scoring.window or max_context)
             most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, seen)
-            for i in range(most_splits.bit_length()):
-                decode = partial(self._decode, q, cache, table, lens[:1], **how)
-                calls.append(partial(decode, num_splits=1 << i))
             many = -(-self._many_programs // num_kv_heads)
-            empty = lens.new_zeros(many)  # context lengths
-            queries, tables = q.repeat(many, 1, 1), table.repeat(many, 1)
-            decode = partial(self._decode, queries, cache, tables, empty, num_splits=1, **how)
-            calls.append(decode)
-            if not scoring.window:  # full batches share prefixes
-                prefixes = Prefixes(empty, *lens[:1].expand(3, 1))
-                calls.append(partial(decode, prefixes=prefixes))
+            for batch, splits in ((1, most_splits), (many, 1)):
+                empty = lens.new_zeros(batch)  # context lengths
+                queries, tables = q.repeat(batch, 1, 1), table.repeat(batch, 1)
+                decode = partial(self._decode, queries, cache, tables, empty, **how)
+                numbers = [1 << i for i in range(splits.bit_length())]
+                calls += [partial(decode, num_splits=num_splits) for num_splits in numbers]
+                if not scoring.window:  # full batches share prefixes
+                    prefixes = Prefixes(empty, *lens[:1].expand(3, 1))
+                    calls.append(partial(decode, num_splits=1, prefixes=prefixes))
         return calls

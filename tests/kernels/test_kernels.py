@@ -622,9 +622,10 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
         assert prefills == [1, 128]
         decodes = [call for call in calls if call.func is backend._decode]
         sharing = [call for call in decodes if call.keywords.get("prefixes") is not None]
-        assert len(sharing) == 1 and len(decodes) == 2 + len(splits)
-        batches = {call.args[0].shape[0] for call in decodes}  # of few and of many sequences
-        assert min(batches) * 8 < paged_decode.MANY_PROGRAMS <= max(batches) * 8
+        assert len(sharing) == 2 and len(decodes) == 3 + len(splits)
+        for some in (decodes, sharing):
+            batches = {call.args[0].shape[0] for call in some}  # of few and of many sequences
+            assert min(batches) * 8 < paged_decode.MANY_PROGRAMS <= max(batches) * 8
         assert {call.keywords["num_splits"] for call in decodes} == splits
         assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
         assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
