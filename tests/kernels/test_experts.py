@@ -1,5 +1,7 @@
 """The kernels of a mixture of experts against float64."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from attention_cases import DEVICE
@@ -13,9 +15,10 @@ from nanovllm.kernels.experts import (
     SOME,
     ExpertWeights,
     Tiles,
+    choose_tiles,
     gated_experts,
 )
-from nanovllm.kernels.routing import route
+from nanovllm.kernels.routing import SORTED, route
 from nanovllm.utils.fp8 import FP8, Codes
 
 SEED = 3
@@ -94,20 +97,22 @@ def test_experts_are_those_of_float64(
     assert error < torch.finfo(dtype).eps, error
 
 
-@pytest.mark.parametrize("block", [1, 128], ids=["rows", "blocks"])
+@pytest.mark.parametrize(
+    ("block", "M"), [(1, 384), (128, 384), (128, 336)], ids=["rows", "blocks", "part of a block"]
+)
 @pytest.mark.parametrize(
     ("T", "tiles"),
     [(1, None), (9, SMALL_TILES), (30, FEW), (40, SOME), pytest.param(99, MANY, marks=SLOW)],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
 def test_experts_in_8_bits_are_those_of_float64(
-    T: int, tiles: Tiles | None, block: int, dtype: torch.dtype
+    T: int, tiles: Tiles | None, block: int, M: int, dtype: torch.dtype
 ) -> None:
     """Scales of rows, or of blocks of 128 x 128, that differ up to 8 times."""
-    generator, (k, E, I, M) = torch.Generator().manual_seed(T), (2, 3, 128, 384)
+    generator, (k, E, I) = torch.Generator().manual_seed(T), (2, 3, 128)
 
     def codes(N: int, K: int) -> Codes:
-        shape = (N, 1) if block == 1 else (N // block, K // block)
+        shape = (N, 1) if block == 1 else (-(-N // block), -(-K // block))
         scales = 2 ** (3 * torch.rand(shape, generator=generator)) / 8 / K**0.5
         numbers = torch.randn(N, K, generator=generator).clamp(-4, 4)
         size = 1 if block == 1 else block, K if block == 1 else block
@@ -121,6 +126,31 @@ def test_experts_in_8_bits_are_those_of_float64(
     # Weights are rounded to dtype on their way to tensor cores, and inner numbers behind.
     error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
     assert error < torch.finfo(dtype).eps, error
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True], ids=["", "fp8"])
+def test_products_of_every_number_of_tokens_are_compiled_ahead(
+    in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (k, E, I, M), x = (8, 128, 16, 16), torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
+    gate_up, down = x.new_zeros(E * 2 * I, M), x.new_zeros(E * M, I)
+    weights = ExpertWeights(gate_up, down)
+    if in_8_bits:
+        ones = torch.ones(len(gate_up), 1, device=DEVICE)
+        codes = (Codes(each.to(FP8), ones[: len(each)], (1, 16)) for each in (gate_up, down))
+        weights = ExpertWeights(*codes)
+    made: list[int] = []
+    monkeypatch.setattr(experts_kernels, "route", lambda logits, *how: (logits, logits))
+    monkeypatch.setattr(experts_kernels, "gated_experts", lambda x, *_: made.append(len(x)))
+    for call in experts_kernels.variants(weights, E, k, True, x.dtype).values():
+        call()
+
+    def of(numbers: Iterable[int]) -> tuple[set[Tiles], set[int]]:
+        several = [T * k for T in numbers if T > 1]
+        tiles = {choose_tiles(N, E, x, in_8_bits) for N in several}
+        return tiles, {next((size for size in SORTED if size >= N), SORTED[-1]) for N in several}
+
+    assert 1 in made and of(made) == of(range(2000))
 
 
 def test_partial_results_of_large_steps_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.quantization import WHILE_LOADING, Quantization
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.kv_cache import KVCache
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
@@ -326,6 +326,26 @@ def test_fused_layers_with_fp8_weights(
     ] == NUM_PREFILLED
 
 
+@pytest.mark.parametrize("path", ["qwen 3 moe", rare("mixtral")], indirect=True)
+def test_fused_layers_with_experts_in_fp8(
+    path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whose products attention's alone have rounded activations: kernels take the codes of
+    experts, which no dequantised numbers replace.
+    """
+    pytest.importorskip("triton")
+    from nanovllm.kernels import experts
+
+    gated_experts, taken = experts.gated_experts, []
+    monkeypatch.setattr(
+        experts, "gated_experts", lambda x, w, *more: taken.append(w) or gated_experts(x, w, *more)
+    )
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, WHILE_LOADING):
+        assert (plain - fused).norm() < 2.0**-4 * plain.norm()
+    assert len(taken) == 2
+    assert all(isinstance(codes, Codes) for weights in taken for codes in weights[:2])
+
+
 def round_activations(model: torch.nn.Module) -> None:
     """Let products round several rows to FP8, each with a scale of its own."""
 
@@ -339,7 +359,7 @@ def round_activations(model: torch.nn.Module) -> None:
         return torch.nn.functional.linear(rounded(x), weight.data, bias)
 
     for module in model.modules():
-        if isinstance(module, LinearBase):
+        if isinstance(module, LinearBase) and module.build.quantization is not None:
             module.weight.multiply = partial(multiply, module.weight)
 
 
