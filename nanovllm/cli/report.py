@@ -6,7 +6,7 @@ The trace is what `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PA
 The page has throughput, batch and KV pool over time, latencies, and in words what held the run
 back; the words are printed, too. The share of the roofline needs the device's limits: those of an
 H200 are known, others are given by --bandwidth and --flops. The page needs
-pip install "nanovllm[report]"; without it the command prints the words, and ends with code 2.
+pip install "plotly>=6"; without it the command prints the words, and ends with code 2.
 """
 
 import argparse
@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from nanovllm.report.page import page
     except ImportError as error:
-        raise ValueError(
-            f'the page needs plotly ({error}): pip install "nanovllm[report]"'
-        ) from error
+        raise ValueError(f'the page needs plotly ({error}): pip install "plotly>=6"') from error
     try:
         output.write_text(page(summary, source.name), encoding="utf-8")
     except OSError as error:

@@ -333,7 +333,7 @@ def test_without_plotly_the_words_are_printed_all_the_same(
     assert main(["report", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == f"{words}\n" and "Host-bound" in out and "64,000 tok/s generated" in out
-    assert err.count("\n") == 1 and err.endswith('plotly\'): pip install "nanovllm[report]"\n')
+    assert err.count("\n") == 1 and err.endswith('plotly\'): pip install "plotly>=6"\n')
     assert not path.with_suffix(".html").exists()
 
 
