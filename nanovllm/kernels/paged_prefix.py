@@ -144,6 +144,8 @@ def paged_prefix(
     acc = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     BLOCK_M, BLOCK_N = max(16, triton.next_power_of_2(members * G)), 32 if wide else 64
+    if spills and q.element_size() == 4 and D > 128:  # 96 of 99 KiB of shared memory
+        BLOCK_N = 16
     k_source, v_source = (x.view(-1, Hkv * D) for x in (cache.k, cache.v))
     tiles = None
     if not fp8 and S >= BLOCK_N:
