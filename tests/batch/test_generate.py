@@ -163,7 +163,7 @@ def test_conversations(tiny: str) -> None:
 
 def test_a_row_with_an_id_is_drawn_alike_wherever_it_is(tiny: str) -> None:
     """So a row that is computed again, in another batch, has its answer; others differ."""
-    params = {"temperature": 5.0, "max_tokens": 8, "n": 2}
+    params = {"temperature": 5.0, "min_tokens": 8, "max_tokens": 8, "n": 2}
     ids, prompts = np.arange(6), np.array(["abc"] * 6)
     with Generate(tiny, id_column="id", sampling_params=params, **OPTIONS) as generate:
         whole = generate({"id": ids, "prompt": prompts})["outputs"].tolist()
