@@ -7,6 +7,7 @@ import triton.language as tl
 from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -69,20 +70,20 @@ def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
     """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
     T, I = x.shape[0], x.shape[1] // 2
     out = spare_rows(T, I, like=x)
-    _launch(x, gelu, out, None, min(1024, triton.next_power_of_2(I)))
+    _launch(x, gelu, out, None, min(1024, next_power_of_2(I)))
     return out
 
 
 def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
     """`act_and_mul`, with a scale for each `x_block` numbers; 0: for each row."""
     T, I = x.shape[0], x.shape[1] // 2
-    out, whole = empty_codes(T, I, x_block, x.device), triton.next_power_of_2(I)
+    out, whole = empty_codes(T, I, x_block, x.device), next_power_of_2(I)
     if x_block:
         _launch(x, gelu, out.codes, out.scales, max(x_block, min(1024, whole)), 0, x_block)
     elif whole == I:
         _launch(x, gelu, out.codes, out.scales, whole)
     else:  # a block of the next power of two would compute much that is not there
-        rest = triton.next_power_of_2(I - whole // 2)
+        rest = next_power_of_2(I - whole // 2)
         _launch(x, gelu, out.codes, out.scales, whole // 2, rest)
     return out
 
@@ -97,7 +98,7 @@ def _launch(
     x_block: int = 0,
 ) -> None:
     T, I = x.shape[0], x.shape[1] // 2
-    _act_and_mul_kernel[(T, 1 if rest else triton.cdiv(I, block))](
+    _act_and_mul_kernel[(T, 1 if rest else cdiv(I, block))](
         x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, REST=rest, X_BLOCK=x_block,
         num_warps=min(32, max(4, block // 256)), **pdl_options(x),
     )  # fmt: skip

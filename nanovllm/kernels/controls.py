@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
+from nanovllm.utils.integers import cdiv
 
 BLOCKS = 32  # blocks of a program of `process`
 SPAN = BLOCK * BLOCKS  # columns
@@ -109,7 +110,7 @@ def process(
         `nanovllm.kernels.sampling.sample` the weights of spans of `SPAN` columns.
     """
     n, V = logits.shape
-    tiles = triton.cdiv(V, SPAN)
+    tiles = cdiv(V, SPAN)
     out = torch.empty(n, V, dtype=torch.float32, device=logits.device)
     tops = torch.empty(n, tiles * BLOCKS, dtype=torch.float32, device=logits.device)
     weights = None

@@ -30,6 +30,7 @@ from nanovllm.kernels.hopper import (
 from nanovllm.kernels.linear import HALF, one_row, stored
 from nanovllm.kernels.routing import SORTED, route, sort_pairs
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
 class Tiles(NamedTuple):
@@ -267,12 +268,12 @@ def gated_experts(
     order, starts = sort_pairs(experts, E)
     tiles = tiles or choose_tiles(N, E, x, gate_up_scales is not None)
     num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
-    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": triton.next_power_of_2(E)}
+    shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     inner = spare_rows(N, I, like=x)
     tma = x.dtype in HALF and all(map(can_describe, (gate_up, down, inner)))
     width = tiles.block_k
-    _gate_up_kernel[(triton.cdiv(I, tiles.block_i), num_tiles)](
+    _gate_up_kernel[(cdiv(I, tiles.block_i), num_tiles)](
         x.contiguous(), describe(gate_up, tiles.block_i, width) if tma else gate_up,
         gate_up_scales, weights.gate_up_bias, order, starts, inner, GELU=gelu, LIMIT=limit,
         SCALE_ROWS=gate_up_block[0], SCALE_COLS=gate_up_block[1],
@@ -281,7 +282,7 @@ def gated_experts(
     )  # fmt: skip
     dtype = torch.float32 if T < LARGE_STEP else x.dtype
     out = torch.empty(k, T, M, dtype=dtype, device=x.device)
-    _down_kernel[(triton.cdiv(M, tiles.block_m), num_tiles)](
+    _down_kernel[(cdiv(M, tiles.block_m), num_tiles)](
         describe(inner, tiles.block_t, width) if tma else inner,
         describe(down, tiles.block_m, width) if tma else down,
         down_scales, weights.down_bias, order, starts, scales, out, T,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST = tl.constexpr(2.0**-100)  # scale, of zeros for one
@@ -39,7 +40,7 @@ def empty_codes(T: int, K: int, x_block: int, device: torch.device) -> Codes:
     """Of T rows with a scale for each `x_block` of K numbers (0: for all), uninitialised."""
     codes = spare_rows(T, K, like=torch.empty(0, dtype=FP8, device=device))
     width = x_block or K
-    scales = torch.empty(T, triton.cdiv(K, width), dtype=torch.float32, device=device)
+    scales = torch.empty(T, cdiv(K, width), dtype=torch.float32, device=device)
     return Codes(codes, scales, (1, width))
 
 
@@ -59,7 +60,7 @@ def quantize(x: torch.Tensor, x_block: int) -> Codes:
     """x: [T, K], with a scale for each `x_block` numbers of a row; 0: for all of it."""
     T, K = x.shape
     out = empty_codes(T, K, x_block, x.device)
-    BLOCK = max(x_block, triton.next_power_of_2(K))
+    BLOCK = max(x_block, next_power_of_2(K))
     _quantize_kernel[(T,)](
         x, out.codes, out.scales, x.stride(0), K, BLOCK=BLOCK, X_BLOCK=x_block,
         num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(x),

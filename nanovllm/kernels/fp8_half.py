@@ -20,6 +20,7 @@ from nanovllm.kernels.hopper import load_tile
 from nanovllm.kernels.linear import HALF, multiply_parts
 from nanovllm.utils.device import FP8_CAPABILITY, MIN_CAPABILITY, capability
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_N, BLOCK_K = 64, 64
 MOST_ROWS = 256  # of a product by tiles
@@ -82,8 +83,8 @@ def linear(
     if T > MOST_ROWS:
         multiply_into(out, x, weight, bias)
         return out
-    block_t = max(16, min(MOST_TILE_ROWS, triton.next_power_of_2(T)))
-    _fp8_half_kernel[(triton.cdiv(T, block_t), triton.cdiv(N, BLOCK_N))](
+    block_t = max(16, min(MOST_TILE_ROWS, next_power_of_2(T)))
+    _fp8_half_kernel[(cdiv(T, block_t), cdiv(N, BLOCK_N))](
         x.contiguous(), weight.codes.view(torch.uint8), weight.scales, bias, out, T, N, K=K,
         SCALE_BLOCK=x_block_of(weight), BLOCK_T=block_t, BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
@@ -110,7 +111,7 @@ def multiply_into(
     rows = weight.block[0]
 
     def numbers(begin: int, end: int) -> torch.Tensor:
-        scales = weight.scales[begin // rows : triton.cdiv(end, rows)]
+        scales = weight.scales[begin // rows : cdiv(end, rows)]
         return Codes(weight.codes[begin:end], scales, weight.block).numbers(out.dtype)
 
     multiply_parts(out, x, bias, numbers, BLOCK)

@@ -29,6 +29,7 @@ from nanovllm.kernels.hopper import (
 from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
@@ -99,8 +100,8 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     most = 2 * TILE_ROWS if partial and N * K <= SMALL else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
-    block_t = max(16, min(TILE_ROWS, triton.next_power_of_2(T)))
-    programs, splits = N // BLOCK_N * triton.cdiv(T, block_t), 1
+    block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
+    programs, splits = N // BLOCK_N * cdiv(T, block_t), 1
     most = PROGRAMS if block_t < TILE_ROWS else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
         splits *= 2
@@ -121,7 +122,7 @@ def _by_tiles(
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
     out = torch.empty(shape, dtype=dtype, device=x.codes.device)
     block_n = tiles.block_n
-    _fp8_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // block_n, S)](
+    _fp8_tiles_kernel[(cdiv(T, tiles.block_t), N // block_n, S)](
         describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
         describe(weight.codes, block_n, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
         SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=block_n,

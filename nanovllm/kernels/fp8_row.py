@@ -13,6 +13,7 @@ from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.linear import load_bias
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 # Inputs and codes of a block, and programs that run at once; measured on an H200.
 INPUTS, CODES, PROGRAMS = 4096, 16384, 528
@@ -156,13 +157,13 @@ def one_row(
     N, K = weight.codes.shape
     if gated:
         N //= 2
-    block_k = min(INPUTS, triton.next_power_of_2(K))
+    block_k = min(INPUTS, next_power_of_2(K))
     block_n = min(MOST_OUTPUTS, CODES // block_k // (2 if gated else 1))
     scale_block = 0 if weight.block[0] == 1 else weight.block[1]
-    steps, blocks = triton.cdiv(K, block_k), triton.cdiv(N, block_n)
+    steps, blocks = cdiv(K, block_k), cdiv(N, block_n)
     splits = steps if partial and steps in SPLITS else 1
     # Each program has as many blocks.
-    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, PROGRAMS))
+    programs = cdiv(blocks, cdiv(blocks * splits, PROGRAMS))
     shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _fp8_row_kernel[(programs, splits)](

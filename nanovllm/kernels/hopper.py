@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.utils.device import capability
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 try:  # Triton 3.4
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -73,8 +74,8 @@ def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
     of two, above TILE_ROWS up to a multiple of that. `describe` then cuts whole tiles, which are
     faster than tiles that reach past the end (measured).
     """
-    tile = min(TILE_ROWS, triton.next_power_of_2(max(1, num_rows)))
-    total = triton.cdiv(num_rows, tile) * tile
+    tile = min(TILE_ROWS, next_power_of_2(max(1, num_rows)))
+    total = cdiv(num_rows, tile) * tile
     return torch.empty(total, *shape, dtype=like.dtype, device=like.device)[:num_rows]
 
 
@@ -82,7 +83,7 @@ def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of the matrix x for tiles of rows x columns. A tile may reach past x's last
     row: it reads what follows in the same storage (never used), and 0 past the end of that.
     """
-    wanted = triton.cdiv(len(x), rows) * rows
+    wanted = cdiv(len(x), rows) * rows
     size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
     there = (size - x.shape[1]) // x.stride(0) + 1
     shape = [min(wanted, there), x.shape[1]]

@@ -31,6 +31,7 @@ from nanovllm.kernels.int4_row import one_row
 from nanovllm.kernels.linear import HALF, SPLITS, multiply_parts
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.int4 import PLANES, Int4Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 MOST_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
@@ -95,7 +96,7 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
         room: see `has_room`.
     """
     if T <= FEW_ROWS or not room or N % 128:
-        block_t = max(16, min(FEW_ROWS, triton.next_power_of_2(T)))
+        block_t = max(16, min(FEW_ROWS, next_power_of_2(T)))
         stages = {16: 4, 32: 3}.get(block_t, 2) if room else 2
         tiles = Tiles(block_t, 64, 1, 4, stages)
         programs_at_once = 4 * PROGRAMS
@@ -104,7 +105,7 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
         programs_at_once = PROGRAMS
     if T > MOST_ROWS or N % tiles.block_n:
         return None
-    programs, splits = N // tiles.block_n * triton.cdiv(T, tiles.block_t), 1
+    programs, splits = N // tiles.block_n * cdiv(T, tiles.block_t), 1
     while (
         partial
         and splits < SPLITS[-1]
@@ -123,7 +124,7 @@ def _by_tiles(
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     tma = tiles.block_n == 64 and can_describe(x) and can_describe(weight.data)
-    _int4_tiles_kernel[(triton.cdiv(T, tiles.block_t), N // tiles.block_n, S)](
+    _int4_tiles_kernel[(cdiv(T, tiles.block_t), N // tiles.block_n, S)](
         describe(x, tiles.block_t, P) if tma else x.contiguous(),
         describe(weight.data, tiles.block_n, P) if tma else weight.data,
         weight.scales.view(torch.int32), bias, out, T, N, K, K // (PLANES * P) // S,

@@ -16,6 +16,7 @@ from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.int4 import dot_planes, halves, in_bytes, offset_of
 from nanovllm.kernels.linear import load_bias
 from nanovllm.utils.int4 import Int4Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_K = 4096
 # Outputs of a block, and programs that run at once; measured on an H200.
@@ -196,13 +197,13 @@ def one_row(
     N, K = weight.shape
     if gated:
         N //= 2
-    block_k = min(BLOCK_K, triton.next_power_of_2(K))
+    block_k = min(BLOCK_K, next_power_of_2(K))
     block_n, most = GATED_BLOCKS if gated else BLOCKS
-    steps = triton.cdiv(K, block_k)
+    steps = cdiv(K, block_k)
     splits = steps if partial and steps in SPLITS else 1
-    blocks = triton.cdiv(N, block_n)
+    blocks = cdiv(N, block_n)
     # Each program has as many blocks.
-    programs = triton.cdiv(blocks, triton.cdiv(blocks * splits, most))
+    programs = cdiv(blocks, cdiv(blocks * splits, most))
     shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _int4_row_kernel[(programs, splits)](

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.utils.fp8 import LARGEST
+from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import FLOAT16_MOST, LEAST_EXPONENT, KVCache
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -165,6 +166,6 @@ def store_kvcache(
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     _store_kvcache_kernel[(T,)](
         k, v, *cache, slot_mapping, k.stride(0), v.stride(0),
-        HKV=H, HKV_PAD=triton.next_power_of_2(H), D=D, D_PAD=triton.next_power_of_2(D),
+        HKV=H, HKV_PAD=next_power_of_2(H), D=D, D_PAD=next_power_of_2(D),
         S=cache.k.shape[1], num_warps=4,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
@@ -205,12 +206,12 @@ def one_row(
     N //= 2 * num_experts if gated else num_experts
     scale_cols = block[1] if block[0] > 1 else 0
     # 4096 weights for each program at a time; measured on an H200.
-    BLOCK_K = max(16, scale_cols, min(2048, triton.next_power_of_2(K)))
+    BLOCK_K = max(16, scale_cols, min(2048, next_power_of_2(K)))
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
     k = 1 if experts is None else experts.numel()
     dtype = x.dtype if scales is None else torch.float32
     out = torch.empty(k, N, dtype=dtype, device=x.device)
-    _row_kernel[(triton.cdiv(N, BLOCK_N), k)](
+    _row_kernel[(cdiv(N, BLOCK_N), k)](
         x, matrix, codes_scales, bias, experts, scales, out, x.stride(0) if len(x) > 1 else 0,
         N=N, K=K, GATED=gated, GELU=gelu, LIMIT=limit, SCALE_ROWS=block[0], SCALE_COLS=scale_cols,
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, **pdl_options(x),
@@ -229,9 +230,9 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     most = MOST_ROWS if small and partial else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
-    block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, triton.next_power_of_2(T)))
+    block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, next_power_of_2(T)))
     # About a program for each multiprocessor: more would wait for the first to end.
-    programs = N // BLOCK_N * triton.cdiv(T, block_t)
+    programs = N // BLOCK_N * cdiv(T, block_t)
     splits = 1
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
         splits *= 2
@@ -248,7 +249,7 @@ def _by_tiles(
     (T, K), N, S = x.shape, weight.shape[0], tiles.splits
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    _tiles_kernel[(N // BLOCK_N, triton.cdiv(T, tiles.block_t), S)](
+    _tiles_kernel[(N // BLOCK_N, cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
         bias, out, T, N, K // S,
         BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, num_warps=4,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from nanovllm.kernels.controls import clean
 from nanovllm.kernels.sampling import LOG2E
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 SPAN = 4096  # columns that a program reads
 NOTHING: tl.constexpr = tl.constexpr(2147483647)  # in the place of a token
@@ -90,7 +91,7 @@ def logprobs(
         the rank [n] int32 of the drawn one.
     """
     n, V = logits.shape
-    spans, N, device = triton.cdiv(V, SPAN), num_logprobs, logits.device
+    spans, N, device = cdiv(V, SPAN), num_logprobs, logits.device
     maxima = torch.empty(n, spans, dtype=torch.float32, device=device)
     sums = torch.empty_like(maxima)
     larger = torch.empty(n, spans, dtype=torch.int32, device=device)
@@ -103,7 +104,7 @@ def logprobs(
     _span_logprobs_kernel[(n, spans)](*parts, V, logits.stride(0), N, LOG2E, SPAN=SPAN, num_warps=8)
     _logprobs_kernel[(n,)](
         *parts, tokens, values, ranks, logits.stride(0), spans, N, LOG2E,
-        SPANS_PAD=triton.next_power_of_2(spans),
-        TOPS_PAD=triton.next_power_of_2(max(1, spans * N)), num_warps=4,
+        SPANS_PAD=next_power_of_2(spans),
+        TOPS_PAD=next_power_of_2(max(1, spans * N)), num_warps=4,
     )  # fmt: skip
     return tokens, values, ranks

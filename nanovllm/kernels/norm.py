@@ -14,6 +14,7 @@ from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.integers import next_power_of_2
 
 if TYPE_CHECKING:
     from nanovllm.distributed.peer_memory import PeerMemory
@@ -98,7 +99,7 @@ def _launch(
         results = normed, None
     sums = residual is not None or peers is not None or parts > 0
     total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
-    BLOCK = max(x_block or 0, triton.next_power_of_2(M))
+    BLOCK = max(x_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
     if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None:
         num_warps = 32  # the more threads read, the sooner it ends (measured on an H200)

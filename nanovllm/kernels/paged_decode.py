@@ -19,6 +19,7 @@ from nanovllm.kernels.paged_attention import (
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 MIN_ROWS = 16  # of an operand of tl.dot
@@ -220,9 +221,9 @@ def choose_num_splits(
     splits.
     """
     programs = (512 if fp8 else 1024) * max(1, 128 // head_dim)
-    wanted = triton.cdiv(programs, batch_size * num_kv_heads)
+    wanted = cdiv(programs, batch_size * num_kv_heads)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
-    return min(triton.next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+    return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 
 def paged_decode(
@@ -251,7 +252,7 @@ def paged_decode(
         [B, Hq, D]
     """
     (B, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
-    G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
+    G, D_PAD = Hq // Hkv, next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8 = cache.k.dtype == FP8
     if num_splits is None:
@@ -262,7 +263,7 @@ def paged_decode(
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
-    G_PAD = max(MIN_ROWS, triton.next_power_of_2(G))
+    G_PAD = max(MIN_ROWS, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS and G_PAD == MIN_ROWS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1

@@ -25,6 +25,7 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
 )
 from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 
@@ -234,7 +235,7 @@ def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple
     """Descriptors of tiles of `rows` keys or values of a head, of matrices [n, Hkv D]; None where
     the hardware takes none.
     """
-    if triton.next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
+    if next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
         return None
     return describe(k, rows, D), describe(v, rows, D)
 
@@ -258,7 +259,7 @@ def prefill_tiles(
         rows, keys, warps = 64, 32, 4
     else:
         rows, keys, warps = 32, 32, 8 if wide else 4
-    return max(rows, triton.next_power_of_2(G)), keys, warps
+    return max(rows, next_power_of_2(G)), keys, warps
 
 
 def paged_prefill(
@@ -295,14 +296,14 @@ def paged_prefill(
     S, Hkv = cache.k.shape[1:3]
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
+    G, D_PAD = Hq // Hkv, next_power_of_2(D)
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block. Where
     # it is FP8, the step's own keys and values have that part.
     fp8 = cache.k.dtype == FP8
     from_cache = cache if fp8 and has_cached_context else (None,) * 4
     converts = from_cache[0] is not None
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
-    grid = (Hkv, triton.cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
+    grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
     k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     stride_row = k_source.stride(0)
     tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None

@@ -14,6 +14,7 @@ from nanovllm.kernels.paged_attention import LOG2E, LOWEST, before_keys, metadat
 from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 ROWS = 64  # of a tile: queries times heads that share a KV head
@@ -135,15 +136,15 @@ def paged_prefix(
     """
     B, Hq, D = q.shape
     S, Hkv = cache.k.shape[1:3]
-    G, D_PAD = Hq // Hkv, triton.next_power_of_2(D)
+    G, D_PAD = Hq // Hkv, next_power_of_2(D)
     fp8, wide = cache.k.dtype == FP8, q.element_size() == 4 or D > 128
     spills = wide and not has_room(q)  # tensor cores take operands from registers there
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
-    programs = Hkv * triton.cdiv(B, members)
-    splits = min(MOST_SPLITS, triton.next_power_of_2(max(1, PROGRAMS // programs)))
+    programs = Hkv * cdiv(B, members)
+    splits = min(MOST_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
     acc = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
-    BLOCK_M, BLOCK_N = max(16, triton.next_power_of_2(members * G)), 32 if wide else 64
+    BLOCK_M, BLOCK_N = max(16, next_power_of_2(members * G)), 32 if wide else 64
     if spills and q.element_size() == 4 and D > 128:  # 96 of 99 KiB of shared memory
         BLOCK_N = 16
     k_source, v_source = (x.view(-1, Hkv * D) for x in (cache.k, cache.v))

@@ -9,6 +9,7 @@ import triton.language as tl
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves
 from nanovllm.kernels.norm import weighted
+from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 
@@ -122,7 +123,7 @@ def qk_norm_rope_store(
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
         qkv, out, q_weight, k_weight, cos_sin, positions, *cache, slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
-        HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=triton.next_power_of_2(D // 2), S=S,
+        HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=next_power_of_2(D // 2), S=S,
         HEADS=HEADS, PARTS=parts, PLUS_ONE=plus_one,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.utils.integers import next_power_of_2
 
 SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together
 LEAST = tl.constexpr(-3e38)
@@ -81,7 +82,7 @@ def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch
     weights = torch.empty(T, k, dtype=torch.float32, device=logits.device)
     _route_kernel[(T,)](
         logits.contiguous(), experts, weights,
-        E=E, E_PAD=triton.next_power_of_2(E), K=k, NORM=norm, num_warps=1, **pdl_options(logits),
+        E=E, E_PAD=next_power_of_2(E), K=k, NORM=norm, num_warps=1, **pdl_options(logits),
     )  # fmt: skip
     return experts, weights
 

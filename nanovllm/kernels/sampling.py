@@ -18,6 +18,7 @@ import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.peers import give_word, given_word, peer_options
+from nanovllm.utils.integers import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from nanovllm.distributed.peer_memory import PeerMemory
@@ -196,7 +197,7 @@ def sample(
     """
     B, V = logits.shape
     assert start % span == 0, f"a part of the vocabulary begins at {start}, within a span of {span}"
-    SPANS = max(1, triton.cdiv(V, span))
+    SPANS = max(1, cdiv(V, span))
     out = torch.empty(B, dtype=torch.int32, device=logits.device)
     scores = torch.empty(B, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
@@ -211,7 +212,7 @@ def sample(
     _draw_kernel[(B,)](
         logits, temperatures, logits if least is None else least, keys, positions, slots, weights,
         out, scores, table, V, start, stride, keys.stride(0), LOG2E,
-        SPAN=span, SPANS=SPANS, SPANS_PAD=triton.next_power_of_2(SPANS),
+        SPAN=span, SPANS=SPANS, SPANS_PAD=next_power_of_2(SPANS),
         FILTER=least is not None, num_warps=8,
         **peer_options(peers, out), **pdl_options(logits),
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
+from nanovllm.utils.integers import next_power_of_2
 
 CHUNK = 32  # blocks that are gathered from at once
 PART = 2048  # values that are searched at once
@@ -238,7 +239,7 @@ def thresholds(
     values = torch.empty_like(x)
     _thresholds_kernel[(n,)](
         x, tops, listed, values, temperatures, top_k, top_p, min_p, out, V, num_blocks, LOG2E,
-        BLOCKS_PAD=triton.next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, PART=PART,
+        BLOCKS_PAD=next_power_of_2(num_blocks), CHUNK=CHUNK, BLOCK=BLOCK, PART=PART,
         TURNS=TURNS, num_warps=8,
     )  # fmt: skip
     return out

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.utils.integers import cdiv
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -25,6 +26,6 @@ def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -
     """See `nanovllm.engine.step_inputs.fill_in`."""
     out = torch.empty_like(input_ids)
     T, BLOCK = len(input_ids), 1024
-    grid = (triton.cdiv(T, BLOCK),)
+    grid = (cdiv(T, BLOCK),)
     _fill_in_kernel[grid](input_ids, slots, table, out, T, BLOCK=BLOCK, **pdl_options(input_ids))
     return out
