@@ -57,8 +57,8 @@ MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are
 # The same of codes, which are converted for each tile of rows, so that larger ones pay earlier.
 MOST_OF_CODES = {
     8: FEW._replace(stages=4),
-    24: SOME._replace(block_k=128),
-    96: SOME._replace(block_t=64),
+    24: SOME._replace(block_i=64, block_k=128),
+    96: MORE._replace(left=True),
 }
 MANY_OF_CODES = MANY._replace(block_m=128)
 # For 64 KiB of shared memory: of few pairs, and of many.
