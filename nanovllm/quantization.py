@@ -25,7 +25,7 @@ PACKED = (".qweight", ".weight_packed")  # of codes of 4 bits
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
-ROUTER = ".gate"  # what a mixture of experts chooses by stays as it is
+ROUTER = ".gate"  # routers of experts stay in 16 bits
 GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if output == source:
         raise ValueError(f"--output must be another file than the trace, got {args.output!r}")
     summary = Summary(read_trace(args.trace), args.bandwidth, args.flops)
-    print(in_words(summary), flush=True)  # before an error of what follows
+    print(in_words(summary), flush=True)  # also where the page fails
     try:
         from nanovllm.report.page import page
     except ImportError as error:

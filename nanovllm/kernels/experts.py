@@ -102,7 +102,7 @@ def _add_product(acc, weight, x, LEFT: tl.constexpr):
 
 @triton.jit
 def _load_weights(
-    weight, scales_ptr, row, end, k, COLS: tl.constexpr,
+    weight, codes_scales_ptr, row, end, k, COLS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -110,18 +110,18 @@ def _load_weights(
     the blocks of columns that share scales.
     """
     tile = load_tile(weight, row, end, k, COLS, ROWS, WIDTH, TMA)
-    if scales_ptr is None:
+    if codes_scales_ptr is None:
         return tile
     else:
         rows = row + tl.arange(0, ROWS)
         blocks = rows // SCALE_ROWS * tl.cdiv(COLS, SCALE_COLS) + k // SCALE_COLS
-        scales = tl.load(scales_ptr + blocks, mask=rows < end, other=0.0)
+        scales = tl.load(codes_scales_ptr + blocks, mask=rows < end, other=0.0)
         return (tile.to(tl.float32) * scales[:, None]).to(DTYPE)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight, scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
+    x_ptr, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, out_ptr,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, GELU: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
@@ -144,11 +144,11 @@ def _gate_up_kernel(
     up = _no_sum(BLOCK_I, BLOCK_T, LEFT)
     for k in range(0, M, BLOCK_K):
         gate_weight = _load_weights(
-            weight, scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS, SCALE_COLS,
+            weight, codes_scales_ptr, row, end_row, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS, SCALE_COLS,
             TMA, x_ptr.dtype.element_ty,
         )  # fmt: skip
         up_weight = _load_weights(
-            weight, scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS,
+            weight, codes_scales_ptr, row + I, end_row + I, k, M, BLOCK_I, BLOCK_K, SCALE_ROWS,
             SCALE_COLS, TMA, x_ptr.dtype.element_ty,
         )  # fmt: skip
         x = tl.load(x_ptrs + k, mask=(t < end)[:, None] & (k + m < M)[None, :], other=0.0)
@@ -168,7 +168,7 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _down_kernel(
-    x, weight, scales_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
+    x, weight, codes_scales_ptr, bias_ptr, order_ptr, starts_ptr, scale_ptr, out_ptr, T,
     K: tl.constexpr, I: tl.constexpr, M: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
@@ -186,8 +186,8 @@ def _down_kernel(
     for k in range(0, I, BLOCK_K):
         inner = load_tile(x, begin, end, k, I, BLOCK_T, BLOCK_K, TMA)
         weights = _load_weights(
-            weight, scales_ptr, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, SCALE_ROWS, SCALE_COLS,
-            TMA, inner.dtype,
+            weight, codes_scales_ptr, row, expert * M + M, k, I, BLOCK_M, BLOCK_K, SCALE_ROWS,
+            SCALE_COLS, TMA, inner.dtype,
         )  # fmt: skip
         acc = _add_product(acc, weights, inner, LEFT)
     if LEFT:
@@ -224,6 +224,11 @@ class ExpertWeights(NamedTuple):
     gelu: bool = False
     limit: float = 0.0
 
+    @property
+    def num_experts(self) -> int:
+        """E"""
+        return len(self.down) // stored(self.gate_up)[0].shape[1]
+
 
 def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Tiles:
     """Tiles for N pairs of E experts, of x's dtype and on its device; or of FP8 weights."""
@@ -255,7 +260,7 @@ def gated_experts(
     (gate_up, gate_up_scales, gate_up_block), gelu = stored(weights.gate_up), weights.gelu
     (down, down_scales, down_block), limit = stored(weights.down), weights.limit
     (T, M), I, k = x.shape, down.shape[1], experts.shape[1]
-    E = len(down) // M
+    E = weights.num_experts
     if T == 1 and x.dtype in HALF:
         inner = one_row(
             x, weights.gate_up, weights.gate_up_bias, gated=True, gelu=gelu, limit=limit,
@@ -294,10 +299,10 @@ def gated_experts(
 
 
 def variants(
-    weights: ExpertWeights, num_experts: int, k: int, norm: bool, dtype: torch.dtype
+    weights: ExpertWeights, k: int, norm: bool, dtype: torch.dtype
 ) -> dict[Hashable, Callable[[], object]]:
     """A call for each kernel of `route` and `gated_experts`, by what tells kernels apart."""
-    E, (gate_up, _, block) = num_experts, stored(weights.gate_up)
+    E, (gate_up, _, block) = weights.num_experts, stored(weights.gate_up)
     has_biases = weights.gate_up_bias is not None, weights.down_bias is not None
 
     def run(T: int) -> None:

@@ -108,11 +108,9 @@ def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Codes, bias: torch.Tensor | None
 ) -> None:
     """`linear` of many rows into `out`: [T, N], by the library."""
-    rows = weight.block[0]
 
     def numbers(begin: int, end: int) -> torch.Tensor:
-        scales = weight.scales[begin // rows : cdiv(end, rows)]
-        return Codes(weight.codes[begin:end], scales, weight.block).numbers(out.dtype)
+        return weight[begin:end].numbers(out.dtype)
 
     multiply_parts(out, x, bias, numbers, BLOCK)
 

@@ -87,7 +87,7 @@ def _add_products(
 
 @triton.jit
 def _sum(acc, codes_scales_ptr, rows, mask, SCALE_COLS: tl.constexpr):
-    """What `_add_products` has added up, of these rows."""
+    """The sums of `_add_products`, with the scales of these rows if each has one."""
     out = tl.sum(acc, 1)
     if codes_scales_ptr is not None and SCALE_COLS == 0:
         out *= tl.load(codes_scales_ptr + rows, mask=mask, other=0.0)

@@ -1,4 +1,4 @@
-"""Which experts each token takes, and the pairs of a token and an expert sorted by expert.
+"""Routing: the experts of each token, and the pairs of a token and an expert sorted by expert.
 
 Pairs are numbered n = token * k + j. A counting sort on the device, one program for each expert.
 

@@ -117,9 +117,8 @@ class Experts(Layer):
             return {}
         from nanovllm.kernels.experts import variants
 
-        facts, dtype = self.facts, self.build.dtype
-        how = facts.num_experts_per_tok, facts.norm_topk_prob, dtype
-        return variants(self._weights(), facts.num_experts, *how)
+        how = self.facts.num_experts_per_tok, self.facts.norm_topk_prob, self.build.dtype
+        return variants(self._weights(), *how)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -34,7 +34,7 @@ def subtitle(summary: Summary) -> str:
 
 
 def warnings(summary: Summary) -> list[str]:
-    """What is missing."""
+    """Gaps of the recording: a full file, an end that is not there."""
     trace, found = summary.trace, []
     if trace.is_full:
         found.append(
@@ -47,7 +47,7 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def unknown(summary: Summary) -> list[str]:
-    """What cannot be said, and why."""
+    """Gaps of the report, with the reason: a CPU, a device without known limits."""
     found, name = [], summary.facts["device_name"]
     if summary.gpu_share is None:
         found.append(

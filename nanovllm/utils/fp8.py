@@ -30,9 +30,11 @@ class Codes:
         return len(self.codes)
 
     def __getitem__(self, rows: slice) -> "Codes":
-        """Some rows, where each has scales of its own."""
-        assert self.block[0] == 1, "rows share scales"
-        return Codes(self.codes[rows], self.scales[rows], self.block)
+        """Neighbouring rows, from the beginning of a block on."""
+        (begin, end, _), size = rows.indices(len(self)), self.block[0]
+        assert begin % size == 0, "rows share scales"
+        scales = self.scales[begin // size : -(-end // size)]
+        return Codes(self.codes[begin:end], scales, self.block)
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[T, K], a part at a time: those of experts take gigabytes."""
@@ -40,10 +42,9 @@ class Codes:
         numbers = torch.empty(T, K, dtype=dtype, device=self.codes.device)
         step = max(1, PART // K // rows) * rows
         for begin in range(0, T, step):
-            codes, out = self.codes[begin : begin + step], numbers[begin : begin + step]
-            scales = self.scales[begin // rows : -(-(begin + step) // rows)]
-            scales = scales.repeat_interleave(rows, 0) if rows > 1 else scales
+            part, out = self[begin : begin + step], numbers[begin : begin + step]
+            scales = part.scales.repeat_interleave(rows, 0) if rows > 1 else part.scales
             if scales.shape[1] > 1:
                 scales = scales.repeat_interleave(columns, 1)[:, :K]
-            torch.mul(codes.float(), scales[: len(codes)], out=out)
+            torch.mul(part.codes.float(), scales[: len(part)], out=out)
         return numbers

@@ -1,6 +1,4 @@
-"""Integers of grids and blocks. Triton's functions of these names take 2 us a call; a step that is
-launched kernel by kernel makes some thirty calls a layer.
-"""
+"""Integers of grids and blocks. Triton's functions of these names take 2 us a call."""
 
 
 def cdiv(a: int, b: int) -> int:

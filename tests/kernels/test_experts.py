@@ -142,7 +142,7 @@ def test_products_of_every_number_of_tokens_are_compiled_ahead(
     made: list[int] = []
     monkeypatch.setattr(experts_kernels, "route", lambda logits, *how: (logits, logits))
     monkeypatch.setattr(experts_kernels, "gated_experts", lambda x, *_: made.append(len(x)))
-    for call in experts_kernels.variants(weights, E, k, True, x.dtype).values():
+    for call in experts_kernels.variants(weights, k, True, x.dtype).values():
         call()
 
     def of(numbers: Iterable[int]) -> tuple[set[Tiles], set[int]]:
