@@ -74,7 +74,7 @@ def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, f
         times[f"splits {splits}"] = microseconds(
             partial(paged_decode, q, cache, tables, context_lens, D**-0.5, num_splits=splits)
         )
-    chosen = choose_num_splits(B, HKV, D, LONGEST, has_exponents)
+    chosen = choose_num_splits(B, HKV, D, LONGEST)
     times["chosen"] = times[f"splits {chosen}"]
     try:
         from flash_attn import flash_attn_with_kvcache

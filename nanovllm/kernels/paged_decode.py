@@ -8,7 +8,6 @@ from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, sp
 from nanovllm.kernels.kv_cache import from_fp8, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
-    attend_tile,
     before_keys,
     exponents_ahead,
     load_tile,
@@ -22,8 +21,10 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-MIN_ROWS = 16  # of an operand of tl.dot
-MANY_PROGRAMS = 1536  # without splits: enough for several of one warp on each multiprocessor
+# Of a program: NVIDIA's tensor cores have 8 columns, and Triton lets them from 3.5 on.
+_SMALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
+MIN_QUERIES = 8 if _SMALL and torch.version.hip is None else 16
+MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
 @triton.jit
@@ -32,28 +33,29 @@ def _decode_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` of the keys in these slots. FP8 codes come in pairs, as int16: the even columns
-    of queries and sums are apart from the odd ones then.
+    """`weigh` the keys in these slots and add their values. They are the left operands, whose tiles
+    have the 16 rows that tensor cores want; queries, q: [G_PAD, D], are too few, and acc is [D,
+    G_PAD]. FP8 codes come in pairs, as int16: the even columns of queries and sums are apart from
+    the odd ones then.
     """
-    k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
+    v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
     if PAIR == 1:
-        m, l, acc = attend_tile(
-            q, m, l, acc, k, v, scale, seen[None, :], MASKED, WINDOW, SOFTCAP
-        )  # fmt: skip
-        return m, l, acc, acc_odd
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
         k, k_odd = from_fp8(k, CVT)
-        s = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-        s = tl.dot(q_odd, k_odd.to(q.dtype), s, input_precision="ieee")
-        m, l, p, correction = weigh(
-            s, m, l, exponents[0], exponents[1], seen, scale, seen[None, :],
-            MASKED, WINDOW, SOFTCAP,
-        )  # fmt: skip
+        s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee")
+        s = tl.dot(k_odd.to(q.dtype), tl.trans(q_odd), s, input_precision="ieee")
+    k_exponents, v_exponents = exponents
+    m, l, p, correction = weigh(
+        tl.trans(s), m, l, k_exponents if PAIR == 2 else None, v_exponents if PAIR == 2 else None,
+        seen, scale, seen[None, :], MASKED, WINDOW, SOFTCAP,
+    )  # fmt: skip
+    p, acc = tl.trans(p.to(q.dtype)), acc * correction[None, :]
+    if PAIR == 2:
         v, v_odd = from_fp8(v, CVT)
-        acc, acc_odd = acc * correction[:, None], acc_odd * correction[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd, input_precision="ieee")
-        return m, l, acc, acc_odd
+        v, v_odd = v.to(q.dtype), v_odd.to(q.dtype)
+        acc_odd = tl.dot(v_odd, p, acc_odd * correction[None, :], input_precision="ieee")
+    return m, l, tl.dot(v, p, acc, input_precision="ieee"), acc_odd
 
 
 @triton.jit
@@ -144,7 +146,7 @@ def _decode_kernel(
     m, l = before_keys(
         sinks_ptr, kv_head * G + g, g < tl.where((split == 0) & (prefix == 0), G, 0), G_PAD
     )
-    acc = tl.zeros([G_PAD, W_PAD], tl.float32)
+    acc = tl.zeros([W_PAD, G_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
     if prefix_lens_ptr is not None:
         m, l, acc, acc_odd = go_on(
@@ -155,8 +157,9 @@ def _decode_kernel(
         q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
         lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, CVT,
     )  # fmt: skip
+    acc = tl.trans(acc)
     if PAIR == 2:
-        acc, d = tl.interleave(acc, acc_odd), tl.arange(0, D_PAD)
+        acc, d = tl.interleave(acc, tl.trans(acc_odd)), tl.arange(0, D_PAD)
         used = (g[:, None] < G) & (d[None, :] < D)
     acc = acc / l[:, None]
     if SPLITS == 1:
@@ -198,29 +201,23 @@ def _combine_kernel(
 
 def decode_tiles(q: torch.Tensor, fp8: bool = False, many: bool = False) -> tuple[int, int, int]:
     """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8; `many`: for
-    MANY_PROGRAMS of them, which hide each other's beginnings and ends best with one warp each
-    (docs/experiments.md, 34).
+    MANY_PROGRAMS of them, of which the more fit a multiprocessor the fewer stages they have
+    (docs/experiments.md, 35).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > 128
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
-    if many and not wide and 64 < q.shape[-1] <= 128 and has_room(q):
-        return 32, 1, 5
-    if fp8 and not wide and not large:
-        return 128, 4, 5
-    return 32 if wide else 64, 4 if large or fp8 else 2, 3
+    ahead = fp8 and not wide and not large and not many
+    return 32 if wide else 64, 4 if large else 2, 5 if ahead else 3
 
 
-def choose_num_splits(
-    batch_size: int, num_kv_heads: int, head_dim: int, max_context: int, fp8: bool = False
-) -> int:
+def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
     """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
 
     1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
-    more, FP8 less; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16
-    splits.
+    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
     """
-    programs = (512 if fp8 else 1024) * max(1, 128 // head_dim)
+    programs = 1024 * max(1, 128 // head_dim)
     wanted = cdiv(programs, batch_size * num_kv_heads)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
@@ -257,14 +254,14 @@ def paged_decode(
     fp8 = cache.k.dtype == FP8
     if num_splits is None:
         longest = block_tables.shape[1] * S
-        num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest), fp8)
+        num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
     out = spare_rows(B, Hq, D, like=q)
     part_acc = part_lse = out
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
-    G_PAD = max(MIN_ROWS, next_power_of_2(G))
-    many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS and G_PAD == MIN_ROWS
+    G_PAD = max(MIN_QUERIES, next_power_of_2(G))
+    many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:

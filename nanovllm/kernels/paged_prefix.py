@@ -96,22 +96,22 @@ def go_on(
     m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
     D: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """m, l [M], and acc [M, D] (or its even columns and the odd ones) after a prefix.
+    """m, l [M], and acc [D, M] (or its even columns and the odd ones) after a prefix.
 
     row: [M] of [B * Hq]. d: [D] columns; used: [M, D]. there: [M], which have one.
     """
-    used &= there[:, None]
+    used = tl.trans(used & there[:, None])
     for split in tl.static_range(SPLITS):
         part = row * SPLITS + split
         m_part = tl.load(m_ptr + part, mask=there, other=float("-inf"))
         l_part = tl.load(l_ptr + part, mask=there, other=0.0)
         m_new = tl.maximum(tl.maximum(m, m_part), LOWEST)
         before, now = tl.exp2(m - m_new), tl.exp2(m_part - m_new)
-        ptrs = acc_ptr + part[:, None] * D + d[None, :]
-        acc = acc * before[:, None] + tl.load(ptrs, mask=used, other=0.0) * now[:, None]
+        ptrs = acc_ptr + part[None, :] * D + d[:, None]
+        acc = acc * before[None, :] + tl.load(ptrs, mask=used, other=0.0) * now[None, :]
         if PAIR == 2:
             odd = tl.load(ptrs + 1, mask=used, other=0.0)
-            acc_odd = acc_odd * before[:, None] + odd * now[:, None]
+            acc_odd = acc_odd * before[None, :] + odd * now[None, :]
         l = l * before + l_part * now
         m = m_new
     return m, l, acc, acc_odd
