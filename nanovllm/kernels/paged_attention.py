@@ -47,6 +47,12 @@ def exponents_ahead(
 
 
 @triton.jit
+def across(x, LEFT: tl.constexpr):
+    """Of queries [M], for all columns of [M, D], with `LEFT` of [D, M]."""
+    return x[None, :] if LEFT else x[:, None]
+
+
+@triton.jit
 def before_keys(sinks_ptr, head, used, ROWS: tl.constexpr):
     """Running maximum and sum [ROWS] before the first key: a head's sink, if it has one."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -95,23 +101,6 @@ def weigh(
     else:
         l = l * correction + tl.sum(p, 1)
     return m_new, l, p, correction
-
-
-@triton.jit
-def attend_tile(
-    q, m, l, acc, k, v, scale, visible,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """`weigh` a tile of keys and add their values.
-
-    q: [M, D]; acc: [M, D]; k: [D, BLOCK_N]; v: [BLOCK_N, D], of the dtype of q.
-    """
-    s = tl.dot(q, k, input_precision="ieee")
-    m, l, p, correction = weigh(
-        s, m, l, None, None, None, scale, visible, MASKED, WINDOW, SOFTCAP
-    )  # fmt: skip
-    acc = acc * correction[:, None]
-    return m, l, tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, sp
 from nanovllm.kernels.kv_cache import from_fp8, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
+    across,
     before_keys,
     exponents_ahead,
     load_tile,
@@ -21,41 +22,54 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-# Of a program: NVIDIA's tensor cores have 8 columns, and Triton lets them from 3.5 on.
+# Heads of which keys and values are the left operands. Larger ones take four warps, and so Hopper's
+# WGMMA, which Triton 3.6 got wrong there (docs/experiments.md, 35).
+LARGEST_LEFT = 128
+MIN_ROWS = 16  # of operands; of right ones NVIDIA has 8 columns, and Triton from 3.5 on
 _SMALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
-MIN_QUERIES = 8 if _SMALL and torch.version.hip is None else 16
+MIN_COLUMNS = 8 if _SMALL and torch.version.hip is None else MIN_ROWS
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
+
+
+@triton.jit
+def _multiply(few, many, acc, LEFT: tl.constexpr):
+    """few: [G_PAD, K] @ many: [K, N] + acc; with `LEFT` all but `few` are transposed."""
+    if LEFT:
+        return tl.dot(many, tl.trans(few), acc, input_precision="ieee")
+    else:
+        return tl.dot(few, many, acc, input_precision="ieee")
 
 
 @triton.jit
 def _decode_tile(
     q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen, stride_slot, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr,
+    MASKED: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """`weigh` the keys in these slots and add their values. They are the left operands, whose tiles
-    have the 16 rows that tensor cores want; queries, q: [G_PAD, D], are too few, and acc is [D,
-    G_PAD]. FP8 codes come in pairs, as int16: the even columns of queries and sums are apart from
-    the odd ones then.
+    """`weigh` the keys in these slots and add their values. FP8 codes come in pairs, as int16: the
+    even columns of queries and sums are apart from the odd ones then.
     """
-    v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
-    if PAIR == 1:
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+    if LEFT:
+        v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
     else:
-        k, k_odd = from_fp8(k, CVT)
-        s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee")
-        s = tl.dot(k_odd.to(q.dtype), tl.trans(q_odd), s, input_precision="ieee")
+        k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
     k_exponents, v_exponents = exponents
+    if PAIR == 2:
+        k, k_odd = from_fp8(k, CVT)
+        s = _multiply(q_odd, k_odd.to(q.dtype), _multiply(q, k.to(q.dtype), None, LEFT), LEFT)
+    else:
+        s = _multiply(q, k, None, LEFT)
     m, l, p, correction = weigh(
-        tl.trans(s), m, l, k_exponents if PAIR == 2 else None, v_exponents if PAIR == 2 else None,
-        seen, scale, seen[None, :], MASKED, WINDOW, SOFTCAP,
+        tl.trans(s) if LEFT else s, m, l, k_exponents if PAIR == 2 else None,
+        v_exponents if PAIR == 2 else None, seen, scale, seen[None, :], MASKED, WINDOW, SOFTCAP,
     )  # fmt: skip
-    p, acc = tl.trans(p.to(q.dtype)), acc * correction[None, :]
+    p, correction = p.to(q.dtype), across(correction, LEFT)
+    acc *= correction
     if PAIR == 2:
         v, v_odd = from_fp8(v, CVT)
         v, v_odd = v.to(q.dtype), v_odd.to(q.dtype)
-        acc_odd = tl.dot(v_odd, p, acc_odd * correction[None, :], input_precision="ieee")
-    return m, l, tl.dot(v, p, acc, input_precision="ieee"), acc_odd
+        acc_odd = _multiply(p, v_odd, acc_odd * correction, LEFT)
+    return m, l, _multiply(p, v, acc, LEFT), acc_odd
 
 
 @triton.jit
@@ -63,9 +77,10 @@ def _decode_tiles(
     q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
     lowest, begin, end, stride_slot, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
+    CVT: tl.constexpr,
 ):  # fmt: skip
-    """`_decode_tile` of all keys from `begin` to `end`."""
+    """`_decode_tile` of all keys from `begin` to `end`. Returns m, l, and the sums [G_PAD, D]."""
     unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
     for start in range(begin, unmasked_end, BLOCK_N):
@@ -78,7 +93,7 @@ def _decode_tiles(
             seen = start + tl.arange(0, BLOCK_N) >= lowest
         m, l, acc, acc_odd = _decode_tile(
             q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, CVT,
+            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, LEFT, CVT,
         )  # fmt: skip
         exponents = following
     if unmasked_end < end:
@@ -87,9 +102,12 @@ def _decode_tiles(
         seen = (keys < end) & (keys >= lowest)
         m, l, acc, acc_odd = _decode_tile(
             q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, True, PAIR, CVT,
+            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, True, PAIR, LEFT, CVT,
         )  # fmt: skip
-    return m, l, acc, acc_odd
+    if LEFT:
+        acc = tl.trans(acc)
+        acc_odd = tl.trans(acc_odd) if PAIR == 2 else acc_odd
+    return m, l, tl.interleave(acc, acc_odd) if PAIR == 2 else acc
 
 
 @triton.jit
@@ -115,11 +133,13 @@ def _decode_kernel(
     prefix_l_ptr, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, PAIR: tl.constexpr, CVT: tl.constexpr, PDL: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, CVT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys
     # but those of a prefix that it shares with others: from there the first split goes on.
-    # An FP8 cache has columns in pairs, as int16.
+    # An FP8 cache has columns in pairs, as int16. LEFT: keys and values are the left operands of
+    # products, because they have the 16 rows that tensor cores want.
     W: tl.constexpr = D // PAIR
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
@@ -146,20 +166,20 @@ def _decode_kernel(
     m, l = before_keys(
         sinks_ptr, kv_head * G + g, g < tl.where((split == 0) & (prefix == 0), G, 0), G_PAD
     )
-    acc = tl.zeros([W_PAD, G_PAD], tl.float32)
+    acc = tl.zeros([W_PAD, G_PAD] if LEFT else [G_PAD, W_PAD], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
     if prefix_lens_ptr is not None:
         m, l, acc, acc_odd = go_on(
             m, l, acc, acc_odd, prefix_acc_ptr, prefix_m_ptr, prefix_l_ptr, row, d, used,
-            g < tl.where((split == 0) & (prefix > 0), G, 0), D, PAIR, PREFIX_SPLITS,
+            g < tl.where((split == 0) & (prefix > 0), G, 0), D, PAIR, LEFT, PREFIX_SPLITS,
         )  # fmt: skip
-    m, l, acc, acc_odd = _decode_tiles(
+    m, l, acc = _decode_tiles(
         q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
-        lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, CVT,
+        lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, LEFT,
+        CVT,
     )  # fmt: skip
-    acc = tl.trans(acc)
     if PAIR == 2:
-        acc, d = tl.interleave(acc, tl.trans(acc_odd)), tl.arange(0, D_PAD)
+        d = tl.arange(0, D_PAD)
         used = (g[:, None] < G) & (d[None, :] < D)
     acc = acc / l[:, None]
     if SPLITS == 1:
@@ -204,7 +224,7 @@ def decode_tiles(q: torch.Tensor, fp8: bool = False, many: bool = False) -> tupl
     MANY_PROGRAMS of them, of which the more fit a multiprocessor the fewer stages they have
     (docs/experiments.md, 35).
     """
-    wide, large = q.element_size() == 4, q.shape[-1] > 128
+    wide, large = q.element_size() == 4, q.shape[-1] > LARGEST_LEFT
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
     ahead = fp8 and not wide and not large and not many
@@ -260,7 +280,8 @@ def paged_decode(
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
-    G_PAD = max(MIN_QUERIES, next_power_of_2(G))
+    left = D <= LARGEST_LEFT
+    G_PAD = max(MIN_COLUMNS if left else MIN_ROWS, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1
@@ -272,9 +293,9 @@ def paged_decode(
     _decode_kernel[(Hkv, B, num_splits)](
         q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, block_tables, context_lens, sinks,
         *seen, scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
-        G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
-        BLOCK_N=BLOCK_N, SPLITS=num_splits,
-        PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2], PAIR=pair, CVT=q.is_cuda,
+        G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap, BLOCK_N=BLOCK_N,
+        SPLITS=num_splits, PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2], PAIR=pair,
+        LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:

@@ -17,12 +17,12 @@ from nanovllm.kernels.hopper import (
 from nanovllm.kernels.kv_cache import numbers_of
 from nanovllm.kernels.paged_attention import (
     LOG2E,
-    attend_tile,
     before_keys,
     exponents_ahead,
     load_tile,
     metadata,
     slots_of,
+    weigh,
 )
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -36,8 +36,9 @@ def _prefill_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`attend_tile` of the keys from `start`. The sources are descriptors or pointers, of the cache
-    by a table or, without one, of this step's tokens, whose position 0 would be in `first_row`.
+    """`weigh` a tile of keys from `start` and add their values. The sources are descriptors or
+    pointers, of the cache by a table or, without one, of this step's tokens, whose position 0 would
+    be in `first_row`.
     """
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys < k_len
@@ -68,7 +69,12 @@ def _prefill_tile(
     visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
-    return attend_tile(q, m, l, acc, k, v, scale, visible, MASKED, WINDOW, SOFTCAP)
+    s = tl.dot(q, k, input_precision="ieee")
+    m, l, p, correction = weigh(
+        s, m, l, None, None, None, scale, visible, MASKED, WINDOW, SOFTCAP
+    )  # fmt: skip
+    acc = acc * correction[:, None]
+    return m, l, tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, wait
-from nanovllm.kernels.paged_attention import LOG2E, LOWEST, before_keys, metadata
+from nanovllm.kernels.paged_attention import LOG2E, LOWEST, across, before_keys, metadata
 from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
@@ -94,24 +94,27 @@ def _prefix_kernel(
 @triton.jit
 def go_on(
     m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
-    D: tl.constexpr, PAIR: tl.constexpr, SPLITS: tl.constexpr,
+    D: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """m, l [M], and acc [D, M] (or its even columns and the odd ones) after a prefix.
+    """m, l [M], and acc [M, D], with `LEFT` [D, M], or its even columns and the odd ones, after a
+    prefix.
 
     row: [M] of [B * Hq]. d: [D] columns; used: [M, D]. there: [M], which have one.
     """
-    used = tl.trans(used & there[:, None])
+    used &= there[:, None]
+    used, d = tl.trans(used) if LEFT else used, across(d, not LEFT)
     for split in tl.static_range(SPLITS):
         part = row * SPLITS + split
         m_part = tl.load(m_ptr + part, mask=there, other=float("-inf"))
         l_part = tl.load(l_ptr + part, mask=there, other=0.0)
         m_new = tl.maximum(tl.maximum(m, m_part), LOWEST)
         before, now = tl.exp2(m - m_new), tl.exp2(m_part - m_new)
-        ptrs = acc_ptr + part[None, :] * D + d[:, None]
-        acc = acc * before[None, :] + tl.load(ptrs, mask=used, other=0.0) * now[None, :]
+        ptrs = acc_ptr + across(part, LEFT) * D + d
+        earlier, later = across(before, LEFT), across(now, LEFT)
+        acc = acc * earlier + tl.load(ptrs, mask=used, other=0.0) * later
         if PAIR == 2:
             odd = tl.load(ptrs + 1, mask=used, other=0.0)
-            acc_odd = acc_odd * before[None, :] + odd * now[None, :]
+            acc_odd = acc_odd * earlier + odd * later
         l = l * before + l_part * now
         m = m_new
     return m, l, acc, acc_odd

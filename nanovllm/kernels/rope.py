@@ -72,8 +72,7 @@ def _qk_norm_rope_store_kernel(
         y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
         v1, v2 = k1, k2
     changed = ~is_v | (PARTS > 1) | (k_exponents_ptr is not None)
-    if HALF < HALF_PAD:
-        changed &= inside
+    changed = changed if inside is None else changed & inside
     tl.store(out, y1, mask=changed)
     tl.store(out + HALF, y2, mask=changed)
     store_halves(
