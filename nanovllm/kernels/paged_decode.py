@@ -22,10 +22,11 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-# Heads of which keys and values are the left operands. Larger ones take four warps, and so Hopper's
-# WGMMA, which Triton 3.6 got wrong there (docs/experiments.md, 35).
+# Heads of which keys and values are the left operands of products: a tile of them has the 16 rows
+# that tensor cores want. Larger heads take four warps, and so Hopper's WGMMA, which Triton 3.6 got
+# wrong with queries as the right operand (docs/experiments.md, 35).
 LARGEST_LEFT = 128
-MIN_ROWS = 16  # of operands; of right ones NVIDIA has 8 columns, and Triton from 3.5 on
+MIN_ROWS = 16  # of operands; NVIDIA takes 8 columns of right ones, and Triton from 3.5 on
 _SMALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 MIN_COLUMNS = 8 if _SMALL and torch.version.hip is None else MIN_ROWS
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
@@ -138,8 +139,7 @@ def _decode_kernel(
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys
     # but those of a prefix that it shares with others: from there the first split goes on.
-    # An FP8 cache has columns in pairs, as int16. LEFT: keys and values are the left operands of
-    # products, because they have the 16 rows that tensor cores want.
+    # An FP8 cache has columns in pairs, as int16. LEFT: see `LARGEST_LEFT`.
     W: tl.constexpr = D // PAIR
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
@@ -271,7 +271,7 @@ def paged_decode(
     (B, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
-    fp8 = cache.k.dtype == FP8
+    fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT
     if num_splits is None:
         longest = block_tables.shape[1] * S
         num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
@@ -280,7 +280,6 @@ def paged_decode(
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
-    left = D <= LARGEST_LEFT
     G_PAD = max(MIN_COLUMNS if left else MIN_ROWS, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
