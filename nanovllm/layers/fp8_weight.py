@@ -128,7 +128,7 @@ class Fp8Weight(QuantizedWeight):
             parts = rows, Part.whole(1)
         else:
             if begin % size:
-                raise _cut(module, self.block)
+                raise _cut(module, self.block, rows)
             parts = (
                 _blocks(rows, size, module, self.block),
                 _blocks(cols, self.block[1], module, self.block),
@@ -147,14 +147,14 @@ def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
         held = sorted(part.held[i : i + size])
         first = held[0]
         if first % size or held != list(range(first, min(first + size, part.total))):
-            raise _cut(module, block)
+            raise _cut(module, block, part)
         blocks.append(first // size)
     return Part(blocks, -(-part.total // size))
 
 
-def _cut(module: str, block: tuple[int, int]) -> ValueError:
+def _cut(module: str, block: tuple[int, int], part: Part) -> ValueError:
+    remedy = "another tensor_parallel_size, or " if len(part.held) < part.total else ""
     return ValueError(
         f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} want whole blocks of each "
-        "projection on each rank: take another tensor_parallel_size, or the original weights "
-        'with quantization="fp8"'
+        f'projection on each rank: take {remedy}the original weights with quantization="fp8"'
     )

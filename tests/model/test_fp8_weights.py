@@ -159,13 +159,14 @@ def test_numbers_are_quantised_while_they_are_loaded(
     torch.testing.assert_close(torch.tensor(score.logprobs), wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(("num_ranks", "remedy"), [(1, "the original"), (2, "another tensor_par")])
 @pytest.mark.usefixtures("threads")
-def test_a_block_cannot_be_cut(tmp_path: Path) -> None:
+def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "blocks")
     config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
-    with pytest.raises(ValueError, match="128 x 16 want whole blocks of each projection on each"):
-        LLM(quantised, tensor_parallel_size=2, **SMALL)
+    with pytest.raises(ValueError, match=f"128 x 16 want whole blocks .* rank: take {remedy}"):
+        LLM(quantised, tensor_parallel_size=num_ranks, **SMALL)
 
 
 @pytest.mark.parametrize(
