@@ -158,9 +158,12 @@ CASES = {
     "one-block-256": {"q_lens": [1, 30], "k_lens": [200, 40], "block_size": 256},
     "gqa-1": {"q_lens": [1, 20], "k_lens": [40, 20], "num_decodes": 1, "hq": 2},
     "gqa-8": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 8, "hkv": 1},
+    "gqa-12": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "hq": 12, "hkv": 1},
+    "gqa-40": {"q_lens": [1, 20], "k_lens": [130, 50], "num_decodes": 1, "hq": 40, "hkv": 1},
     "gqa-3": {"q_lens": [1, 20], "k_lens": [40, 50], "num_decodes": 1, "hq": 6},
     "head-64": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 64},
     "head-128": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 128},
+    "head-256": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 256},
     "head-80": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "d": 80},
     "window-1": {"q_lens": [1, 20], "k_lens": [70, 50], "num_decodes": 1, "window": 1},
     "window-10": {

@@ -3,15 +3,15 @@
 from functools import partial
 from typing import Any
 
-SIZES = (
+_SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "eos_token_id"),
 )
 
 
 def _config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
-    """One in bf16, with these SIZES."""
-    by_name = dict(zip(SIZES, sizes, strict=True))
+    """One in bf16, with these sizes."""
+    by_name = dict(zip(_SIZES, sizes, strict=True))
     return {"architectures": [architecture], "torch_dtype": "bfloat16", **by_name, **others}
 
 
@@ -22,6 +22,7 @@ DUMMY_INT4: dict[str, dict[str, Any]] = {  # as checkpoints in 4 bits are publis
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
 }
+# Numbers without a name are those of _SIZES: vocabulary, hidden, layers, heads, KV heads, ...
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, 40960, 151645, tie_word_embeddings=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, 40960, 151645, tie_word_embeddings=True),

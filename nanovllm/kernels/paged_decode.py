@@ -22,13 +22,13 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-# Heads of which keys and values are the left operands of products: a tile of them has the 16 rows
-# that tensor cores want. Larger heads take four warps, and so Hopper's WGMMA, which Triton 3.6 got
-# wrong with queries as the right operand (docs/experiments.md, 35).
-LARGEST_LEFT = 128
-MIN_ROWS = 16  # of operands; NVIDIA takes 8 columns of right ones, and Triton from 3.5 on
-_SMALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
-MIN_COLUMNS = 8 if _SMALL and torch.version.hip is None else MIN_ROWS
+# Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
+# for heads and groups of queries up to these. Larger ones take four warps, and so Hopper's WGMMA,
+# which Triton 3.6 got wrong with queries as the right operand (docs/experiments.md, 35).
+LARGEST_LEFT, MOST_LEFT = 128, 16
+MIN_ROWS = 16  # of a left operand
+_TAKES_8 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
+MIN_COLUMNS = 8 if _TAKES_8 and torch.version.hip is None else 16  # of a right one
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
@@ -47,10 +47,11 @@ def _decode_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """`weigh` the keys in these slots and add their values. FP8 codes come in pairs, as int16: the
-    even columns of queries and sums are apart from the odd ones then.
+    """`weigh` the keys in these slots and add their values to acc: [G_PAD, D], with `LEFT` [D,
+    G_PAD]. FP8 codes come in pairs, as int16: what belongs to even d of queries and sums is apart
+    from what belongs to odd ones then.
     """
-    if LEFT:
+    if LEFT:  # the other way round: values [D, BLOCK_N] and keys [BLOCK_N, D]
         v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
     else:
         k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
@@ -139,7 +140,7 @@ def _decode_kernel(
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys
     # but those of a prefix that it shares with others: from there the first split goes on.
-    # An FP8 cache has columns in pairs, as int16. LEFT: see `LARGEST_LEFT`.
+    # An FP8 cache has columns in pairs, as int16. LEFT: see LARGEST_LEFT.
     W: tl.constexpr = D // PAIR
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
@@ -219,16 +220,20 @@ def _combine_kernel(
         tl.store(out_ptr + row * D + d, out)
 
 
-def decode_tiles(q: torch.Tensor, fp8: bool = False, many: bool = False) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8; `many`: for
-    MANY_PROGRAMS of them, of which the more fit a multiprocessor the fewer stages they have
-    (docs/experiments.md, 35).
+def decode_tiles(
+    q: torch.Tensor, fp8: bool = False, left: bool = True, many: bool = False
+) -> tuple[int, int, int]:
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8, `left` of them
+    or right; `many`: for MANY_PROGRAMS (docs/experiments.md, 35).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > LARGEST_LEFT
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
-    ahead = fp8 and not wide and not large and not many
-    return 32 if wide else 64, 4 if large else 2, 5 if ahead else 3
+    if not fp8 or wide or large:
+        return 32 if wide else 64, 4 if large else 2, 3
+    if not left:
+        return 128, 4, 5
+    return 64, 2, 3 if many else 5  # five have room for two tiles, three for one in more programs
 
 
 def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
@@ -271,7 +276,7 @@ def paged_decode(
     (B, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
-    fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT
+    fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
     if num_splits is None:
         longest = block_tables.shape[1] * S
         num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
@@ -282,7 +287,7 @@ def paged_decode(
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
     G_PAD = max(MIN_COLUMNS if left else MIN_ROWS, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
-    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, many)
+    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, left, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2

@@ -96,13 +96,13 @@ def go_on(
     m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
     D: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """m, l [M], and acc [M, D], with `LEFT` [D, M], or its even columns and the odd ones, after a
-    prefix.
+    """m, l: [M], and acc: [M, D], with `LEFT` [D, M], after a prefix; with `PAIR` 2 of even d, and
+    acc_odd of odd ones.
 
     row: [M] of [B * Hq]. d: [D] columns; used: [M, D]. there: [M], which have one.
     """
     used &= there[:, None]
-    used, d = tl.trans(used) if LEFT else used, across(d, not LEFT)
+    used, d = (tl.trans(used), d[:, None]) if LEFT else (used, d[None, :])
     for split in tl.static_range(SPLITS):
         part = row * SPLITS + split
         m_part = tl.load(m_ptr + part, mask=there, other=float("-inf"))

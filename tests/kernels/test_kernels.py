@@ -500,7 +500,7 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
 def test_decode_in_tiles_of_many_sequences(
     d: int, fp8: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full batches have tiles of their own where keys are in 8 bits and products in 16."""
+    """Full batches have tiles of their own where keys are in 8 bits, and queries in 16."""
     lens = [1, 31, 32, 33, 100, 150]
     shape: dict[str, Any] = {"d": d, "fp8": fp8, "hkv": 1, "hq": 5, "block_size": 16}
     case = Case([1] * 6, lens, num_decodes=6, dtype=dtype, sinks=True, **shape)
@@ -508,9 +508,9 @@ def test_decode_in_tiles_of_many_sequences(
     args = case.q, case.cache, case.context.block_tables, case.context.context_lens
     asked = []
 
-    def tiles(q: torch.Tensor, fp8: bool, many: bool) -> tuple[int, int, int]:
+    def tiles(q: torch.Tensor, fp8: bool, left: bool, many: bool) -> tuple[int, int, int]:
         asked.append(many)
-        return decode_tiles(q, fp8, many)
+        return decode_tiles(q, fp8, left, many)
 
     monkeypatch.setattr(paged_decode, "decode_tiles", tiles)
     for programs in (6, 7):
@@ -518,8 +518,8 @@ def test_decode_in_tiles_of_many_sequences(
         out = paged_decode.paged_decode(*args, **case.scoring._asdict(), num_splits=1)
         close(out, case.wanted())
     assert asked == [True, False]
-    tiles_of_many = decode_tiles(case.q, fp8, many=True)
-    assert (tiles_of_many != decode_tiles(case.q, fp8)) == (fp8 and dtype == HALF)
+    q = case.q.to(torch.float16)
+    assert (decode_tiles(q, fp8, many=True) != decode_tiles(q, fp8)) == fp8
 
 
 @pytest.mark.parametrize("seed", range(40 if HAS_CUDA else 3))

@@ -98,16 +98,15 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
 
 @pytest.mark.parametrize("card", [rare("8.9"), rare("9.0"), rare("12.0")])
 def test_attention_to_fp8(card: str, tmp_path: Path) -> None:
-    """Two bytes of a thread's register become two numbers by one instruction, and next to nothing
-    spills in decode, which wants all the registers that there are: of one warp four registers of a
-    thread, with soft-caps, by Triton 3.9 (none by 3.6)."""
+    """Two bytes of a thread's register become two numbers by one instruction, and nothing spills in
+    decode, which waits for it."""
     sizes = {"shape": "8B", "head_dim": 128, "dtype": "bfloat16", "block_size": 256, "fp8": True}
     assert run(card, [{"kind": "attention"} | sizes], tmp_path) == ["triton"]
     kernels = compiled(tmp_path)
     check(card, "bfloat16", kernels)
     for kernel in kernels:
         if kernel.name == "_decode_kernel":
-            assert "cvt.rn.f16x2.e4m3x2" in kernel.text and kernel.spilled <= 16
+            assert "cvt.rn.f16x2.e4m3x2" in kernel.text and kernel.spilled == 0
 
 
 @pytest.mark.parametrize(

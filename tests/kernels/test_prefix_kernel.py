@@ -1,5 +1,7 @@
 """Prefixes that several decodes share, read once: against float64, one row at a time."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,8 @@ from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import dequantize, quantize
 
-D, BLOCK = 32, 16
+WAYS = "plain", "capped", "sinks", "fp8"
+COMMON = [("plain", 16, 4, 32), ("sinks", 128, 1, 32), ("fp8", 16, 1, 80), ("fp8", 16, 4, 256)]
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
@@ -35,23 +38,25 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("how", "block_size", "num_splits"),
+    ("how", "block_size", "num_splits", "d"),
     [
-        ("plain", 16, 4),
-        ("sinks", 128, 1),
-        ("fp8", 16, 1),
+        *COMMON,
         *[
-            rare(how, block_size, num_splits)
-            for how in ("plain", "capped", "sinks", "fp8")
-            for block_size in (16, 128)
-            for num_splits in (1, 4)
-            if (how, block_size, num_splits)
-            not in (("plain", 16, 4), ("sinks", 128, 1), ("fp8", 16, 1))
+            rare(*case)
+            for case in product(
+                ("plain", "capped", "sinks", "fp8"), (16, 128), (1, 4), (32, 80, 256)
+            )
+            if case not in COMMON
         ],
     ],
 )
 def test_shared_prefixes(
-    how: str, block_size: int, num_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    block_size: int,
+    num_splits: int,
+    d: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two groups, one of them of several tiles, among decodes that share nothing; padding."""
     monkeypatch.setattr("nanovllm.engine.prefixes.MIN_SAVED", 0)
@@ -61,11 +66,11 @@ def test_shared_prefixes(
     if block_size == 128:
         shared, lens = [300, 128], [(group, n + 250) for group, n in lens]
     shared = [n // block_size * block_size for n in shared]
-    cache = poisoned_cache((400, block_size, hkv, D), FP8 if how == "fp8" else dtype)
+    cache = poisoned_cache((400, block_size, hkv, d), FP8 if how == "fp8" else dtype)
     free = iter(torch.randperm(400, generator=torch.Generator().manual_seed(1)).tolist())
 
     def tokens(n: int, seed: int) -> torch.Tensor:
-        x = torch.stack([randn(n, hkv, D, seed=seed), randn(n, hkv, D, seed=seed + 500)])
+        x = torch.stack([randn(n, hkv, d, seed=seed), randn(n, hkv, d, seed=seed + 500)])
         if how == "fp8":
             x = dequantize(*quantize(x), torch.float32)
         return x.to(dtype)
@@ -101,8 +106,8 @@ def test_shared_prefixes(
     padded = [np.pad(x, (0, m - len(x))) for x, m in zip(found, (B, B, 5, 5), strict=True)]
     on_device = Prefixes(*(torch.tensor(x, device=DEVICE) for x in padded))
     sinks = randn(hq, seed=9, dtype=dtype) if how == "sinks" else None
-    scoring = Scoring(D**-0.5, 0, 2.0 if how == "capped" else 0.0, sinks)
-    q = randn(B, hq, D, dtype=dtype)
+    scoring = Scoring(d**-0.5, 0, 2.0 if how == "capped" else 0.0, sinks)
+    q = randn(B, hq, d, dtype=dtype)
     args = torch.tensor(block_tables, device=DEVICE), torch.tensor(context_lens, device=DEVICE)
     # What they share is not read again: it may be anything for the second kernel.
     out = paged_decode(q, cache, *args, *scoring, prefixes=on_device, num_splits=num_splits)
