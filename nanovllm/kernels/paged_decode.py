@@ -23,8 +23,9 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 # Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
-# for heads and groups of queries up to these. Larger ones take four warps, and so Hopper's WGMMA,
-# which Triton 3.6 got wrong with queries as the right operand (docs/experiments.md, 35).
+# for heads and groups of queries up to these. Sums of larger groups spill. Larger heads take four
+# warps, and so Hopper's WGMMA, which Triton 3.6 got wrong with queries as the right operand
+# (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_ROWS = 16  # of a left operand
 _TAKES_8 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
@@ -33,12 +34,12 @@ MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
 @triton.jit
-def _multiply(few, many, acc, LEFT: tl.constexpr):
-    """few: [G_PAD, K] @ many: [K, N] + acc; with `LEFT` all but `few` are transposed."""
+def _multiply(few, many, LEFT: tl.constexpr):
+    """few: [G_PAD, K] @ many: [K, N]; with `LEFT` many and the product are transposed."""
     if LEFT:
-        return tl.dot(many, tl.trans(few), acc, input_precision="ieee")
+        return tl.dot(many, tl.trans(few), input_precision="ieee")
     else:
-        return tl.dot(few, many, acc, input_precision="ieee")
+        return tl.dot(few, many, input_precision="ieee")
 
 
 @triton.jit
@@ -58,20 +59,18 @@ def _decode_tile(
     k_exponents, v_exponents = exponents
     if PAIR == 2:
         k, k_odd = from_fp8(k, CVT)
-        s = _multiply(q_odd, k_odd.to(q.dtype), _multiply(q, k.to(q.dtype), None, LEFT), LEFT)
+        s = _multiply(q, k.to(q.dtype), LEFT) + _multiply(q_odd, k_odd.to(q.dtype), LEFT)
     else:
-        s = _multiply(q, k, None, LEFT)
+        s = _multiply(q, k, LEFT)
     m, l, p, correction = weigh(
         tl.trans(s) if LEFT else s, m, l, k_exponents if PAIR == 2 else None,
         v_exponents if PAIR == 2 else None, seen, scale, seen[None, :], MASKED, WINDOW, SOFTCAP,
     )  # fmt: skip
     p, correction = p.to(q.dtype), across(correction, LEFT)
-    acc *= correction
     if PAIR == 2:
         v, v_odd = from_fp8(v, CVT)
-        v, v_odd = v.to(q.dtype), v_odd.to(q.dtype)
-        acc_odd = _multiply(p, v_odd, acc_odd * correction, LEFT)
-    return m, l, _multiply(p, v, acc, LEFT), acc_odd
+        acc_odd = acc_odd * correction + _multiply(p, v_odd.to(q.dtype), LEFT)
+    return m, l, acc * correction + _multiply(p, v.to(q.dtype), LEFT), acc_odd
 
 
 @triton.jit

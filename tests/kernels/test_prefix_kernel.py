@@ -43,9 +43,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
         *COMMON,
         *[
             rare(*case)
-            for case in product(
-                ("plain", "capped", "sinks", "fp8"), (16, 128), (1, 4), (32, 80, 256)
-            )
+            for case in product(WAYS, (16, 128), (1, 4), (32, 80, 256))
             if case not in COMMON
         ],
     ],
