@@ -27,6 +27,7 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
 TILE_ROWS = 128  # of activations, in the largest tile
 
 dependent_launch = True  # False runs kernels strictly one after another, for profiles and tests
@@ -48,7 +49,7 @@ def wait(PDL: tl.constexpr):
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments for a launch on x's device: the kernel's constant, and Triton's option."""
-    on = dependent_launch and gdc_wait is not None and x.is_cuda
+    on = dependent_launch and VERSION >= (3, 5) and x.is_cuda  # the functions of 3.4 do not compile
     if on and capability(x.device.index) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.kernels.hopper import (
+    VERSION,
+    has_room,
+    launch_dependents,
+    pdl_options,
+    spare_rows,
+    wait,
+)
 from nanovllm.kernels.kv_cache import from_fp8, load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
@@ -27,9 +34,7 @@ from nanovllm.utils.kv_cache import KVCache
 # warps, and so Hopper's WGMMA, which Triton 3.6 got wrong with queries as the right operand
 # (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
-MIN_ROWS = 16  # of a left operand
-_TAKES_8 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
-MIN_COLUMNS = 8 if _TAKES_8 and torch.version.hip is None else 16  # of a right one
+MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
@@ -284,7 +289,7 @@ def paged_decode(
     if num_splits > 1:
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
-    G_PAD = max(MIN_COLUMNS if left else MIN_ROWS, next_power_of_2(G))
+    G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, left, many)
     k_cache, v_cache, pair = cache.k, cache.v, 1

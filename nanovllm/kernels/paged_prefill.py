@@ -209,7 +209,8 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     origin, source_table = 0, table_ptr
     if FRESH:
-        origin, source_table = k_len - q_len, None
+        origin = k_len - q_len
+        source_table = None
     lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
         m, l, acc = _cached_span(
