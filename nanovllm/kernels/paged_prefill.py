@@ -207,10 +207,8 @@ def _prefill_kernel(
     end = tl.minimum(first + QUERIES, k_len)
     m, l = before_keys(sinks_ptr, head, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    origin, source_table = 0, table_ptr
-    if FRESH:
-        origin = k_len - q_len
-        source_table = None
+    origin = k_len - q_len if FRESH else 0
+    source_table = None if FRESH else table_ptr
     lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
         m, l, acc = _cached_span(
