@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from nanovllm.kernels.paged_decode import choose_num_splits, paged_decode
+from nanovllm.kernels.paged_decode import paged_decode
+from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
@@ -70,10 +71,10 @@ def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, f
     has_exponents = cache.k.dtype == FP8
     size = 2 * HKV * (D * cache.k.itemsize + has_exponents)  # of a token
     times = {"bytes": float(size * sum(lens))}
+    decode = partial(paged_decode, q, cache, tables, context_lens, D**-0.5)
+    shared: dict[Hashable, object] = {}  # by the layers of a step
     for splits in (1, 2, 4, 8, 16, 32):
-        times[f"splits {splits}"] = microseconds(
-            partial(paged_decode, q, cache, tables, context_lens, D**-0.5, num_splits=splits)
-        )
+        times[f"splits {splits}"] = microseconds(partial(decode, num_splits=splits, shared=shared))
     chosen = choose_num_splits(B, HKV, D, LONGEST)
     times["chosen"] = times[f"splits {chosen}"]
     try:

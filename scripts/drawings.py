@@ -249,7 +249,7 @@ def decode() -> Drawing:
     d.note(604, 158, "its keys for all of them")
     d.line((82, 240), (520, 240))
     d.arrow((307, 240), (307, 254))
-    d.box(180, 254, 254, 34, "`_combine_kernel`: weights `2^lse`", "b")
+    d.box(180, 254, 254, 34, "the last one: `combine`, weights `2^lse`", "b")
     d.arrow((434, 271), (484, 271))
     d.text(492, 275, "`out [B, Hq, D]`")
     return d

@@ -47,9 +47,10 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_decode import MANY_PROGRAMS, choose_num_splits, paged_decode
+        from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
         from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
+        from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
@@ -77,10 +78,7 @@ class TritonBackend(TritonStore):
             context.cu_seqlens_k,
             context.max_seqlen_q,
             context.has_cached_context,
-            scale=scoring.scale,
-            window=scoring.window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
+            **scoring._asdict(),
         )
 
     def decode(
@@ -92,11 +90,9 @@ class TritonBackend(TritonStore):
             cache,
             context.block_tables[:n],
             context.context_lens[:n],
-            scale=scoring.scale,
-            window=scoring.window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
+            **scoring._asdict(),
             prefixes=None if scoring.window else context.prefixes,
+            shared=context.shared,
         )
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:

@@ -163,8 +163,9 @@ class DecodeGraphs:
 
     def _capture(self, size: int, shares: bool) -> tuple[torch.cuda.CUDAGraph, Computed]:
         self._inputs.fill(None, size)
-        inputs = self._inputs.views(size, most_tiles(size, self._members) if shares else 0)
-        self._compute(inputs)  # kernels compile, libraries allocate
+        num_tiles = most_tiles(size, self._members) if shares else 0
+        self._compute(self._inputs.views(size, num_tiles))  # kernels compile, libraries allocate
+        inputs = self._inputs.views(size, num_tiles)  # its `Context.shared` is the graph's own
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
         # Other threads, those that watch the workers, may use CUDA meanwhile.
         mode = "thread_local"

@@ -17,11 +17,12 @@ SPAN = BLOCK * BLOCKS  # columns
 @triton.jit
 def _lower_bound(values_ptr, low, high, value):
     """The first index in low..high whose value is not below `value`."""
-    while low < high:
-        middle = (low + high) // 2
-        below = tl.load(values_ptr + middle) < value
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
+    size = high - low  # by `high` as a bound Triton 3.4 does not compile
+    while size > 0:
+        half = size // 2
+        below = tl.load(values_ptr + low + half) < value
+        low += tl.where(below, half + 1, 0)
+        size = tl.where(below, size - half - 1, half)
     return low
 
 

@@ -1,5 +1,8 @@
 """Attention of single tokens over the paged KV cache, their keys split over programs."""
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +27,10 @@ from nanovllm.kernels.paged_attention import (
     weigh,
 )
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
+from nanovllm.kernels.paged_splits import PARTS_AT_ONCE, arrivals, choose_num_splits, combine
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.integers import cdiv, next_power_of_2
+from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 # Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
@@ -120,27 +124,29 @@ def _decode_tiles(
 def _span(
     length, split, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """The lowest position from `first` on that is seen, and the positions of a split, which begins
-    with a tile.
+    """The lowest position from `first` on that is seen, the positions of a split, which begins
+    with a tile, and how many splits have any.
     """
     lowest = first
     if WINDOW:
         lowest = tl.maximum(length - WINDOW, 0)
         first = lowest // BLOCK_N * BLOCK_N
-    tiles_per_split = tl.cdiv(tl.cdiv(length - first, BLOCK_N), SPLITS)
+    tiles = tl.cdiv(length - first, BLOCK_N)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
     begin = first + split * tiles_per_split * BLOCK_N
-    return lowest, begin, tl.minimum(begin + tiles_per_split * BLOCK_N, length)
+    end = tl.minimum(begin + tiles_per_split * BLOCK_N, length)
+    return lowest, begin, end, tl.cdiv(tiles, tl.maximum(tiles_per_split, 1))
 
 
 @metadata
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr, part_acc_ptr,
-    part_lse_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr, prefix_m_ptr,
-    prefix_l_ptr, scale, stride_qt, stride_slot, stride_table,
+    part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr,
+    prefix_m_ptr, prefix_l_ptr, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, CVT: tl.constexpr,
-    PDL: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
+    CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys
     # but those of a prefix that it shares with others: from there the first split goes on.
@@ -152,17 +158,14 @@ def _decode_kernel(
     prefix = split * 0
     if prefix_lens_ptr is not None:
         prefix = tl.load(prefix_lens_ptr + seq)
-    lowest, begin, end = _span(tl.load(lens_ptr + seq), split, prefix, WINDOW, BLOCK_N, SPLITS)
+    length = tl.load(lens_ptr + seq)
+    lowest, begin, end, parts = _span(length, split, prefix, WINDOW, BLOCK_N, SPLITS)
     g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
-    used = g[:, None] < G
-    if D < D_PAD:
-        used &= d[None, :] < D
-    row = seq.to(tl.int64) * tl.num_programs(0) * G + kv_head * G + g  # of [B * Hq]
-    part = row * SPLITS + split
+    used = (g[:, None] < G) & (d[None, :] < D) if D < D_PAD else g[:, None] < G
+    group = seq.to(tl.int64) * tl.num_programs(0) + kv_head
+    row = group * G + g  # of [B * Hq]
     wait(PDL)
     if begin >= end:  # nothing to see: padding, or more splits than tiles
-        if SPLITS > 1:
-            tl.store(part_lse_ptr + part, tl.full([G_PAD], float("-inf"), tl.float32), mask=g < G)
         return
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
     q, q_odd = load_queries(q_ptrs, used, PAIR)
@@ -188,40 +191,13 @@ def _decode_kernel(
         used = (g[:, None] < G) & (d[None, :] < D)
     acc = acc / l[:, None]
     if SPLITS == 1:
-        out_ptrs = out_ptr + row[:, None] * D + d[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=used)
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * D + d[None, :], out, mask=used)
     else:
-        tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=used)
-        tl.store(part_lse_ptr + part, m + tl.log2(l), mask=g < G)
-
-
-@triton.jit
-def _combine_kernel(
-    out_ptr, part_acc_ptr, part_lse_ptr,
-    D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program: one query head. Splits weigh by the sum of their exponentials, 2^lse.
-    launch_dependents(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, D_PAD)
-    wait(PDL)
-    lse = tl.load(part_lse_ptr + row * SPLITS + s)
-    top = tl.max(lse, 0)
-    if top == float("-inf"):  # padding
-        return
-    weight = tl.exp2(lse - top)
-    ptrs = part_acc_ptr + (row * SPLITS + s[:, None]) * D + d[None, :]
-    used = lse[:, None] > float("-inf")
-    if D < D_PAD:
-        used &= d[None, :] < D
-    acc = tl.load(ptrs, mask=used, other=0.0)
-    out = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
-    out = out.to(out_ptr.dtype.element_ty)
-    if D < D_PAD:
-        tl.store(out_ptr + row * D + d, out, mask=d < D)
-    else:
-        tl.store(out_ptr + row * D + d, out)
+        combine(
+            acc, m + tl.log2(l), used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr + group,
+            group * G, split, parts, G, D, SPLITS, AT_ONCE,
+        )  # fmt: skip
 
 
 def decode_tiles(
@@ -240,18 +216,6 @@ def decode_tiles(
     return 64, 2, 3 if many else 5  # five have room for two tiles, three for one in more programs
 
 
-def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
-    """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
-
-    1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
-    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
-    """
-    programs = 1024 * max(1, 128 // head_dim)
-    wanted = cdiv(programs, batch_size * num_kv_heads)
-    most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
-    return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
-
-
 def paged_decode(
     q: torch.Tensor,
     cache: KVCache,
@@ -263,6 +227,7 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
     prefixes: Prefixes | None = None,
     num_splits: int | None = None,
+    shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
     """Attention of one token per sequence to its tokens, all in the cache.
 
@@ -273,6 +238,7 @@ def paged_decode(
         scale, window, softcap, sinks: see `Scoring`.
         prefixes: what several of them begin with, to be read once; not with a window.
         num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
+        shared: what the layers of a step share, see `Context`.
 
     Returns:
         [B, Hq, D]
@@ -285,8 +251,9 @@ def paged_decode(
         longest = block_tables.shape[1] * S
         num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
     out = spare_rows(B, Hq, D, like=q)
-    part_acc = part_lse = out
+    part_acc = part_lse = arrived = out
     if num_splits > 1:
+        arrived = arrivals(B * Hkv, q.device, {} if shared is None else shared)
         part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
@@ -299,16 +266,13 @@ def paged_decode(
     if prefixes is not None:
         seen = paged_prefix(q, cache, block_tables, prefixes, scale, softcap, sinks)
     _decode_kernel[(Hkv, B, num_splits)](
-        q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, block_tables, context_lens, sinks,
-        *seen, scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
+        q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, arrived, block_tables,
+        context_lens, sinks, *seen, scale * LOG2E.value, q.stride(0), Hkv * D // pair,
+        block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap, BLOCK_N=BLOCK_N,
-        SPLITS=num_splits, PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2], PAIR=pair,
+        SPLITS=num_splits, PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2],
+        AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair,
         LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
-    if num_splits > 1:
-        _combine_kernel[(B * Hq,)](
-            out, part_acc, part_lse, D=D, D_PAD=D_PAD, SPLITS=num_splits,
-            num_warps=max(1, num_splits * D // 4096), **pdl_options(q),
-        )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ several engines that run at once) sees its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class Context:
     has_cached_context: bool = False
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def is_prefill(self) -> bool:

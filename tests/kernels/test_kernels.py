@@ -42,7 +42,8 @@ from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_decode import choose_num_splits, decode_tiles
+from nanovllm.kernels.paged_decode import decode_tiles
+from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build, kernel_variants
@@ -484,14 +485,24 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     run_case(TritonBackend(), case)  # stores this step's keys
     context = case.context.context_lens.clone()
     args = (case.q, case.cache, case.context.block_tables, context)
+    shared: dict[Any, torch.Tensor] = {}  # by the layers of a step
     decode = functools.partial(
-        paged_decode.paged_decode, *args, **case.scoring._asdict(), num_splits=num_splits
+        paged_decode.paged_decode,
+        *args,
+        **case.scoring._asdict(),
+        num_splits=num_splits,
+        shared=shared,
     )
-    close(decode(), case.wanted())
+    for _ in range(3 if HAS_CUDA else 1):
+        close(decode(), case.wanted())
     padding = rng.randrange(len(lens))
     context[padding] = 0
     others = [i for i in range(len(lens)) if i != padding]
     close(decode()[others], case.wanted()[others])
+    assert len(shared) == (num_splits > 1)
+    for arrived in shared.values():
+        assert arrived.shape == (len(lens) * hkv,)
+        assert not arrived.any(), "the next layer begins at 0"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,80 @@
+"""Decodes whose keys are split over programs: how many splits, and how their parts are combined.
+
+The last program of a sequence and KV head to have its part combines all of them. A kernel for that
+costs one sequence of an 8B model in FP8 5 % (docs/experiments.md, 36).
+"""
+
+from collections.abc import Hashable
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.paged_attention import LOWEST
+from nanovllm.utils.integers import cdiv, next_power_of_2
+
+PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
+
+
+def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
+    """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
+
+    1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
+    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
+    """
+    programs = 1024 * max(1, 128 // head_dim)
+    wanted = cdiv(programs, batch_size * num_kv_heads)
+    most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
+    return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+
+
+def arrivals(
+    num_groups: int, device: torch.device, shared: dict[Hashable, torch.Tensor]
+) -> torch.Tensor:
+    """How many programs have their part of a sequence and KV head, 0 before and after each kernel;
+    one tensor for all layers of a step, see `Context.shared`.
+    """
+    key = "arrivals", num_groups
+    if key not in shared:
+        shared[key] = torch.zeros(num_groups, dtype=torch.int32, device=device)
+    return shared[key]
+
+
+@triton.jit
+def _sum_parts(
+    out_ptr, part_acc_ptr, part_lse_ptr, first, parts,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Parts weigh by the sum of their exponentials, 2^lse."""
+    s, d = tl.arange(0, SPLITS)[None, :], tl.arange(0, D_PAD)[None, :]
+    for begin in range(0, G, AT_ONCE):
+        g = begin + tl.arange(0, AT_ONCE)[:, None]
+        part = (first + g) * SPLITS + s
+        there, inside = (g < G) & (s < parts), (g < G) & (d < D)
+        lse = tl.load(part_lse_ptr + part, mask=there, other=float("-inf"))
+        ptrs = part_acc_ptr + part[:, :, None] * D + d[:, None, :]
+        acc = tl.load(ptrs, mask=there[:, :, None] & (d < D)[:, None, :], other=0.0)
+        weight = tl.exp2(lse - tl.maximum(tl.max(lse, 1), LOWEST)[:, None])
+        out = tl.sum(acc * weight[:, :, None], 1) / tl.maximum(tl.sum(weight, 1), 1.0)[:, None]
+        tl.store(out_ptr + (first + g) * D + d, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine(
+    acc, lse, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split, parts,
+    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Keep this program's part, acc: [G_PAD, D_PAD], where `used`, and lse: [G_PAD], of the G rows
+    from `first` on. The last program to come here, as the count at `arrived_ptr` says, adds up.
+    """
+    g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    part = (first + g) * SPLITS + split
+    tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=used)
+    tl.store(part_lse_ptr + part, lse, mask=g < G)
+    tl.debug_barrier()  # all threads have stored
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == parts - 1:
+        tl.store(arrived_ptr, 0)  # for the next layer
+        _sum_parts(
+            out_ptr, part_acc_ptr, part_lse_ptr, first, parts, G, D, acc.shape[1], SPLITS, AT_ONCE
+        )  # fmt: skip
