@@ -234,7 +234,7 @@ def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Til
     """Tiles for N pairs of E experts, of x's dtype and on its device; or of FP8 weights."""
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
-        return tiles if x.dtype in HALF else tiles._replace(block_k=32)
+        return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
     most, many = (MOST_OF_CODES, MANY_OF_CODES) if of_codes else (MOST, MANY)
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
