@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 
 GPU = torch.device("cuda", 0)
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 META, CPU = torch.device("meta"), torch.device("cpu")
 IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
 LOWEST = 1 << 20  # where storages begin: at multiples of 16 bytes, as PyTorch's allocator has it
@@ -95,11 +94,10 @@ class Driver:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": self._card.shared_memory}
 
-    def load_binary(self, *args: object) -> tuple[int, ...]:
+    def load_binary(self, *args: object) -> tuple[int, int, int, int, int]:
         module = function = 1
         num_registers = num_spills = 0  # the caller of this process looks at the binaries
-        loaded = module, function, num_registers, num_spills, 1024
-        return loaded if VERSION >= (3, 4) else loaded[:4]
+        return module, function, num_registers, num_spills, 1024
 
     def unload_module(self, module: int) -> None: ...
 

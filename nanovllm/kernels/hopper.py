@@ -1,4 +1,4 @@
-"""Two features of Hopper and later GPUs, used where Triton offers them.
+"""Two features of Hopper and later GPUs.
 
 *Programmatic dependent launch*: a kernel launched with `pdl_options()` is placed on the GPU as soon
 as every program of its predecessor has called `launch_dependents` or ended. What it does before
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.utils.device import capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-try:  # Triton 3.4
+try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+except ImportError:  # a build without NVIDIA's part
+    gdc_launch_dependents = gdc_wait = None
 
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
@@ -67,7 +67,7 @@ def can_describe(x: torch.Tensor) -> bool:
     if not has_room(x):  # desktop GPUs (12.0) have TMA, but not the room for these tiles
         return False
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return TensorDescriptor is not None and x.stride(1) == 1 and aligned
+    return x.stride(1) == 1 and aligned
 
 
 def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:

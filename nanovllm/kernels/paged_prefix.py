@@ -140,16 +140,16 @@ def paged_prefix(
     B, Hq, D = q.shape
     S, Hkv = cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
-    fp8, wide = cache.k.dtype == FP8, q.element_size() == 4 or D > 128
+    fp8, float32, large = cache.k.dtype == FP8, q.element_size() == 4, D > 128
     # float32 has no tensor cores; without room these take operands from registers.
-    spills = q.element_size() == 4 or (wide and not has_room(q))
+    wide, spills = float32 or large, float32 or (large and not has_room(q))
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
     programs = Hkv * cdiv(B, members)
     splits = min(MOST_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
     acc = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     BLOCK_M, BLOCK_N = max(16, next_power_of_2(members * G)), 32 if wide else 64
-    if q.element_size() == 4 and D > 128 and not has_room(q):  # 96 of 99 KiB of shared memory
+    if float32 and large and not has_room(q):  # 96 of 99 KiB of shared memory
         BLOCK_N = 16
     k_source, v_source = (x.view(-1, Hkv * D) for x in (cache.k, cache.v))
     tiles = None
