@@ -361,7 +361,7 @@ CHILDREN = """if True:
     directory, path, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
     for end in ("interrupted", "killed"):
         if child := os.fork():
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             continue
         llm = LLM(directory, **options, trace=os.path.join(path, end))
         llm.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=50))
