@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, Scoring
+from nanovllm.attention.base import QKV, AttentionBackend, Scoring
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.utils.context import Context
 from nanovllm.utils.fp8 import FP8
@@ -147,7 +147,7 @@ class Case:
 def run_case(backend: AttentionBackend, case: Case) -> torch.Tensor:
     """Attend. What stores keys and values has a test of its own, and is slow when interpreted."""
     TorchBackend().store_kvcache(case.k, case.v, case.cache, case.context.slot_mapping)
-    return backend.attend(case.q, case.k, case.v, case.cache, case.context, case.scoring)
+    return backend.attend(QKV(case.q, case.k, case.v), case.cache, case.context, case.scoring)
 
 
 CASES = {

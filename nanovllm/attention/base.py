@@ -40,6 +40,14 @@ class Scoring(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class QKV(NamedTuple):
+    """Queries [T, Hq, D], keys and values [T, Hkv, D] of the tokens of a step."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens to the paged KV cache.
 
@@ -61,37 +69,21 @@ class AttentionBackend(ABC):
     ) -> None:
         """Write k, v [T, Hkv, D] into their slots [T] int32; -1 is skipped."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        context: Context,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        """All rows of a step. q: [T, Hq, D]; k, v: [T, Hkv, D], stored already, with the numbers
-        that the cache has (`rounded`, if it is FP8) -> [T, Hq, D].
+    def attend(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
+        """All rows of a step: [T, Hq, D]. Keys and values are stored already, and have the numbers
+        that the cache has (`rounded`, if it is FP8).
         """
         n = context.num_decodes
-        if n == q.shape[0]:
-            return self.decode(q, cache, context, scoring)
+        if n == len(qkv.q):
+            return self.decode(qkv.q, cache, context, scoring)
         if n == 0:
-            return self.prefill(q, k, v, cache, context, scoring)
-        decoded = self.decode(q[:n], cache, context, scoring)
-        rest = self.prefill(q[n:], k[n:], v[n:], cache, context, scoring)
+            return self.prefill(qkv, cache, context, scoring)
+        decoded = self.decode(qkv.q[:n], cache, context, scoring)
+        rest = self.prefill(QKV(*(x[n:] for x in qkv)), cache, context, scoring)
         return torch.cat([decoded, rest])
 
     @abstractmethod
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        context: Context,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         """The prefill rows of a step, as `attend`."""
 
     @abstractmethod
@@ -99,6 +91,10 @@ class AttentionBackend(ABC):
         self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
+
+    def most_own_decodes(self, head_dim: int) -> int:
+        """Up to so many, `kernels.paged_own` takes the place of `decode` and what is before it."""
+        return 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
         """Decodes of a tile of shared prefixes (`Context.prefixes`); 0: it reads each by itself."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionNeeds, Scoring
 from nanovllm.attention.triton_backend import TritonStore
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
@@ -53,16 +53,8 @@ class FlashAttentionBackend(TritonStore):
         super().__init__()
         self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
 
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        context: Context,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        block_table = None
+    def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
+        (q, k, v), block_table = qkv, None
         if context.has_cached_context:
             k, v, block_table = cache.k, cache.v, context.block_tables[context.num_decodes :]
         return self._varlen(

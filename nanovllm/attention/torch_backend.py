@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
@@ -51,17 +51,10 @@ class TorchBackend(AttentionBackend):
         _write(k, cache.k, cache.k_exponents, slots)
         _write(v, cache.v, cache.v_exponents, slots)
 
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        context: Context,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
+        q, k, v = qkv
         q_bounds, k_bounds = context.cu_seqlens_q.tolist(), context.cu_seqlens_k.tolist()
         tables = context.block_tables[context.num_decodes :]
         out = torch.empty_like(q)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds, Scoring
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import triton_refusal
 from nanovllm.utils.fp8 import FP8
@@ -48,30 +48,22 @@ class TritonBackend(TritonStore):
 
     def __init__(self) -> None:
         from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
+        from nanovllm.kernels.paged_own import MOST_ROWS, takes_heads
         from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
         from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
+        self._takes_heads, self._most_own = takes_heads, MOST_ROWS
         self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
         self._many_programs = MANY_PROGRAMS
 
-    def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KVCache,
-        context: Context,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         assert context.cu_seqlens_q is not None
         assert context.cu_seqlens_k is not None
         return self._prefill(
-            q,
-            k,
-            v,
+            *qkv,
             cache,
             context.block_tables[context.num_decodes :],
             context.cu_seqlens_q,
@@ -95,6 +87,9 @@ class TritonBackend(TritonStore):
             shared=context.shared,
         )
 
+    def most_own_decodes(self, head_dim: int) -> int:
+        return self._most_own if self._takes_heads(head_dim) else 0
+
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
         return self._members_of_tile(num_heads, num_kv_heads)
 
@@ -113,8 +108,8 @@ class TritonBackend(TritonStore):
             for n, has_cached in product((1, MANY), (True, False) if fp8 else (True,)):
                 args = q, k, k, cache, table, lens, lens, n, has_cached
                 calls.append(partial(self._prefill, *args, **how))
-            seen = min(max_context, scoring.window or max_context)
-            most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, seen)
+            most = max_context, scoring.window
+            most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, *most)
             many = -(-self._many_programs // num_kv_heads)
             for batch, splits in ((1, most_splits), (many, 1)):
                 empty = lens.new_zeros(batch)  # context lengths

@@ -17,7 +17,6 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 # Inputs and codes of a block, and programs that run at once; measured on an H200.
 INPUTS, CODES, PROGRAMS = 4096, 16384, 528
-SPLITS = 2, 3, 4  # of the sum
 MOST_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
 
 
@@ -67,13 +66,19 @@ def _load_words(
 
 
 @triton.jit
-def _load_fours(ptr, begin, q, K: tl.constexpr):
-    """Inputs from `begin` on as float32: every fourth, from each of the first four on."""
-    ptrs, inside = ptr + begin + 4 * q, begin // 4 + q < K // 4
-    a = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(ptrs + 1, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(ptrs + 2, mask=inside, other=0.0).to(tl.float32)
-    return a, b, c, tl.load(ptrs + 3, mask=inside, other=0.0).to(tl.float32)
+def _number(word, i: tl.constexpr, DTYPE: tl.constexpr):
+    return ((word >> (16 * i)) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_fours(words_ptr, begin, q, K: tl.constexpr, DTYPE: tl.constexpr):
+    """Inputs from `begin` on, four in an int64, as float32: every fourth, from each of the first
+    four on.
+    """
+    where = begin // 4 + q
+    word = tl.load(words_ptr + where, mask=where < K // 4, other=0)
+    a, b = _number(word, 0, DTYPE), _number(word, 1, DTYPE)
+    return a, b, _number(word, 2, DTYPE), _number(word, 3, DTYPE)
 
 
 @triton.jit
@@ -100,28 +105,27 @@ def _fp8_row_kernel(
     # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
     # next codes are on their way while it multiplies, the first ones before the wait.
     launch_dependents(PDL)
-    first, split = tl.program_id(0), tl.program_id(1)
-    q, begin = tl.arange(0, BLOCK_K // 4), split * STEPS * BLOCK_K
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    first, q = tl.program_id(0), tl.arange(0, BLOCK_K // 4)
     up_ptr = words_ptr + N * (K // 4)
-    words = _load_words(words_ptr, first, begin, q, N, K, BLOCK_N)
+    words = _load_words(words_ptr, first, 0, q, N, K, BLOCK_N)
     if GATED:
-        up_words = _load_words(up_ptr, first, begin, q, N, K, BLOCK_N)
+        up_words = _load_words(up_ptr, first, 0, q, N, K, BLOCK_N)
     wait(PDL)
-    x = _load_fours(x_ptr, begin, q, K)
+    x = _load_fours(x_ptr, 0, q, K, DTYPE)
     for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         row = block * BLOCK_N
         n = row + tl.arange(0, BLOCK_N)
         out = tl.zeros([BLOCK_N], tl.float32)
         up = out
-        for step in tl.static_range(STEPS):
-            start = begin + step * BLOCK_K
-            if step + 1 < STEPS:
-                behind, where = start + BLOCK_K, block
-            else:
-                behind, where = begin, block + tl.num_programs(0)
+        for step in range(STEPS):
+            start = step * BLOCK_K
+            last = step + 1 == STEPS
+            behind = tl.where(last, 0, start + BLOCK_K)
+            where = tl.where(last, block + tl.num_programs(0), block)
             following = _load_words(words_ptr, where, behind, q, N, K, BLOCK_N)
             if STEPS > 1:
-                x = _load_fours(x_ptr, start, q, K)
+                x = _load_fours(x_ptr, start, q, K, DTYPE)
             out += _multiply_words(words, x, scales_ptr, row, start, q, K, SCALE_BLOCK, CVT)
             words = following
             if GATED:
@@ -132,12 +136,12 @@ def _fp8_row_kernel(
                 up_words = following
         if SCALE_BLOCK == 0:
             out *= tl.load(scales_ptr + n, mask=n < N, other=0.0)
-        out += tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
+        out += load_bias(bias_ptr, n, n < N)
         if GATED:
             if SCALE_BLOCK == 0:
                 up *= tl.load(scales_ptr + N + n, mask=n < N, other=0.0)
             out = activate_and_mul(out, up + load_bias(bias_ptr, N + n, n < N), GELU, 0)
-        tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
+        tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 def one_row(
@@ -147,28 +151,24 @@ def one_row(
     *,
     gated: bool = False,
     gelu: bool = False,
-    partial: bool = False,
 ) -> torch.Tensor:
     """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
 
     Returns:
-        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
+        [1, N], if `gated` of half as many.
     """
     N, K = weight.codes.shape
     if gated:
         N //= 2
     block_k = min(INPUTS, next_power_of_2(K))
     block_n = min(MOST_OUTPUTS, CODES // block_k // (2 if gated else 1))
-    scale_block = 0 if weight.block[0] == 1 else weight.block[1]
-    steps, blocks = cdiv(K, block_k), cdiv(N, block_n)
-    splits = steps if partial and steps in SPLITS else 1
-    # Each program has as many blocks.
-    programs = cdiv(blocks, cdiv(blocks * splits, PROGRAMS))
-    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
-    _fp8_row_kernel[(programs, splits)](
-        x, weight.codes.view(torch.int32), weight.scales, bias, out,
-        N=N, K=K, GATED=gated, GELU=gelu, SCALE_BLOCK=scale_block, BLOCK_N=block_n,
-        BLOCK_K=block_k, STEPS=steps // splits, CVT=x.is_cuda, num_warps=4, **pdl_options(x),
+    blocks = cdiv(N, block_n)
+    programs = cdiv(blocks, cdiv(blocks, PROGRAMS))  # each has as many blocks
+    out = x.new_empty(1, N)
+    _fp8_row_kernel[(programs,)](
+        x.view(torch.int64), weight.codes.view(torch.int32), weight.scales, bias, out,
+        N=N, K=K, GATED=gated, GELU=gelu, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=cdiv(K, block_k),
+        SCALE_BLOCK=0 if weight.block[0] == 1 else weight.block[1], CVT=x.is_cuda, num_warps=4,
+        **pdl_options(x),
     )  # fmt: skip
     return out

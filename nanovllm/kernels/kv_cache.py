@@ -67,7 +67,7 @@ def halves_to_fp8(y1, y2, inside):
 @triton.jit
 def store_halves(
     cache_ptr, exponents_ptr, y1, y2, exponent, slot, head, i, mask, inside,
-    HKV: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    HKV, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot; -1: nowhere."""
     there = mask if inside is None else mask & inside
@@ -106,17 +106,19 @@ def from_fp8(pairs, CVT: tl.constexpr):
 
 
 @triton.jit
+def to_queries(q):
+    """In the float16 that FP8 becomes."""
+    return q if q.dtype == tl.float32 else _as(q.to(tl.float32), tl.float16)
+
+
+@triton.jit
 def load_queries(ptrs, used, PAIR: tl.constexpr):
-    """Queries, or their even columns and the odd ones, in the float16 that FP8 becomes."""
+    """Queries, or their even columns and the odd ones, `to_queries`."""
     q = tl.load(ptrs, mask=used, other=0.0)
     if PAIR == 1:
         return q, q
     else:
-        odd = tl.load(ptrs + 1, mask=used, other=0.0)
-        if q.dtype == tl.float32:
-            return q, odd
-        else:
-            return _as(q.to(tl.float32), tl.float16), _as(odd.to(tl.float32), tl.float16)
+        return to_queries(q), to_queries(tl.load(ptrs + 1, mask=used, other=0.0))
 
 
 @triton.jit

@@ -4,7 +4,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import (
@@ -12,22 +11,23 @@ from nanovllm.kernels.hopper import (
     has_room,
     launch_dependents,
     pdl_options,
-    spare_rows,
     wait,
 )
-from nanovllm.kernels.kv_cache import from_fp8, load_queries
+from nanovllm.kernels.kv_cache import load_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
-    across,
     before_keys,
-    exponents_ahead,
-    load_tile,
     metadata,
-    slots_of,
-    weigh,
 )
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
-from nanovllm.kernels.paged_splits import PARTS_AT_ONCE, arrivals, choose_num_splits, combine
+from nanovllm.kernels.paged_splits import (
+    PARTS_AT_ONCE,
+    choose_num_splits,
+    empty_outputs,
+    finish,
+    span,
+)
+from nanovllm.kernels.paged_tiles import decode_span
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import next_power_of_2
@@ -40,102 +40,6 @@ from nanovllm.utils.kv_cache import KVCache
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
-
-
-@triton.jit
-def _multiply(few, many, LEFT: tl.constexpr):
-    """few: [G_PAD, K] @ many: [K, N]; with `LEFT` many and the product are transposed."""
-    if LEFT:
-        return tl.dot(many, tl.trans(few), input_precision="ieee")
-    else:
-        return tl.dot(few, many, input_precision="ieee")
-
-
-@triton.jit
-def _decode_tile(
-    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen, stride_slot, scale,
-    D: tl.constexpr, D_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, CVT: tl.constexpr,
-):  # fmt: skip
-    """`weigh` the keys in these slots and add their values to acc: [G_PAD, D], with `LEFT` [D,
-    G_PAD]. FP8 codes come in pairs, as int16: what belongs to even d of queries and sums is apart
-    from what belongs to odd ones then.
-    """
-    if LEFT:  # the other way round: values [D, BLOCK_N] and keys [BLOCK_N, D]
-        v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
-    else:
-        k, v = load_tile(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
-    k_exponents, v_exponents = exponents
-    if PAIR == 2:
-        k, k_odd = from_fp8(k, CVT)
-        s = _multiply(q, k.to(q.dtype), LEFT) + _multiply(q_odd, k_odd.to(q.dtype), LEFT)
-    else:
-        s = _multiply(q, k, LEFT)
-    m, l, p, correction = weigh(
-        tl.trans(s) if LEFT else s, m, l, k_exponents if PAIR == 2 else None,
-        v_exponents if PAIR == 2 else None, seen, scale, seen[None, :], MASKED, WINDOW, SOFTCAP,
-    )  # fmt: skip
-    p, correction = p.to(q.dtype), across(correction, LEFT)
-    if PAIR == 2:
-        v, v_odd = from_fp8(v, CVT)
-        acc_odd = acc_odd * correction + _multiply(p, v_odd.to(q.dtype), LEFT)
-    return m, l, acc * correction + _multiply(p, v.to(q.dtype), LEFT), acc_odd
-
-
-@triton.jit
-def _decode_tiles(
-    q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
-    lowest, begin, end, stride_slot, scale,
-    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
-    CVT: tl.constexpr,
-):  # fmt: skip
-    """`_decode_tile` of all keys from `begin` to `end`. Returns m, l, and the sums [G_PAD, D]."""
-    unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
-    exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
-    for start in range(begin, unmasked_end, BLOCK_N):
-        slots = slots_of(table_ptr, start, BLOCK_N, S, end)
-        following = exponents_ahead(
-            k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
-        )
-        seen = slots >= 0
-        if WINDOW:
-            seen = start + tl.arange(0, BLOCK_N) >= lowest
-        m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, WINDOW > 0, PAIR, LEFT, CVT,
-        )  # fmt: skip
-        exponents = following
-    if unmasked_end < end:
-        slots = slots_of(table_ptr, unmasked_end, BLOCK_N, S, end)
-        keys = unmasked_end + tl.arange(0, BLOCK_N)
-        seen = (keys < end) & (keys >= lowest)
-        m, l, acc, acc_odd = _decode_tile(
-            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, exponents, slots, seen,
-            stride_slot, scale, D, D_PAD, WINDOW, SOFTCAP, True, PAIR, LEFT, CVT,
-        )  # fmt: skip
-    if LEFT:
-        acc = tl.trans(acc)
-        acc_odd = tl.trans(acc_odd) if PAIR == 2 else acc_odd
-    return m, l, tl.interleave(acc, acc_odd) if PAIR == 2 else acc
-
-
-@triton.jit
-def _span(
-    length, split, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """The lowest position from `first` on that is seen, the positions of a split, which begins
-    with a tile, and how many splits have any.
-    """
-    lowest = first
-    if WINDOW:
-        lowest = tl.maximum(length - WINDOW, 0)
-        first = lowest // BLOCK_N * BLOCK_N
-    tiles = tl.cdiv(length - first, BLOCK_N)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
-    begin = first + split * tiles_per_split * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, length)
-    return lowest, begin, end, tl.cdiv(tiles, tl.maximum(tiles_per_split, 1))
 
 
 @metadata
@@ -159,7 +63,7 @@ def _decode_kernel(
     if prefix_lens_ptr is not None:
         prefix = tl.load(prefix_lens_ptr + seq)
     length = tl.load(lens_ptr + seq)
-    lowest, begin, end, parts = _span(length, split, prefix, WINDOW, BLOCK_N, SPLITS)
+    lowest, begin, end, parts = span(length, length, split, prefix, WINDOW, BLOCK_N, SPLITS)
     g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
     used = (g[:, None] < G) & (d[None, :] < D) if D < D_PAD else g[:, None] < G
     group = seq.to(tl.int64) * tl.num_programs(0) + kv_head
@@ -181,23 +85,15 @@ def _decode_kernel(
             m, l, acc, acc_odd, prefix_acc_ptr, prefix_m_ptr, prefix_l_ptr, row, d, used,
             g < tl.where((split == 0) & (prefix > 0), G, 0), D, PAIR, LEFT, PREFIX_SPLITS,
         )  # fmt: skip
-    m, l, acc = _decode_tiles(
+    m, l, acc, acc_odd = decode_span(
         q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
         lowest, begin, end, stride_slot, scale, W, W_PAD, S, WINDOW, SOFTCAP, BLOCK_N, PAIR, LEFT,
         CVT,
     )  # fmt: skip
-    if PAIR == 2:
-        d = tl.arange(0, D_PAD)
-        used = (g[:, None] < G) & (d[None, :] < D)
-    acc = acc / l[:, None]
-    if SPLITS == 1:
-        out = acc.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row[:, None] * D + d[None, :], out, mask=used)
-    else:
-        combine(
-            acc, m + tl.log2(l), used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr + group,
-            group * G, split, parts, G, D, SPLITS, AT_ONCE,
-        )  # fmt: skip
+    finish(
+        m, l, acc, acc_odd, row, g < G, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr + group,
+        group * G, split, parts, G, D, SPLITS, AT_ONCE, PAIR, LEFT,
+    )  # fmt: skip
 
 
 def decode_tiles(
@@ -248,14 +144,8 @@ def paged_decode(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
     if num_splits is None:
-        longest = block_tables.shape[1] * S
-        num_splits = choose_num_splits(B, Hkv, D, min(longest, window or longest))
-    out = spare_rows(B, Hq, D, like=q)
-    part_acc = part_lse = arrived = out
-    if num_splits > 1:
-        arrived = arrivals(B * Hkv, q.device, {} if shared is None else shared)
-        part_acc = torch.empty(B, Hq, num_splits, D, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(B, Hq, num_splits, dtype=torch.float32, device=q.device)
+        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, window)
+    outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, left, many)
@@ -266,13 +156,12 @@ def paged_decode(
     if prefixes is not None:
         seen = paged_prefix(q, cache, block_tables, prefixes, scale, softcap, sinks)
     _decode_kernel[(Hkv, B, num_splits)](
-        q, k_cache, v_cache, *cache[2:], out, part_acc, part_lse, arrived, block_tables,
-        context_lens, sinks, *seen, scale * LOG2E.value, q.stride(0), Hkv * D // pair,
-        block_tables.stride(0),
+        q, k_cache, v_cache, *cache[2:], *outputs, block_tables, context_lens, sinks, *seen,
+        scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap, BLOCK_N=BLOCK_N,
         SPLITS=num_splits, PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2],
         AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair,
         LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
-    return out
+    return outputs[0]

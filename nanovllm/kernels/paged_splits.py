@@ -10,34 +10,67 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.hopper import spare_rows
 from nanovllm.kernels.paged_attention import LOWEST
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
 
 
-def choose_num_splits(batch_size: int, num_kv_heads: int, head_dim: int, max_context: int) -> int:
+def choose_num_splits(
+    batch_size: int, num_kv_heads: int, head_dim: int, max_context: int, window: int = 0
+) -> int:
     """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
 
     1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
     more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
     """
+    max_context = min(max_context, window or max_context)
     programs = 1024 * max(1, 128 // head_dim)
     wanted = cdiv(programs, batch_size * num_kv_heads)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 
 
-def arrivals(
-    num_groups: int, device: torch.device, shared: dict[Hashable, torch.Tensor]
-) -> torch.Tensor:
-    """How many programs have their part of a sequence and KV head, 0 before and after each kernel;
-    one tensor for all layers of a step, see `Context.shared`.
+def empty_outputs(
+    q: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    num_splits: int,
+    shared: dict[Hashable, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs [B, Hq, D] for queries of q: [B, ..., D]; and for `combine` parts of sums [B, Hq,
+    num_splits, D], their lse [B, Hq, num_splits], and how many programs have theirs [B * Hkv]:
+    int32, 0 before and after each kernel, one tensor for all layers of a step (`Context.shared`).
     """
-    key = "arrivals", num_groups
+    B, D, device = len(q), q.shape[-1], q.device
+    out = spare_rows(B, num_heads, D, like=q)
+    if num_splits == 1:
+        return out, out, out, out
+    shared, key = {} if shared is None else shared, ("arrivals", B * num_kv_heads)
     if key not in shared:
-        shared[key] = torch.zeros(num_groups, dtype=torch.int32, device=device)
-    return shared[key]
+        shared[key] = torch.zeros(B * num_kv_heads, dtype=torch.int32, device=device)
+    acc = torch.empty(B, num_heads, num_splits, D, dtype=torch.float32, device=device)
+    lse = torch.empty(B, num_heads, num_splits, dtype=torch.float32, device=device)
+    return out, acc, lse, shared[key]
+
+
+@triton.jit
+def span(
+    length, end, split, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """The lowest position from `first` on that the token at length - 1 sees, the positions below
+    `end` of a split, which begins with a tile, and how many splits have any.
+    """
+    lowest = first
+    if WINDOW:
+        lowest = tl.maximum(length - WINDOW, 0)
+        first = lowest // BLOCK_N * BLOCK_N
+    tiles = tl.cdiv(tl.where(lowest < end, end - first, 0), BLOCK_N)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    begin = first + split * tiles_per_split * BLOCK_N
+    stop = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
+    return lowest, begin, stop, tl.cdiv(tiles, tl.maximum(tiles_per_split, 1))
 
 
 @triton.jit
@@ -77,4 +110,31 @@ def combine(
         tl.store(arrived_ptr, 0)  # for the next layer
         _sum_parts(
             out_ptr, part_acc_ptr, part_lse_ptr, first, parts, G, D, acc.shape[1], SPLITS, AT_ONCE
+        )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    m, l, acc, acc_odd, row, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split,
+    parts,
+    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PAIR: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of rows [G_PAD] of [B * Hq], of which the group's begin at `first`; of
+    several splits the part that this one has, see `combine`.
+    """
+    if LEFT:
+        acc = tl.trans(acc)
+        acc_odd = tl.trans(acc_odd) if PAIR == 2 else acc_odd
+    acc = tl.interleave(acc, acc_odd) if PAIR == 2 else acc
+    d = tl.arange(0, acc.shape[1])
+    used = used[:, None] & (d[None, :] < D)
+    acc = acc / l[:, None]
+    if SPLITS == 1:
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * D + d[None, :], out, mask=used)
+    else:
+        combine(
+            acc, m + tl.log2(l), used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first,
+            split, parts, G, D, SPLITS, AT_ONCE,
         )  # fmt: skip

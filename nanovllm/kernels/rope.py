@@ -11,6 +11,24 @@ from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves
 from nanovllm.kernels.norm import weighted
 from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.qk_norm_rope import QKNormRope
+
+
+@triton.jit
+def norm_rope(
+    x1, x2, weight, cos_sin, eps, D: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr
+):  # fmt: skip
+    """Heads in two halves [HEADS, D / 2], normalised if `NORM`, and rotated; weight, and cosines
+    and sines, are pairs.
+    """
+    dtype: tl.constexpr = x1.dtype
+    cos, sin = cos_sin
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        x1 = weighted(x1 * scale, weight[0], PLUS_ONE).to(tl.float32)
+        x2 = weighted(x2 * scale, weight[1], PLUS_ONE).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
 
 @triton.jit
@@ -38,11 +56,13 @@ def _qk_norm_rope_store_kernel(
     inside = None
     if HALF < HALF_PAD:
         inside = i < HALF
-    if q_weight_ptr is not None:
-        w1, w2 = _norm_weights(q_weight_ptr, k_weight_ptr, head < HQ, i, inside, HALF)
+    NORM: tl.constexpr = q_weight_ptr is not None
+    weight = 0.0, 0.0
+    if NORM:
+        weight = _norm_weights(q_weight_ptr, k_weight_ptr, head < HQ, i, inside, HALF)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * D + i
-    cos, sin = tl.load(cos_sin, inside), tl.load(cos_sin + HALF, inside)
+    cos_sin = tl.load(cos_sin, inside), tl.load(cos_sin + HALF, inside)
 
     wait(PDL)
     ptr = qkv_ptr + t * stride_t + head * D + i
@@ -55,13 +75,7 @@ def _qk_norm_rope_store_kernel(
         raw1, raw2 = tl.where(inside, raw1, 0.0), tl.where(inside, raw2, 0.0)
     dtype = out_ptr.dtype.element_ty
     raw1, raw2 = raw1.to(dtype), raw2.to(dtype)
-    x1, x2 = raw1.to(tl.float32), raw2.to(tl.float32)
-    if q_weight_ptr is not None:
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        x1 = weighted(x1 * scale, w1, PLUS_ONE).to(tl.float32)
-        x2 = weighted(x2 * scale, w2, PLUS_ONE).to(tl.float32)
-    y1 = (x1 * cos - x2 * sin).to(dtype)
-    y2 = (x2 * cos + x1 * sin).to(dtype)
+    y1, y2 = norm_rope(raw1, raw2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     out = out_ptr + t * stride_out + head * D + i
     is_k, is_v, kv = (head >= HQ) & (head < HQ + HKV), head >= HQ + HKV, head - HQ
     GOES_ON: tl.constexpr = PARTS > 1 or k_exponents_ptr is not None
@@ -85,14 +99,7 @@ def _qk_norm_rope_store_kernel(
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    cache: KVCache,
-    slot_mapping: torch.Tensor,
-    dtype: torch.dtype,
-    plus_one: bool = False,
+    qkv: torch.Tensor, how: QKNormRope, cache: KVCache, dtype: torch.dtype
 ) -> torch.Tensor:
     """Normalise the query and key heads and rotate them to their positions; write keys and values
     to their slots, but for rows with slot -1.
@@ -100,12 +107,7 @@ def qk_norm_rope_store(
     Args:
         qkv: [T, H, D] with H = Hq + 2 Hkv, the heads of a token adjacent, which is overwritten; or
             S > 1 partial results [S, T, H, D], which are summed first.
-        norms: weights [D] of queries and of keys, and eps, of their RMS norms; None: no norms.
-        cos_sin: [max_position, D] float32, see `RotaryEmbedding`.
-        positions: [T] int32.
-        slot_mapping: [T] int32.
         dtype: of the result.
-        plus_one: norms multiply by `1 + weight`.
 
     Returns:
         [T, H, D] of `dtype`, with the keys and values that the cache has.
@@ -119,12 +121,12 @@ def qk_norm_rope_store(
     # Few tokens: more programs. In both cases a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
     out = qkv if parts == 1 else torch.empty(T, H, D, dtype=dtype, device=qkv.device)
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    q_weight, k_weight, eps = how.norms or (None, None, 0.0)
     _qk_norm_rope_store_kernel[(T, H // HEADS)](
-        qkv, out, q_weight, k_weight, cos_sin, positions, *cache, slot_mapping, eps,
+        qkv, out, q_weight, k_weight, how.cos_sin, how.positions, *cache, how.slot_mapping, eps,
         qkv.stride(0), qkv.stride(-3), out.stride(0),
         HQ=H - 2 * HKV, HKV=HKV, D=D, HALF_PAD=next_power_of_2(D // 2), S=S,
-        HEADS=HEADS, PARTS=parts, PLUS_ONE=plus_one,
+        HEADS=HEADS, PARTS=parts, PLUS_ONE=how.plus_one,
         num_warps=max(1, HEADS * D // 1024), **pdl_options(qkv),
     )  # fmt: skip
     return out

@@ -5,15 +5,16 @@ from functools import partial
 
 import torch
 
-from nanovllm.attention.base import Scoring
+from nanovllm.attention.base import QKV, Scoring
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import Context, get_context
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, rounded
+from nanovllm.utils.qk_norm_rope import QKNormRope
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
@@ -38,8 +39,9 @@ class Attention(Layer):
     """Causal attention over the paged KV cache of one layer.
 
     Queries and keys are normalised and rotated, keys and values stored, by one kernel if `fused`;
-    the backend attends. The layer is bound to its part of the cache once (`bind_kv_cache`);
-    everything that changes from step to step comes from the step's `Context`.
+    the backend attends. For a few decodes one kernel may do all of it. The layer is bound to its
+    part of the cache once (`bind_kv_cache`); everything that changes from step to step comes from
+    the step's `Context`.
 
     Args:
         heads: the projection, which has Hq and Hkv heads on this rank.
@@ -67,6 +69,8 @@ class Attention(Layer):
         self.rope, self.norms = rope, norms
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
+        is_plain = build.fused and rope.query_scale is None
+        self.most_own = build.backend.most_own_decodes(head_dim) if is_plain else 0
 
     def bind_kv_cache(self, cache: KVCache) -> None:
         """Use this cache from now on."""
@@ -85,56 +89,75 @@ class Attention(Layer):
         """
         context = get_context()
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        if self.build.fused:
-            qkv = self._norm_rope_store(qkv, positions, self.cache, context.slot_mapping)
-            q, k, v = qkv.split(self.head_counts, dim=1)
+        if qkv.shape[-3] == context.num_decodes <= self.most_own and context.prefixes is None:
+            how = self._norm_rope(positions, context.slot_mapping)
+            out = self._own_decode(qkv, how, self.cache, context)
         else:
-            q, k, v = qkv.split(self.head_counts, dim=1)
-            if self.norms is not None:
-                q_norm, k_norm = self.norms
-                q, k = q_norm(q), k_norm(k)
-            q, k = self.rope(positions, q), self.rope(positions, k)
-            if self.build.cache_dtype == FP8:
-                k, v = rounded(k), rounded(v)
-            self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
-        if self.rope.query_scale is not None:
-            q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
-        out = self.backend.attend(q, k, v, self.cache, context, self.scoring).flatten(1)
+            if self.build.fused:
+                from nanovllm.kernels.rope import qk_norm_rope_store
+
+                how = self._norm_rope(positions, context.slot_mapping)
+                qkv = qk_norm_rope_store(qkv, how, self.cache, self.build.dtype)
+                q, k, v = qkv.split(self.head_counts, dim=1)
+            else:
+                q, k, v = qkv.split(self.head_counts, dim=1)
+                if self.norms is not None:
+                    q_norm, k_norm = self.norms
+                    q, k = q_norm(q), k_norm(k)
+                q, k = self.rope(positions, q), self.rope(positions, k)
+                if self.build.cache_dtype == FP8:
+                    k, v = rounded(k), rounded(v)
+                self.backend.store_kvcache(k, v, self.cache, context.slot_mapping)
+            if self.rope.query_scale is not None:
+                q = q * self.rope.query_scale[positions].to(q.dtype)[:, None, None]
+            out = self.backend.attend(QKV(q, k, v), self.cache, context, self.scoring)
         rows = context.kept_rows if self.is_last else None
-        return out if rows is None else out.index_select(0, rows)
+        return out.flatten(1) if rows is None else out.flatten(1).index_select(0, rows)
 
-    def _norm_rope_store(
-        self, qkv: torch.Tensor, positions: torch.Tensor, cache: KVCache, slots: torch.Tensor
-    ) -> torch.Tensor:
-        from nanovllm.kernels.rope import qk_norm_rope_store
-
+    def _norm_rope(self, positions: torch.Tensor, slots: torch.Tensor) -> QKNormRope:
         norms, plus_one = None, False
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        return qk_norm_rope_store(
-            qkv, norms, self.rope.cos_sin, positions, cache, slots, self.build.dtype, plus_one
+        return QKNormRope(norms, plus_one, self.rope.cos_sin, positions, slots)
+
+    def _own_decode(
+        self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context
+    ) -> torch.Tensor:
+        from nanovllm.kernels.paged_own import own_decode
+
+        tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
+        facts, dtype = self.scoring._asdict(), self.build.dtype
+        return own_decode(
+            qkv, how, cache, dtype, tables, lens, longest, **facts, shared=context.shared
         )
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:
             return {}
         from nanovllm.kernels.linear import split_numbers
+        from nanovllm.kernels.paged_own import batches
+        from nanovllm.kernels.rope import qk_norm_rope_store
 
         num_heads, num_kv_heads, _ = self.head_counts
-        shape = 1, num_heads + 2 * num_kv_heads, self.head_dim
-        device = self.rope.cos_sin.device
-        like = torch.zeros(shape, dtype=self.build.dtype, device=device)
+        heads, device = num_heads + 2 * num_kv_heads, self.rope.cos_sin.device
+        shape = 1, self.build.block_size, num_kv_heads, self.head_dim
+        dtype, cache_dtype = self.build.dtype, self.build.cache_dtype or self.build.dtype
+        zeros = partial(torch.zeros, device=device)
 
-        def store(parts: int) -> None:
-            qkv = like.clone()
-            if parts > 1:
-                qkv = like.new_zeros(parts, *shape, dtype=torch.float32)
-            cache_dtype = self.build.cache_dtype or self.build.dtype
-            block = 1, self.build.block_size, num_kv_heads, self.head_dim
-            cache = KVCache.empty(block, cache_dtype, device)
-            zero = like.new_zeros(1, dtype=torch.int32)
-            self._norm_rope_store(qkv, zero, cache, zero)
+        def attend(parts: int, num_rows: int, by_itself: bool) -> None:
+            rows, ints = (num_rows, heads, self.head_dim), zeros(num_rows, dtype=torch.int32)
+            qkv = zeros(parts, *rows) if parts > 1 else zeros(rows, dtype=dtype)
+            how, cache = self._norm_rope(ints, ints), KVCache.empty(shape, cache_dtype, device)
+            if by_itself:
+                self._own_decode(qkv, how, cache, Context(num_rows, ints, ints, ints[:, None]))
+            else:
+                qk_norm_rope_store(qkv, how, cache, dtype)
 
-        key = num_heads, num_kv_heads, self.head_dim, self.norms is None
-        return {(*key, parts): partial(store, parts) for parts in (1, *split_numbers(like))}
+        all_parts, window = (1, *split_numbers(zeros(1, 8, dtype=dtype))), self.scoring.window
+        hows = [(parts, 1, False) for parts in all_parts]
+        if self.most_own:
+            sizes = batches(num_kv_heads, self.head_dim, self.build.max_model_len, window)
+            hows += [(parts, num_rows, True) for parts in all_parts for num_rows in sizes]
+        key = num_heads, num_kv_heads, self.head_dim, self.norms is None, window
+        return {(*key, *how): partial(attend, *how) for how in hows}

@@ -8,6 +8,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -376,7 +377,9 @@ def compared_layers(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Hidden states of a prefill and of a decode step, by plain layers and by fused ones."""
     pytest.importorskip("triton")
-    config = ModelConfig.from_pretrained(str(path))
+    from nanovllm.kernels import paged_own
+
+    config, own = ModelConfig.from_pretrained(str(path)), (paged_own, "own_decode")
     states: list[list[torch.Tensor]] = []
     n = NUM_PREFILLED
     for fused, backend in ((False, TorchBackend()), (True, TritonBackend())):
@@ -399,8 +402,12 @@ def compared_layers(
             prefill = Context(0, positions[:n], lens[1:], table, lens, lens, n, n)
             with use_context(prefill):
                 prefilled = model(ids[:n], positions[:n])
-            with use_context(Context(1, positions[n:], lens[1:] + 1, table)):
+            decode = Context(1, positions[n:], lens[1:] + 1, table)
+            with use_context(decode), patch.object(*own, wraps=getattr(*own)) as by_itself:
                 states.append([prefilled, model(ids[n:], positions[n:])])
+            layers = [layer.self_attn.attn for layer in model.model.layers]
+            assert by_itself.call_count == sum(layer.most_own > 0 for layer in layers)
+            assert fused or not any(layer.most_own for layer in layers)
     return list(zip(*states, strict=True))
 
 

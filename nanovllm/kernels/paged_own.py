@@ -1,0 +1,297 @@
+"""Attention of single tokens that are as their projection left them: what `rope.py` does to many
+tokens, and then `paged_decode.py`, in one kernel.
+
+Keys and values of its first tile are read before it waits for the projection, as no kernel of the
+step writes them. The first split has the token's own, alone if there are others
+(docs/experiments.md, 37).
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves, to_queries
+from nanovllm.kernels.paged_attention import (
+    LOG2E,
+    before_keys,
+    exponents_ahead,
+    weigh,
+)
+from nanovllm.kernels.paged_decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
+from nanovllm.kernels.paged_splits import (
+    PARTS_AT_ONCE,
+    choose_num_splits,
+    empty_outputs,
+    finish,
+    span,
+)
+from nanovllm.kernels.paged_tiles import decode_span, decode_tile, masked_tile
+from nanovllm.kernels.rope import norm_rope
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.integers import next_power_of_2
+from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.qk_norm_rope import QKNormRope
+
+MOST_ROWS = 16  # for which this is faster (measured on an H200)
+FEW_PROGRAMS = 32  # of a split, for which larger tiles are
+
+
+@triton.jit
+def _load_head(
+    ptr, mask, stride_part, HALF: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Two halves of heads of a projection, of which PARTS are to be summed."""
+    x1 = tl.load(ptr, mask=mask, other=0.0)
+    x2 = tl.load(ptr + HALF, mask=mask, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        ptr += stride_part
+        x1 += tl.load(ptr, mask=mask, other=0.0)
+        x2 += tl.load(ptr + HALF, mask=mask, other=0.0)
+    return x1.to(DTYPE), x2.to(DTYPE)
+
+
+@triton.jit
+def _columns(x1, x2, PAIR: tl.constexpr):
+    """Two halves [M, D / 2] -> [M, D] twice; with `PAIR` 2 the even columns, and the odd ones."""
+    M: tl.constexpr = x1.shape[0]
+    HALF: tl.constexpr = x1.shape[1]
+    x = tl.permute(tl.join(x1, x2), (0, 2, 1))  # [M, 2, HALF]
+    if PAIR == 1:
+        x = tl.reshape(x, [M, 2 * HALF])
+        return x, x
+    else:
+        return tl.split(tl.reshape(x, [M, HALF, 2]))
+
+
+@triton.jit
+def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexpr):
+    """Cosines and sines of a position, norm weights of queries, and of keys: two halves each."""
+    HALF: tl.constexpr = D // 2
+    i = tl.arange(0, HALF)[None, :]
+    cos_sin, of_q, of_k = cos_sin_ptr + position.to(tl.int64) * D + i, (0.0, 0.0), (0.0, 0.0)
+    if q_weight_ptr is not None:
+        of_q = tl.load(q_weight_ptr + i), tl.load(q_weight_ptr + HALF + i)
+        of_k = tl.load(k_weight_ptr + i), tl.load(k_weight_ptr + HALF + i)
+    return (tl.load(cos_sin), tl.load(cos_sin + HALF)), of_q, of_k
+
+
+@triton.jit
+def _own_key(
+    token_ptr, turn, slot, eps, stride_part, q1, q2, m, l, scale,
+    k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr,
+    G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Store the token's key and value; what queries have of them: m, l, acc, and acc_odd, as
+    `decode_tile` takes them.
+
+    Args:
+        q1, q2: queries in two halves [G_PAD, D / 2].
+        m, l: [G_PAD], see `before_keys`.
+    """
+    HALF: tl.constexpr = D // 2
+    head, HKV = tl.zeros([1, 1], tl.int32) + tl.program_id(0), tl.num_programs(0)
+    i = tl.arange(0, HALF)[None, :]
+    ptr, there = token_ptr + (HKV * G + head) * D + i, i >= 0
+    k1, k2 = _load_head(ptr, there, stride_part, HALF, PARTS, DTYPE)
+    v1, v2 = _load_head(ptr + HKV * D, there, stride_part, HALF, PARTS, DTYPE)
+    k1, k2 = norm_rope(k1, k2, turn[2], turn[0], eps, D, NORM, PLUS_ONE)
+    keys, values, k_exponent, v_exponent = (k1, k2), (v1, v2), None, None
+    if k_exponents_ptr is not None:
+        c1, c2, k1, k2, k_exponent = halves_to_fp8(k1, k2, None)
+        d1, d2, v1, v2, v_exponent = halves_to_fp8(v1, v2, None)
+        keys, values = (c1, c2), (d1, d2)
+    store_halves(
+        k_cache_ptr, k_exponents_ptr, keys[0], keys[1], k_exponent, slot, head, i, head >= 0, None,
+        HKV, D, S,
+    )  # fmt: skip
+    store_halves(
+        v_cache_ptr, v_exponents_ptr, values[0], values[1], v_exponent, slot, head, i, head >= 0,
+        None, HKV, D, S,
+    )  # fmt: skip
+    products = q1.to(tl.float32) * k1.to(tl.float32) + q2.to(tl.float32) * k2.to(tl.float32)
+    s = tl.sum(products, 1)[:, None]
+    m, l, p, _ = weigh(s, m, l, None, None, True, scale, True, False, 0, SOFTCAP)
+    v, v_odd = _columns(v1.to(tl.float32), v2.to(tl.float32), PAIR)
+    if LEFT:
+        p, v, v_odd = tl.trans(p), tl.trans(v), tl.trans(v_odd)
+    return m, l, p * v, p * v_odd if PAIR == 2 else 0.0
+
+
+@triton.jit
+def _own_token(
+    token_ptr, turn, slot, eps, stride_part, sinks_ptr, is_own, scale,
+    k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The queries of this program's KV head, as `load_queries` has them; and m, l, acc and acc_odd
+    behind the token's own key, if that `is_own`.
+
+    Args:
+        token_ptr: of the heads [Hq + 2 Hkv, D] of the token.
+        turn: see `_load_turn`.
+    """
+    HALF: tl.constexpr = D // 2
+    kv_head, i, g = tl.program_id(0), tl.arange(0, HALF)[None, :], tl.arange(0, G_PAD)
+    ptrs = token_ptr + (kv_head * G + g)[:, None] * D + i
+    q1, q2 = _load_head(ptrs, (g < G)[:, None], stride_part, HALF, PARTS, DTYPE)
+    q1, q2 = norm_rope(q1, q2, turn[1], turn[0], eps, D, NORM, PLUS_ONE)
+    m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(is_own, G, 0), G_PAD)
+    acc = tl.zeros([D // PAIR, G_PAD] if LEFT else [G_PAD, D // PAIR], tl.float32)
+    acc_odd = acc if PAIR == 2 else 0.0
+    if is_own:
+        m, l, acc, acc_odd = _own_key(
+            token_ptr, turn, slot, eps, stride_part, q1, q2, m, l, scale, k_cache_ptr, v_cache_ptr,
+            k_exponents_ptr, v_exponents_ptr, G, D, S, NORM, PLUS_ONE, SOFTCAP, PAIR, LEFT, PARTS,
+            DTYPE,
+        )  # fmt: skip
+    q, q_odd = _columns(q1, q2, PAIR)
+    if PAIR == 2:
+        q, q_odd = to_queries(q), to_queries(q_odd)
+    return q, q_odd, m, l, acc, acc_odd
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_part"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
+)
+def _own_decode_kernel(
+    qkv_ptr, k_cache_ptr, v_cache_ptr, k_codes_ptr, v_codes_ptr, k_exponents_ptr, v_exponents_ptr,
+    out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr,
+    q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, eps, scale, stride_part,
+    stride_qt, stride_slot, stride_table,
+    G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr,
+    CVT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: all G queries that share a KV head of one token, over one split of the keys. An
+    # FP8 cache is given twice, as numbers, and with its columns in pairs, as int16.
+    W: tl.constexpr = D // PAIR
+    APART: tl.constexpr = 1 if SPLITS > 1 else 0  # the own key is what the first split has
+    launch_dependents(PDL)
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length, is_own = tl.load(lens_ptr + seq), split == 0
+    lowest, begin, end, parts = span(
+        length, length - 1, tl.maximum(split - APART, 0), 0, WINDOW, BLOCK_N, SPLITS - APART
+    )
+    end = tl.where(is_own & (APART > 0), begin, end)
+    g, group = tl.arange(0, G_PAD), seq * tl.num_programs(0) + kv_head
+    table_ptr = tables_ptr + seq * stride_table
+    k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
+    turn = _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, tl.load(positions_ptr + seq), D)
+    slot = tl.load(slots_ptr + seq).to(tl.int64)
+    exponents = exponents_ahead(
+        k_exponents_ptr, v_exponents_ptr, table_ptr, begin, tl.maximum(end, 1), BLOCK_N, S
+    )
+    k, v, seen = masked_tile(
+        k_ptr, v_ptr, table_ptr, lowest, begin, end, stride_slot, W, W, S, BLOCK_N, LEFT
+    )
+    wait(PDL)
+    if length == 0 or (begin >= end and not is_own):  # padding, or more splits than tiles
+        return
+    token_ptr = qkv_ptr + seq * stride_qt
+    q, q_odd, m, l, acc, acc_odd = _own_token(
+        token_ptr, turn, slot, eps, stride_part, sinks_ptr, is_own, scale, k_codes_ptr, v_codes_ptr,
+        k_exponents_ptr, v_exponents_ptr, G, G_PAD, D, S, q_weight_ptr is not None, PLUS_ONE,
+        SOFTCAP, PAIR, LEFT, PARTS, out_ptr.dtype.element_ty,
+    )  # fmt: skip
+    if begin < end:
+        m, l, acc, acc_odd = decode_tile(
+            q, q_odd, m, l, acc, acc_odd, k, v, exponents, seen, scale, WINDOW, SOFTCAP, True,
+            PAIR, LEFT, CVT,
+        )  # fmt: skip
+    begin += BLOCK_N
+    if begin < end:
+        m, l, acc, acc_odd = decode_span(
+            q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr,
+            table_ptr, lowest, begin, end, stride_slot, scale, W, W, S, WINDOW, SOFTCAP, BLOCK_N,
+            PAIR, LEFT, CVT,
+        )  # fmt: skip
+    finish(
+        m, l, acc, acc_odd, group * G + g, g < G, out_ptr, part_acc_ptr, part_lse_ptr,
+        arrived_ptr + group, group * G, split, parts + APART, G, D, SPLITS, AT_ONCE, PAIR, LEFT,
+    )  # fmt: skip
+
+
+def own_tiles(q: torch.Tensor, fp8: bool, few: bool) -> tuple[int, int, int]:
+    """BLOCK_N, warps and stages, as `decode_tiles`; `few`: for FEW_PROGRAMS."""
+    if q.element_size() == 4:
+        return 32, 4, 3
+    return (128 if fp8 and few else 64), 4 if few else 2, 3
+
+
+def takes_heads(D: int) -> bool:
+    """Whether heads are of a size that does not fill the registers, and halves to the end."""
+    return D <= LARGEST_LEFT and D & (D - 1) == 0
+
+
+def batches(num_kv_heads: int, head_dim: int, max_context: int, window: int) -> list[int]:
+    """Up to MOST_ROWS, one for each kernel that they take."""
+    of = {}
+    for B in range(1, MOST_ROWS + 1):
+        splits = choose_num_splits(B, num_kv_heads, head_dim, max_context, window)
+        of[splits, B * num_kv_heads <= FEW_PROGRAMS] = B
+    return [*of.values()]
+
+
+def own_decode(
+    qkv: torch.Tensor,
+    how: QKNormRope,
+    cache: KVCache,
+    dtype: torch.dtype,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    shared: dict[Hashable, Any] | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope_store` and `paged_decode` of one token per sequence, each of another one.
+
+    Args:
+        qkv: [B, Hq + 2 Hkv, D], the heads of a token adjacent, or S > 1 partial results
+            [S, B, Hq + 2 Hkv, D] of it, which are summed; D as `takes_heads` says.
+        dtype: of the result.
+        max_context: tokens that a sequence may have, for the number of splits.
+        block_tables, ..., shared: see `paged_decode`.
+
+    Returns:
+        [B, Hq, D]
+    """
+    (B, H, D), (S, Hkv) = qkv.shape[-3:], cache.k.shape[1:3]
+    parts = len(qkv) if qkv.dim() == 4 else 1
+    G = (H - 2 * Hkv) // Hkv
+    assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
+    assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
+    fp8, left = cache.k.dtype == FP8, G <= MOST_LEFT
+    if num_splits is None:
+        num_splits = choose_num_splits(B, Hkv, D, max_context, window)
+    like = torch.empty(B, 0, D, dtype=dtype, device=qkv.device)
+    outputs = empty_outputs(like, Hkv * G, Hkv, num_splits, shared)
+    BLOCK_N, num_warps, num_stages = own_tiles(like, fp8, B * Hkv <= FEW_PROGRAMS)
+    k_cache, v_cache, pair = cache.k, cache.v, 1
+    if fp8:
+        k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
+    q_weight, k_weight, eps = how.norms or (None, None, 0.0)
+    _own_decode_kernel[(Hkv, B, num_splits)](
+        qkv, k_cache, v_cache, *cache, *outputs, block_tables, context_lens, sinks,
+        q_weight, k_weight, how.cos_sin, how.positions, how.slot_mapping, eps,
+        scale * LOG2E.value, qkv.stride(0), qkv.stride(-3), Hkv * D // pair, block_tables.stride(0),
+        G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S, WINDOW=window,
+        SOFTCAP=softcap, BLOCK_N=BLOCK_N, SPLITS=num_splits,
+        AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair, LEFT=left,
+        PARTS=parts, PLUS_ONE=how.plus_one, CVT=qkv.is_cuda,
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(qkv),
+    )  # fmt: skip
+    return outputs[0]

@@ -1,0 +1,116 @@
+"""Decodes of tokens as their projection left them, against PyTorch's operators and float64."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import DEVICE, DTYPES, HAS_CUDA, Case, close, randn
+
+pytest.importorskip("triton")
+
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.distributed.group import Group
+from nanovllm.kernels.paged_own import own_decode, takes_heads
+from nanovllm.layers.base import Build
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.rope import RopeParameters
+from nanovllm.utils.kv_cache import KVCache, dequantize, rounded
+from nanovllm.utils.qk_norm_rope import QKNormRope
+
+LONGEST = 400
+
+
+class Projected:
+    """The last tokens of a case, whose sequences end with other keys and values than they had: what
+    PyTorch's operators make of a projection, `given`, some of which are partial results.
+    """
+
+    def __init__(self, case: Case, rng: random.Random, has_norms: bool, fp8: bool) -> None:
+        B, hq, d = case.q.shape
+        hkv, dtype = case.k.shape[1], case.q.dtype
+        if rng.random() < 0.5:
+            self.given = randn(3, B, hq + 2 * hkv, d, seed=91)
+            qkv = (self.given[0] + self.given[1] + self.given[2]).to(dtype)
+        else:  # rows may lie apart
+            qkv = self.given = randn(B, hq + 2 * hkv + 1, d, dtype=dtype, seed=90)[:, :-1]
+        q, k, self.v = qkv.split([hq, hkv, hkv], dim=1)
+        norms, plus_one = None, rng.random() < 0.5
+        if has_norms:
+            build = Build(dtype, False, Group(), TorchBackend(), 64)
+            q_norm, k_norm = (
+                RMSNorm(d, 1e-6, build, plus_one=plus_one).to(DEVICE) for _ in range(2)
+            )
+            q_norm.weight.copy_(randn(d, seed=1))
+            k_norm.weight.copy_(randn(d, seed=2))
+            q, k = q_norm(q), k_norm(k)
+            norms = q_norm.weight, k_norm.weight, 1e-6
+        rope = RotaryEmbedding(d, LONGEST, RopeParameters(10000.0, d)).to(DEVICE)
+        positions = case.context.context_lens - 1
+        case.q, self.k = rope(positions, q), rope(positions, k)
+        if fp8:
+            self.k, self.v = rounded(self.k), rounded(self.v)
+        for i in range(B):
+            case.keys[i][-1], case.values[i][-1] = self.k[i], self.v[i]
+        slots = case.context.slot_mapping.clone()
+        self.how = QKNormRope(norms, plus_one, rope.cos_sin, positions, slots)
+
+
+def bytes_of(cache: KVCache) -> list[torch.Tensor]:
+    return [part.view(torch.uint8).clone() for part in cache if part is not None]
+
+
+def check_cache(cache: KVCache, before: list[torch.Tensor], tokens: Projected) -> None:
+    """Keys and values are in their slots, and nothing else has changed."""
+    S, slots = cache.k.shape[1], tokens.how.slot_mapping.long()
+    block, row = slots // S, slots % S
+    found: list[torch.Tensor] = [cache.k[block, row], cache.v[block, row]]
+    if cache.k_exponents is not None and cache.v_exponents is not None:
+        exponents = (x.transpose(1, 2)[block, row] for x in (cache.k_exponents, cache.v_exponents))
+        pairs = zip(found, exponents, strict=True)
+        found = [dequantize(*pair, tokens.k.dtype) for pair in pairs]
+        # A rounding of the key before may be another one of its code.
+        least = tokens.k.float().abs().amax(-1, keepdim=True) * 2.0**-16
+        error = (found[0] - tokens.k).float().abs()
+        assert (error <= tokens.k.float().abs() / 7 + least).all()
+    else:
+        close(found[0], tokens.k)
+    assert torch.equal(found[1], tokens.v)
+    for now, then in zip(bytes_of(cache)[:2], before[:2], strict=True):
+        for codes in (now, then):
+            codes[block, row] = 0
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 12))
+def test_a_decode_of_a_projection(seed: int, dtype: torch.dtype) -> None:
+    """Two rows of several contexts; with and without norms, windows, caps, sinks, and 8 bits."""
+    rng = random.Random(seed)
+    d, hkv = rng.choice([32, 64, 128]), rng.choice([1, 2, 3])
+    fp8, num_splits = seed % 2 == 0, rng.choice([1, 1, 2, 4, 16])
+    lens = [rng.choice([1, 2, rng.randint(3, 300)]), rng.choice([16, 17, 64, 65, 129])]
+    shape: dict[str, Any] = {"hq": hkv * rng.choice([1, 2, 4, 5, 12, 17]), "hkv": hkv, "d": d}
+    shape |= {"block_size": rng.choice([16, 64]), "window": rng.choice([0, 0, 1, 40]), "fp8": fp8}
+    shape |= {"sinks": rng.random() < 0.3, "softcap": rng.choice([0.0, 0.0, 2.0])}
+    print(f"seed {seed}: {lens}, {shape}, {num_splits} splits")
+    case = Case([1, 1], lens, num_decodes=2, dtype=dtype, **shape)
+    tokens, context = Projected(case, rng, seed % 3 > 0, fp8), case.context
+    before, shared = bytes_of(case.cache), {}
+    args = tokens.given, tokens.how, case.cache, dtype, context.block_tables, context.context_lens
+    facts = {**case.scoring._asdict(), "num_splits": num_splits, "shared": shared}
+    close(own_decode(*args, LONGEST, **facts), case.wanted())
+    assert len(shared) == (num_splits > 1)
+    assert not any(arrived.any() for arrived in shared.values()), "the next layer begins at 0"
+    check_cache(case.cache, before, tokens)
+
+    tokens.how.slot_mapping.fill_(-1)  # padding is not stored, and a length of 0 reads nothing
+    context.context_lens[1] = 0
+    before = bytes_of(case.cache)
+    close(own_decode(*args, LONGEST, **facts)[:1], case.wanted()[:1])
+    assert all(map(torch.equal, bytes_of(case.cache), before))
+
+
+def test_heads_that_do_not_fill_the_registers() -> None:
+    assert [d for d in (16, 32, 64, 80, 96, 128, 256) if takes_heads(d)] == [16, 32, 64, 128]
