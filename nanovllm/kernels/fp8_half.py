@@ -7,14 +7,12 @@ nothing is tuned: no such GPU has run them.
 Letters: T rows, N outputs, K inputs.
 """
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.fp8_linear import BLOCK, knows_blocks, x_block_of
 from nanovllm.kernels.hopper import load_tile
 from nanovllm.kernels.linear import HALF, multiply_parts
@@ -70,6 +68,9 @@ def _fp8_half_kernel(
     tl.store(out_ptrs, acc.to(DTYPE), mask=(rows[None, :] < T) & (outputs < N)[:, None])
 
 
+one_row = None  # tiles multiply a single row, too
+
+
 def linear(
     x: torch.Tensor,
     weight: Codes,
@@ -92,18 +93,6 @@ def linear(
     return out
 
 
-def gated_linear(
-    x: torch.Tensor,
-    weight: Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gelu: bool = False,
-    x_block: int | None = None,
-) -> torch.Tensor:
-    """`act(gate) * up`, as `kernels.linear.gated_linear`: [T, N / 2]."""
-    return act_and_mul(linear(x, weight, dtype, bias), gelu)
-
-
 def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Codes, bias: torch.Tensor | None
 ) -> None:
@@ -115,20 +104,7 @@ def multiply_into(
     multiply_parts(out, x, bias, numbers, BLOCK)
 
 
-def variants(
-    weight: Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    partial: bool,
-    gated: bool,
-    gelu: bool,
-    x_block: int | None,
-) -> dict[Hashable, Callable[[], object]]:
+def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of products with `weight`."""
-    K, device = weight.codes.shape[1], weight.codes.device
-
-    def multiply(T: int) -> None:
-        linear(torch.zeros(T, K, dtype=dtype, device=device), weight, dtype, bias)
-
-    of = Codes, weight.block, K, bias is not None
-    return {(of, T): functools.partial(multiply, T) for T in (16, 32, 64)}
+    of = Codes, weight.block, weight.codes.shape[1], has_bias
+    return {(of, T): T for T in (16, 32, 64)}

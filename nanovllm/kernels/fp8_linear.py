@@ -7,15 +7,13 @@ which beside halving the bytes leave no time unused (docs/experiments.md); other
 Letters: T rows, N outputs, K inputs.
 """
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.fp8_row import one_row
 from nanovllm.kernels.hopper import (
@@ -153,29 +151,12 @@ def linear(
     T, (N, K) = len(x), weight.codes.shape
     if isinstance(x, torch.Tensor):
         if T == 1:
-            return one_row(x, weight, bias, partial=partial)
+            return one_row(x, weight, bias)
         x = quantize(x, x_block_of(weight))
     tiles = choose_tiles(T, N, K, partial, weight.block[0] > 1)
     if tiles is not None and can_describe(x.codes) and can_describe(weight.codes):
         return _by_tiles(x, weight, bias, tiles, dtype)
     return _many_rows(x, weight, dtype, bias)
-
-
-def gated_linear(
-    x: torch.Tensor | Codes,
-    weight: Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gelu: bool = False,
-    x_block: int | None = None,
-) -> torch.Tensor | Codes:
-    """`act(gate) * up`, as `kernels.linear.gated_linear`: [T, N / 2]; of several rows `Codes` with
-    a scale for each `x_block` numbers, if that is not None.
-    """
-    if len(x) == 1 and isinstance(x, torch.Tensor):
-        return one_row(x, weight, bias, gated=True, gelu=gelu)
-    out = linear(x, weight, dtype, bias)
-    return act_and_mul(out, gelu) if x_block is None else quantized_act_and_mul(out, gelu, x_block)
 
 
 def multiply_into(
@@ -234,34 +215,12 @@ def _by_library(
     return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
 
 
-def variants(
-    weight: Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    partial: bool,
-    gated: bool,
-    gelu: bool,
-    x_block: int | None,
-) -> dict[Hashable, Callable[[], object]]:
+def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of products with `weight` and what quantises for them."""
-    N, K = weight.codes.shape
-    device = weight.codes.device
-
-    def multiply(T: int) -> None:
-        x = torch.zeros(T, K, dtype=dtype, device=device)
-        if gated:
-            gated_linear(x, weight, dtype, bias, gelu, x_block)
-        else:
-            linear(x, weight, dtype, bias, partial)
-
-    in_blocks = weight.block[0] > 1
-    of = Codes, in_blocks, bias is not None
-    shape = N, K, gated, x_block  # of what quantises, too
-    calls: dict[Hashable, Callable[[], object]] = {
-        (of, *shape, T): functools.partial(multiply, T) for T in (1, 2 * TILE_ROWS)
-    }
+    (N, K), in_blocks = weight.codes.shape, weight.block[0] > 1
+    of = Codes, in_blocks, has_bias
+    rows: dict[Hashable, int] = {(of, N, K, how, T): T for T in (1, 2 * TILE_ROWS)}
     for T in (16, 32, 64, 128, 256) if can_describe(weight.codes) else ():
         if tiles := choose_tiles(T, N, K, partial, in_blocks):
-            key = tiles._replace(splits=min(2, tiles.splits))
-            calls[of, key] = functools.partial(multiply, T)
-    return calls
+            rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
+    return rows

@@ -8,14 +8,13 @@ Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -165,21 +164,6 @@ def linear(
     return out
 
 
-def gated_linear(
-    x: torch.Tensor,
-    weight: Int4Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gelu: bool = False,
-    x_block: int | None = None,
-) -> torch.Tensor:
-    """`act(gate) * up`, as `kernels.linear.gated_linear`: [T, N / 2]."""
-    assert x_block is None, "INT4 takes activations in 16 bits"
-    if len(x) == 1:
-        return one_row(x, weight, bias, gated=True, gelu=gelu)
-    return act_and_mul(linear(x, weight, dtype, bias), gelu)
-
-
 def multiply_into(
     out: torch.Tensor, x: torch.Tensor, weight: Int4Codes, bias: torch.Tensor | None
 ) -> None:
@@ -188,32 +172,13 @@ def multiply_into(
 
 
 def variants(
-    weight: Int4Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    partial: bool,
-    gated: bool,
-    gelu: bool,
-    x_block: int | None,
-) -> dict[Hashable, Callable[[], object]]:
+    weight: Int4Codes, has_bias: bool, partial: bool, how: Hashable
+) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of products with `weight`."""
-    (N, K), device = weight.shape, weight.data.device
-
-    def multiply(T: int) -> None:
-        x = torch.zeros(T, K, dtype=dtype, device=device)
-        if gated:
-            gated_linear(x, weight, dtype, bias, gelu)
-        else:
-            linear(x, weight, dtype, bias, partial)
-
-    of = Int4Codes, weight.group, K, bias is not None
-    calls: dict[Hashable, Callable[[], object]] = {
-        (of, N, gated): functools.partial(multiply, 1),
-        (of, "many"): functools.partial(multiply, 2 * MOST_ROWS),
-    }
-    room = has_room(weight.data)
+    (N, K), room = weight.shape, has_room(weight.data)
+    of = Int4Codes, weight.group, K, has_bias
+    rows: dict[Hashable, int] = {(of, N, how): 1, (of, "many"): 2 * MOST_ROWS}
     for T in (16, 32, 64, 128, MOST_ROWS):
         if tiles := choose_tiles(T, N, K, weight.plane, partial, room):
-            key = tiles._replace(splits=min(2, tiles.splits))
-            calls[of, key] = functools.partial(multiply, T)
-    return calls
+            rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
+    return rows

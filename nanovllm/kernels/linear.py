@@ -7,7 +7,6 @@ A library's product of a few rows leaves much of the GPU idle. Two kernels do be
 Letters: T rows, N outputs, K inputs.
 """
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.activation import act_and_mul, activate_and_mul
+from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import (
     TILE_ROWS,
     can_describe,
@@ -285,17 +284,6 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def gated_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gelu: bool = False
-) -> torch.Tensor:
-    """`act(gate) * up`, where the first half of the product is the gate, and act is SiLU, or GELU
-    by tanh. x: [T, K]; weight: [2 N, K]; bias: [2 N] -> [T, N].
-    """
-    if len(x) == 1 and x.dtype in HALF:
-        return one_row(x, weight, bias, gated=True, gelu=gelu)
-    return act_and_mul(linear(x, weight, bias), gelu)
-
-
 def multiply_parts(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -328,31 +316,21 @@ def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
 
 
 def variants(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    partial: bool,
-    gated: bool,
-    gelu: bool = False,
-) -> dict[Hashable, Callable[[], object]]:
-    """A call for each kernel of `linear`, or of `gated_linear`, that products with `weight` take,
-    by what tells kernels apart: those of other weights may be the same.
+    weight: torch.Tensor, has_bias: bool, partial: bool, how: Hashable
+) -> dict[Hashable, int]:
+    """A number of rows for each kernel that products with `weight` take, by what tells kernels
+    apart: those of other weights may be the same.
+
+    Args:
+        has_bias, partial: of the products.
+        how: what else tells products of a single row apart.
     """
     N, K = weight.shape
     if weight.dtype not in HALF:
         return {}
-
-    def multiply(T: int) -> None:
-        x = weight.new_zeros(T, K)
-        if gated:
-            gated_linear(x, weight, bias, gelu)
-        else:
-            linear(x, weight, bias, partial)
-
-    calls: dict[Hashable, Callable[[], object]] = {}
-    has_bias = bias is not None
-    calls[weight.shape, gated, has_bias] = functools.partial(multiply, 1)
+    rows: dict[Hashable, int] = {(weight.shape, has_bias, how): 1}
     for T in (16, 32, 64, 128, MOST_ROWS) if can_describe(weight) else ():
         if tiles := choose_tiles(T, N, K, partial):
-            key = tiles._replace(splits=min(2, tiles.splits))  # any number above 1 is the same
-            calls[key, has_bias] = functools.partial(multiply, T)
-    return calls
+            # Any number of splits above 1 is the same.
+            rows[tiles._replace(splits=min(2, tiles.splits)), has_bias] = T
+    return rows

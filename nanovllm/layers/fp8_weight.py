@@ -98,7 +98,7 @@ class Fp8Weight(QuantizedWeight):
         fused: bool,
         quantization: Fp8,
     ) -> None:
-        super().__init__(dtype, fused)
+        super().__init__(num_cols, dtype, fused)
         rows, cols = quantization.block
         self.block = rows or 1, cols or num_cols
         self.quantization = quantization

@@ -174,7 +174,7 @@ class Int4Weight(QuantizedWeight):
         fused: bool,
         quantization: Int4,
     ) -> None:
-        super().__init__(dtype, fused)
+        super().__init__(num_cols, dtype, fused)
         self.quantization, group = quantization, quantization.group
         # Columns that are not whole groups are refused by `shards`.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)

@@ -22,6 +22,9 @@ NO_KERNELS = "it is dequantised behind loading"
 class Kernels(Protocol):
     """What the module of a format's kernels has; see `kernels.fp8_linear`."""
 
+    @property
+    def one_row(self) -> Callable[..., torch.Tensor] | None: ...
+
     def linear(
         self,
         x: Any,
@@ -31,30 +34,13 @@ class Kernels(Protocol):
         partial: bool = False,
     ) -> torch.Tensor: ...
 
-    def gated_linear(
-        self,
-        x: Any,
-        weight: Any,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> torch.Tensor | Codes: ...
-
     def multiply_into(
         self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
     ) -> None: ...
 
     def variants(
-        self,
-        weight: Any,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None,
-        partial: bool,
-        gated: bool,
-        gelu: bool,
-        x_block: int | None,
-    ) -> dict[Hashable, Callable[[], object]]: ...
+        self, weight: Any, has_bias: bool, partial: bool, how: Hashable
+    ) -> dict[Hashable, int]: ...
 
 
 class QuantizedWeight(Weight):
@@ -69,9 +55,9 @@ class QuantizedWeight(Weight):
     name: ClassVar[str]
     kernels: Kernels | None = None
 
-    def __init__(self, dtype: torch.dtype, fused: bool) -> None:
+    def __init__(self, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
         nn.Module.__init__(self)
-        self.dtype, self.fused = dtype, fused
+        self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
 
     @property
     def codes(self) -> Codes | Int4Codes:
@@ -91,15 +77,12 @@ class QuantizedWeight(Weight):
         assert self.kernels is not None, NO_KERNELS
         return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
 
-    def multiply_gated(
-        self,
-        x: torch.Tensor | Codes,
-        bias: torch.Tensor | None = None,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> torch.Tensor | Codes:
+    def multiply_row_gated(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
+    ) -> torch.Tensor | None:
         assert self.kernels is not None, NO_KERNELS
-        return self.kernels.gated_linear(x, self.codes, self.dtype, bias, gelu, x_block)
+        row = self.kernels.one_row
+        return None if row is None else row(x, self.codes, bias, gated=True, gelu=gelu)
 
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
@@ -107,17 +90,8 @@ class QuantizedWeight(Weight):
         assert self.kernels is not None, NO_KERNELS
         self.kernels.multiply_into(out, x, self.codes, bias)
 
-    def variants(
-        self,
-        bias: torch.Tensor | None,
-        partial: bool,
-        gated: bool,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> dict[Hashable, Callable[[], object]]:
-        if self.kernels is None:
-            return {}
-        return self.kernels.variants(self.codes, self.dtype, bias, partial, gated, gelu, x_block)
+    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
+        return self.kernels.variants(self.codes, has_bias, partial, how) if self.kernels else {}
 
 
 def dequantize(model: nn.Module) -> None:

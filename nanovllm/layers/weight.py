@@ -4,6 +4,7 @@ Every product of a model goes through here. Another way to store a matrix is ano
 these methods (`onednn.py`).
 """
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
@@ -36,7 +37,7 @@ class Weight(nn.Module):
     def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
         super().__init__()
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=dtype), False)
-        self.fused = fused
+        self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -77,12 +78,23 @@ class Weight(nn.Module):
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
         SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it.
         """
-        if self.fused:
-            assert isinstance(x, torch.Tensor), NO_CODES
-            from nanovllm.kernels.linear import gated_linear
+        if not self.fused:
+            return act_and_mul(self.multiply(x, bias), gelu)
+        from nanovllm.kernels.activation import gate
 
-            return gated_linear(x, self.data, bias, gelu)
-        return act_and_mul(self.multiply(x, bias), gelu)
+        if len(x) == 1 and isinstance(x, torch.Tensor):
+            row = self.multiply_row_gated(x, bias, gelu)
+            if row is not None:
+                return row
+        return gate(self.multiply(x, bias), gelu, x_block)
+
+    def multiply_row_gated(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
+    ) -> torch.Tensor | None:
+        """`multiply_gated` of a single row by a kernel of its own, if there is one."""
+        from nanovllm.kernels.linear import HALF, one_row
+
+        return one_row(x, self.data, bias, gated=True, gelu=gelu) if x.dtype in HALF else None
 
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
@@ -103,8 +115,21 @@ class Weight(nn.Module):
         x_block: int | None = None,
     ) -> dict[Hashable, Callable[[], object]]:
         """See `Layer.variants`."""
+
+        def multiply(T: int) -> None:
+            x = torch.zeros(T, self.num_cols, dtype=self.dtype, device=self.data.device)
+            if gated:
+                self.multiply_gated(x, bias, gelu, x_block)
+            else:
+                self.multiply(x, bias, partial)
+
+        rows = self.rows_of_variants(bias is not None, partial, (gated, x_block))
+        return {key: functools.partial(multiply, T) for key, T in rows.items()}
+
+    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
+        """See `kernels.linear.variants`."""
         if not self.fused:
             return {}
         from nanovllm.kernels import linear
 
-        return linear.variants(self.data, bias, partial, gated, gelu)
+        return linear.variants(self.data, has_bias, partial, how)

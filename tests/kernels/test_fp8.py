@@ -6,12 +6,14 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
+from held_codes import HeldCodes
+
 from checkpoints import rare
 from nanovllm.kernels import fp8_half, fp8_linear
 from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
 from nanovllm.kernels.fp8 import quantize
-from nanovllm.kernels.fp8_linear import choose_tiles, gated_linear, linear, multiply_into
+from nanovllm.kernels.fp8_linear import choose_tiles, linear, multiply_into
 from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.utils.fp8 import FP8, LARGEST, Codes
@@ -141,7 +143,7 @@ def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("T", [1, 5])
 def test_gates(T: int, gelu: bool, x_block: int) -> None:
     x, weight, bias = randn(T, 512), weight_of(2 * 256, 512, x_block), randn(512, seed=4)
-    out = gated_linear(x, weight, HALF, bias, gelu, x_block)
+    out = HeldCodes(weight, HALF, fp8_linear).multiply_gated(x, bias, gelu, x_block)
     given = x if T == 1 else quantize(x, x_block).numbers()
     gate, up = (given.double() @ weight.numbers().double().T + bias).chunk(2, 1)
     act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
@@ -188,5 +190,5 @@ def test_products_in_16_bits(
     bound = unit * wanted.abs() + (unit if T > fp8_half.MOST_ROWS else 2.0**-20) * most
     assert ((out.double() - wanted).abs() <= 1.1 * bound).all()
     if N % 128 == 0:
-        gated = fp8_half.gated_linear(x, weight, HALF, bias)
-        assert gated.equal(act_and_mul(out))
+        gated = HeldCodes(weight, HALF, fp8_half).multiply_gated(x, bias)
+        assert isinstance(gated, torch.Tensor) and gated.equal(act_and_mul(out))

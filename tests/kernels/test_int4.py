@@ -9,6 +9,8 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
+from held_codes import HeldCodes
+
 from checkpoints import rare
 from nanovllm.kernels import int4_linear, int4_row
 from nanovllm.kernels import linear as kernels_linear
@@ -17,7 +19,6 @@ from nanovllm.kernels.hopper import has_room
 from nanovllm.kernels.int4_linear import (
     can_multiply,
     choose_tiles,
-    gated_linear,
     linear,
     multiply_into,
     numbers_of,
@@ -146,7 +147,8 @@ def test_what_is_no_number_stays_none(value: float, T: int) -> None:
 def test_gated_products(T: int, gelu: bool, has_bias: bool) -> None:
     x, (weight, numbers) = randn(T, 256), weight_of(2 * 64, 256, 64)
     bias = randn(128, seed=5) if has_bias else None
-    out = gated_linear(x, weight, HALF, bias, gelu)
+    out = HeldCodes(weight, HALF, int4_linear).multiply_gated(x, bias, gelu)
+    assert isinstance(out, torch.Tensor)
     if T > 1:
         assert out.equal(act_and_mul(linear(x, weight, HALF, bias), gelu))
         return
@@ -199,8 +201,8 @@ def test_products_of_every_number_of_rows_are_compiled_ahead(
         )
         for partial in (False, True):
             launched.clear()
-            how = partial, False, False, None
-            for call in int4_linear.variants(weight, HALF, None, *how).values():
+            held = HeldCodes(weight, HALF, int4_linear)
+            for call in held.variants(None, partial, False).values():
                 call()
             made = set(launched)
             assert len(made) >= 4

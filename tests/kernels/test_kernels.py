@@ -40,7 +40,7 @@ from nanovllm.kernels import hopper, paged_decode, paged_prefill
 from nanovllm.kernels import linear as linear_kernels
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
-from nanovllm.kernels.linear import choose_tiles, gated_linear, linear
+from nanovllm.kernels.linear import choose_tiles, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_decode import decode_tiles
 from nanovllm.kernels.paged_splits import choose_num_splits
@@ -54,6 +54,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
@@ -61,6 +62,7 @@ from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
+from nanovllm.utils.qk_norm_rope import QKNormRope
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 
@@ -242,6 +244,12 @@ def test_a_matrix_of_unaligned_rows_is_not_described() -> None:
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
 
 
+def holding(numbers: torch.Tensor) -> Weight:
+    weight = Weight(*numbers.shape, numbers.dtype, True)
+    weight.data = torch.nn.Parameter(numbers, False)
+    return weight
+
+
 @pytest.mark.parametrize(
     ("T", "N", "K", "has_bias"),
     [
@@ -261,7 +269,9 @@ def test_gated_linear(T: int, N: int, K: int, has_bias: bool) -> None:
         product += bias
     gate, up = product.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(gated_linear(x, weight, bias).double(), wanted, atol=3e-2, rtol=2e-2)
+    out = holding(weight).multiply_gated(x, bias)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 4))
@@ -291,7 +301,9 @@ def test_fused_kernels_over_random_shapes(seed: int) -> None:
         torch.testing.assert_close(product.double(), wanted, atol=2e-2, rtol=1e-2)
     gate, up = wanted.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(gated_linear(x, matrix).double(), wanted, atol=3e-2, rtol=2e-2)
+    out = holding(matrix).multiply_gated(x)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=2e-2)
 
 
 def test_float32_products_are_left_to_the_library() -> None:
@@ -354,7 +366,8 @@ def test_qk_norm_rope_store(
         norms = q_norm.weight, k_norm.weight, 1e-6
     q, k = rope(positions, q), rope(positions, k)
     cache = poisoned_cache((N, S, hkv, d), FP8 if fp8 else dtype)
-    qkv = qk_norm_rope_store(given, norms, rope.cos_sin, positions, cache, slots, dtype)
+    how = QKNormRope(norms, False, rope.cos_sin, positions, slots)
+    qkv = qk_norm_rope_store(given, how, cache, dtype)
     assert (qkv is given) == (parts == 1) and qkv.dtype == dtype
     close(qkv[:, :hq], q)
     if fp8:  # half a step: 4 significant bits, or of the least exponent
@@ -655,9 +668,11 @@ def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
         for N, K in shapes:
             weight = torch.empty(N, K, dtype=HALF, device=DEVICE)
             for bias in (None, weight[:, 0].clone()):
-                made |= linear_kernels.variants(weight, bias, partial, False)
+                made |= holding(weight).variants(bias, partial, False)
         has_bias = (False, True)
-        wanted: set[Hashable] = {(torch.Size(s), False, b) for s in shapes for b in has_bias}
+        wanted: set[Hashable] = {
+            (torch.Size(s), b, (False, None)) for s in shapes for b in has_bias
+        }
         if can_describe(weight):
             for T in range(1, 300):
                 for N, K in shapes:
@@ -668,9 +683,9 @@ def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
         assert set(made) == wanted
         assert len(wanted) <= 2 * len(shapes) + 16
     for bias in (None, randn(128, dtype=HALF)):
-        for call in linear_kernels.variants(randn(128, 512, dtype=HALF), bias, True, True).values():
+        for call in holding(randn(128, 512, dtype=HALF)).variants(bias, True, True).values():
             call()
-    assert not linear_kernels.variants(randn(128, 512), None, True, False), "is the library's"
+    assert not holding(randn(128, 512)).variants(None, True, False), "is the library's"
 
 
 def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
@@ -678,9 +693,7 @@ def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
 ) -> None:
     monkeypatch.setattr(linear_kernels, "can_describe", lambda x: False)
     weight = randn(128, 512, dtype=HALF)
-    assert list(linear_kernels.variants(weight, None, True, False)) == [
-        (weight.shape, False, False)
-    ]
+    assert linear_kernels.variants(weight, False, True, "how") == {(weight.shape, False, "how"): 1}
 
 
 def test_products_of_a_model_are_compiled_ahead_once() -> None:
@@ -708,7 +721,7 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
     assert set(numbers) == (given if can_describe(weight) else set())
     assert not linear_kernels.split_numbers(weight.float())
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
-    build = Build(HALF, True, Group(), TorchBackend(), 64)
+    build = Build(HALF, True, Group(), TritonBackend(), 64)
     of_one = {0, 3, *numbers}
     for group, qk_norm, of_norm in ((Group(), "head", of_one), (Group(0, 2), "", set())):
         with torch.device(DEVICE):
@@ -719,7 +732,8 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
             param.fill_(1)
         of_attention = model.attn.variants()
         assert {key[-2] for key in norm.variants()} == of_norm  # type: ignore[index]
-        assert {key[-1] for key in of_attention} == {1, *numbers}  # type: ignore[index]
+        hows = {key[-3:] for key in of_attention}  # type: ignore[index]
+        assert hows == {(n, *how) for n in {1, *numbers} for how in ((1, False), (16, True))}
         for call in (*norm.variants().values(), *of_attention.values()):
             call()
 
