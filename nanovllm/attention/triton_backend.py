@@ -48,14 +48,12 @@ class TritonBackend(TritonStore):
 
     def __init__(self) -> None:
         from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
-        from nanovllm.kernels.paged_own import MOST_ROWS, takes_heads
         from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
         from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
-        self._takes_heads, self._most_own = takes_heads, MOST_ROWS
         self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
         self._many_programs = MANY_PROGRAMS
 
@@ -88,7 +86,9 @@ class TritonBackend(TritonStore):
         )
 
     def most_own_decodes(self, head_dim: int) -> int:
-        return self._most_own if self._takes_heads(head_dim) else 0
+        from nanovllm.kernels.paged_own import MOST_ROWS, takes_heads
+
+        return MOST_ROWS if takes_heads(head_dim) else 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
         return self._members_of_tile(num_heads, num_kv_heads)

@@ -7,6 +7,7 @@ from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.triton_backend import HEAD_DIMS
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
+from nanovllm.engine import scheduler
 from nanovllm.layers.base import Build
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import choose as choose_quantization
@@ -59,5 +60,6 @@ def choose_build(
         quantization=choose_quantization(
             config.quantization, found, experts is not None and experts.packed
         ),
+        decode_tokens=scheduler.DECODE_TOKENS,
     )
     return build, reason

@@ -158,6 +158,7 @@ def one_row(
         [1, N], if `gated` of half as many.
     """
     N, K = weight.codes.shape
+    assert x.is_contiguous() and x.element_size() == 2 and K % 4 == 0, "four numbers are an int64"
     if gated:
         N //= 2
     block_k = min(INPUTS, next_power_of_2(K))

@@ -6,7 +6,9 @@ as every program of its predecessor has called `launch_dependents` or ended. Wha
 correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchronization):
 
 - every program calls `wait` on every path, so the end of a kernel implies the end of all before it;
-- before `wait` a program reads only memory that no kernel of the step writes: weights and metadata.
+- before `wait` a program reads only memory that no kernel of the step writes: weights, metadata,
+  and keys and values of earlier steps. Steps are apart, as one begins with kernels of PyTorch (the
+  embedding), which are not placed before all others have ended.
 
 *Tensor memory access* (TMA): given a descriptor of a matrix, the hardware copies whole tiles.
 """

@@ -1,9 +1,9 @@
 """Attention of single tokens that are as their projection left them: what `rope.py` does to many
 tokens, and then `paged_decode.py`, in one kernel.
 
-Keys and values of its first tile are read before it waits for the projection, as no kernel of the
-step writes them. The first split has the token's own, alone if there are others
-(docs/experiments.md, 37).
+Keys and values of its first tile are read before it waits for the projection: no kernel of the step
+writes them, as each token is of another sequence. The first split has the token's own, and of
+more than two nothing else (docs/experiments.md, 37).
 """
 
 from collections.abc import Hashable
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves, to_queries
+from nanovllm.kernels.kv_cache import exponents_at, halves_to_fp8, store_halves, to_queries
 from nanovllm.kernels.paged_attention import (
     LOG2E,
     before_keys,
-    exponents_ahead,
+    slots_of,
     weigh,
 )
 from nanovllm.kernels.paged_decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
@@ -80,6 +80,19 @@ def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexp
 
 
 @triton.jit
+def _exponents(
+    k_ptr, v_ptr, table_ptr, seen, begin, end, BLOCK_N: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """Those of the keys and values of a tile that are `seen`; 0 if there are none."""
+    if k_ptr is None:
+        return 0, 0
+    else:
+        slots = slots_of(table_ptr, begin, BLOCK_N, S, end)
+        where = exponents_at(slots, tl.program_id(0), tl.num_programs(0), S)
+        return tl.load(k_ptr + where, seen, other=0), tl.load(v_ptr + where, seen, other=0)
+
+
+@triton.jit
 def _own_key(
     token_ptr, turn, slot, eps, stride_part, q1, q2, m, l, scale,
     k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr,
@@ -95,12 +108,13 @@ def _own_key(
         m, l: [G_PAD], see `before_keys`.
     """
     HALF: tl.constexpr = D // 2
+    cos_sin, _, weight = turn
     head, HKV = tl.zeros([1, 1], tl.int32) + tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, HALF)[None, :]
     ptr, there = token_ptr + (HKV * G + head) * D + i, i >= 0
     k1, k2 = _load_head(ptr, there, stride_part, HALF, PARTS, DTYPE)
     v1, v2 = _load_head(ptr + HKV * D, there, stride_part, HALF, PARTS, DTYPE)
-    k1, k2 = norm_rope(k1, k2, turn[2], turn[0], eps, D, NORM, PLUS_ONE)
+    k1, k2 = norm_rope(k1, k2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     keys, values, k_exponent, v_exponent = (k1, k2), (v1, v2), None, None
     if k_exponents_ptr is not None:
         c1, c2, k1, k2, k_exponent = halves_to_fp8(k1, k2, None)
@@ -139,10 +153,11 @@ def _own_token(
         turn: see `_load_turn`.
     """
     HALF: tl.constexpr = D // 2
+    cos_sin, weight, _ = turn
     kv_head, i, g = tl.program_id(0), tl.arange(0, HALF)[None, :], tl.arange(0, G_PAD)
     ptrs = token_ptr + (kv_head * G + g)[:, None] * D + i
     q1, q2 = _load_head(ptrs, (g < G)[:, None], stride_part, HALF, PARTS, DTYPE)
-    q1, q2 = norm_rope(q1, q2, turn[1], turn[0], eps, D, NORM, PLUS_ONE)
+    q1, q2 = norm_rope(q1, q2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(is_own, G, 0), G_PAD)
     acc = tl.zeros([D // PAIR, G_PAD] if LEFT else [G_PAD, D // PAIR], tl.float32)
     acc_odd = acc if PAIR == 2 else 0.0
@@ -175,24 +190,26 @@ def _own_decode_kernel(
     # One program: all G queries that share a KV head of one token, over one split of the keys. An
     # FP8 cache is given twice, as numbers, and with its columns in pairs, as int16.
     W: tl.constexpr = D // PAIR
-    APART: tl.constexpr = 1 if SPLITS > 1 else 0  # the own key is what the first split has
+    APART: tl.constexpr = 1 if SPLITS > 2 else 0  # the own key is all that the first split has
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length, is_own = tl.load(lens_ptr + seq), split == 0
     lowest, begin, end, parts = span(
         length, length - 1, tl.maximum(split - APART, 0), 0, WINDOW, BLOCK_N, SPLITS - APART
     )
-    end = tl.where(is_own & (APART > 0), begin, end)
+    # Without tiles from 0 to 0: tables may end where a split would begin.
+    has_tiles = (begin < end) & ~(is_own & (APART > 0))
+    begin, end = tl.where(has_tiles, begin, 0), tl.where(has_tiles, end, 0)
     g, group = tl.arange(0, G_PAD), seq * tl.num_programs(0) + kv_head
     table_ptr = tables_ptr + seq * stride_table
     k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
     turn = _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, tl.load(positions_ptr + seq), D)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    exponents = exponents_ahead(
-        k_exponents_ptr, v_exponents_ptr, table_ptr, begin, tl.maximum(end, 1), BLOCK_N, S
-    )
     k, v, seen = masked_tile(
         k_ptr, v_ptr, table_ptr, lowest, begin, end, stride_slot, W, W, S, BLOCK_N, LEFT
+    )
+    exponents = _exponents(
+        k_exponents_ptr, v_exponents_ptr, table_ptr, seen, begin, end, BLOCK_N, S
     )
     wait(PDL)
     if length == 0 or (begin >= end and not is_own):  # padding, or more splits than tiles
@@ -217,15 +234,16 @@ def _own_decode_kernel(
         )  # fmt: skip
     finish(
         m, l, acc, acc_odd, group * G + g, g < G, out_ptr, part_acc_ptr, part_lse_ptr,
-        arrived_ptr + group, group * G, split, parts + APART, G, D, SPLITS, AT_ONCE, PAIR, LEFT,
+        arrived_ptr + group, group * G, split, tl.maximum(parts + APART, 1), G, D, SPLITS, AT_ONCE,
+        PAIR, LEFT,
     )  # fmt: skip
 
 
-def own_tiles(q: torch.Tensor, fp8: bool, few: bool) -> tuple[int, int, int]:
+def own_tiles(q: torch.Tensor, fp8: bool, left: bool, few: bool) -> tuple[int, int, int]:
     """BLOCK_N, warps and stages, as `decode_tiles`; `few`: for FEW_PROGRAMS."""
     if q.element_size() == 4:
         return 32, 4, 3
-    return (128 if fp8 and few else 64), 4 if few else 2, 3
+    return (128 if fp8 and few else 64), 4 if few or not left else 2, 3
 
 
 def takes_heads(D: int) -> bool:
@@ -279,7 +297,7 @@ def own_decode(
         num_splits = choose_num_splits(B, Hkv, D, max_context, window)
     like = torch.empty(B, 0, D, dtype=dtype, device=qkv.device)
     outputs = empty_outputs(like, Hkv * G, Hkv, num_splits, shared)
-    BLOCK_N, num_warps, num_stages = own_tiles(like, fp8, B * Hkv <= FEW_PROGRAMS)
+    BLOCK_N, num_warps, num_stages = own_tiles(like, fp8, left, B * Hkv <= FEW_PROGRAMS)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2

@@ -39,9 +39,8 @@ class Attention(Layer):
     """Causal attention over the paged KV cache of one layer.
 
     Queries and keys are normalised and rotated, keys and values stored, by one kernel if `fused`;
-    the backend attends. For a few decodes one kernel may do all of it. The layer is bound to its
-    part of the cache once (`bind_kv_cache`); everything that changes from step to step comes from
-    the step's `Context`.
+    the backend attends. A few decodes have one kernel for all of it. The layer is bound to its part
+    of the cache once (`bind_kv_cache`); what changes from step to step is in the step's `Context`.
 
     Args:
         heads: the projection, which has Hq and Hkv heads on this rank.
@@ -69,8 +68,8 @@ class Attention(Layer):
         self.rope, self.norms = rope, norms
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
-        is_plain = build.fused and rope.query_scale is None
-        self.most_own = build.backend.most_own_decodes(head_dim) if is_plain else 0
+        can_own = build.fused and rope.query_scale is None and build.decode_tokens == 1
+        self.most_own = build.backend.most_own_decodes(head_dim) if can_own else 0
 
     def bind_kv_cache(self, cache: KVCache) -> None:
         """Use this cache from now on."""
@@ -127,10 +126,8 @@ class Attention(Layer):
         from nanovllm.kernels.paged_own import own_decode
 
         tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
-        facts, dtype = self.scoring._asdict(), self.build.dtype
-        return own_decode(
-            qkv, how, cache, dtype, tables, lens, longest, **facts, shared=context.shared
-        )
+        facts = {**self.scoring._asdict(), "shared": context.shared}
+        return own_decode(qkv, how, cache, self.build.dtype, tables, lens, longest, **facts)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:

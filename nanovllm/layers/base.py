@@ -29,6 +29,7 @@ class Build(NamedTuple):
         block_size: tokens of a block of the KV cache.
         cache_dtype: of the KV cache; None: `dtype`.
         quantization: of the matrices of linear layers.
+        decode_tokens: rows of a step that are decodes of one sequence, at most.
     """
 
     dtype: torch.dtype
@@ -39,6 +40,7 @@ class Build(NamedTuple):
     block_size: int = 256
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
+    decode_tokens: int = 1
 
 
 class Layer(nn.Module):

@@ -17,9 +17,10 @@ from host import (
 from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
 from checkpoints import reference as continuation
 from nanovllm import LLM
-from nanovllm.engine import model_runner, scheduler
+from nanovllm.engine import choices, model_runner, scheduler
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.plan import build_batch
+from nanovllm.layers.base import Build
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 
@@ -129,6 +130,8 @@ def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkey
         widest, rows = max([widest, *of_each.values()]), max(rows, batch.num_decodes)
         return batch
 
+    built = []
+    monkeypatch.setattr(choices, "Build", lambda **how: built.append(how) or Build(**how))
     monkeypatch.setattr(model_runner, "build_batch", build)
     prompts = [[50] * (12 + most), *([i + 1] * (5 * i + 2) for i in range(8))]
     options = {**SMALL, "max_num_batched_tokens": 12, "max_num_seqs": 12, "num_kvcache_blocks": 9}
@@ -137,3 +140,4 @@ def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkey
         assert llm.metrics()["num_preemptions"] > 0
     assert tokens(outputs) == [continuation(checkpoint, prompt, 18) for prompt in prompts]
     assert widest == most and rows <= 12
+    assert [how["decode_tokens"] for how in built] == [most], "kernels know"

@@ -732,6 +732,8 @@ def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> 
             param.fill_(1)
         of_attention = model.attn.variants()
         assert {key[-2] for key in norm.variants()} == of_norm  # type: ignore[index]
+        several = build._replace(decode_tokens=2)  # that a step decodes of a sequence
+        assert Qwen3Attention(config, 0, rope, several).attn.most_own == 0 < model.attn.most_own
         hows = {key[-3:] for key in of_attention}  # type: ignore[index]
         assert hows == {(n, *how) for n in {1, *numbers} for how in ((1, False), (16, True))}
         for call in (*norm.variants().values(), *of_attention.values()):

@@ -1,6 +1,9 @@
 """Decodes of tokens as their projection left them, against PyTorch's operators and float64."""
 
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -77,9 +80,9 @@ def check_cache(cache: KVCache, before: list[torch.Tensor], tokens: Projected) -
     else:
         close(found[0], tokens.k)
     assert torch.equal(found[1], tokens.v)
-    for now, then in zip(bytes_of(cache)[:2], before[:2], strict=True):
-        for codes in (now, then):
-            codes[block, row] = 0
+    for i, (now, then) in enumerate(zip(bytes_of(cache), before, strict=True)):
+        for stored in (now, then):  # exponents are [N, Hkv, S]
+            (stored if i < 2 else stored.transpose(1, 2))[block, row] = 0
         assert torch.equal(now, then)
 
 
@@ -106,10 +109,57 @@ def test_a_decode_of_a_projection(seed: int, dtype: torch.dtype) -> None:
     check_cache(case.cache, before, tokens)
 
     tokens.how.slot_mapping.fill_(-1)  # padding is not stored, and a length of 0 reads nothing
-    context.context_lens[1] = 0
+    context.context_lens[1], context.block_tables[1] = 0, 2**30
     before = bytes_of(case.cache)
     close(own_decode(*args, LONGEST, **facts)[:1], case.wanted()[:1])
     assert all(map(torch.equal, bytes_of(case.cache), before))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    ("B", "S", "num_splits"), [(2, 256, 16), (16, 256, 32), (16, 64, 2), (16, 16, 4)]
+)
+def test_decodes_of_projections_in_16_bits(B: int, S: int, num_splits: int, fp8: bool) -> None:
+    """Tiles of 128 and of 64 keys, for few programs and more; several in a split."""
+    rng, dtype = random.Random(num_splits), torch.bfloat16 if HAS_CUDA else torch.float16
+    lens = [390, *(rng.randint(1, 390) for _ in range(B - 1))]
+    shape: dict[str, Any] = {"hq": 12, "hkv": 3, "d": 32, "block_size": S, "fp8": fp8}
+    case = Case([1] * B, lens, num_decodes=B, dtype=dtype, sinks=S == 16, **shape)
+    tokens, before, context = Projected(case, rng, True, fp8), bytes_of(case.cache), case.context
+    args = case.cache, dtype, context.block_tables, context.context_lens, LONGEST
+    out = own_decode(
+        tokens.given, tokens.how, *args, **case.scoring._asdict(), num_splits=num_splits, shared={}
+    )
+    close(out, case.wanted())
+    check_cache(case.cache, before, tokens)
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import numpy as np, torch
+from nanovllm.kernels.paged_own import own_decode
+from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.qk_norm_rope import QKNormRope
+
+page, width = mmap.PAGESIZE, 9
+memory = mmap.mmap(-1, 2 * page)
+start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), page, 0) == 0
+table = np.frombuffer(memory, np.int32, width, page - 4 * width).reshape(1, width)
+table[:] = range(width)
+cache = KVCache(torch.randn(width, 64, 1, 32), torch.randn(width, 64, 1, 32))
+lens = torch.tensor([513], dtype=torch.int32)  # 17 tiles
+how = QKNormRope(None, False, torch.randn(600, 32), lens - 1, lens - 1)
+args = cache, torch.float32, torch.from_numpy(table), lens, 1024, 0.2
+assert own_decode(torch.randn(1, 4, 32), how, *args, num_splits=16).isfinite().all()
+"""
+
+
+@pytest.mark.skipif(HAS_CUDA or sys.platform != "linux", reason="a table in the memory of Linux")
+def test_a_table_is_not_read_behind_its_end() -> None:
+    """Where it ends, memory ends: splits without tiles begin behind that."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", GUARDED], env=env, check=True)
 
 
 def test_heads_that_do_not_fill_the_registers() -> None:

@@ -408,6 +408,7 @@ def compared_layers(
             layers = [layer.self_attn.attn for layer in model.model.layers]
             assert by_itself.call_count == sum(layer.most_own > 0 for layer in layers)
             assert fused or not any(layer.most_own for layer in layers)
+            assert not any(layer.most_own for layer in layers if layer.rope.query_scale is not None)
     return list(zip(*states, strict=True))
 
 
