@@ -100,9 +100,15 @@ def microseconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="fp8")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[200, 590, 1500, 3500])
+    parser.add_argument(
+        "--kv-cache-dtype", choices=["auto", "fp8"], default="fp8", help="of keys and values"
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[200, 590, 1500, 3500], help="tokens, each a run"
+    )
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, PyTorch sees none")
     layers = Layers(FP8 if args.kv_cache_dtype == "fp8" else DTYPE)
     for context in args.contexts:
         for norms in (False, True):

@@ -107,7 +107,7 @@ def test_attention_to_fp8(card: str, tmp_path: Path) -> None:
     kernels = compiled(tmp_path)
     check(card, "bfloat16", kernels)
     for kernel in kernels:
-        if kernel.name in ("_decode_kernel", "_own_decode_kernel"):
+        if kernel.name == "_decode_kernel":
             assert "cvt.rn.f16x2.e4m3x2" in kernel.text and kernel.spilled == 0
 
 
