@@ -243,7 +243,8 @@ def own_tiles(q: torch.Tensor, fp8: bool, left: bool, few: bool) -> tuple[int, i
     """BLOCK_N, warps and stages, as `decode_tiles`; `few`: for FEW_PROGRAMS."""
     if q.element_size() == 4:
         return 32, 4, 3
-    return (128 if fp8 and few else 64), 4 if few or not left else 2, 3
+    # Two warps have no room for a tile in 16 bits, nor for more than 16 queries.
+    return (128 if fp8 and few else 64), 2 if fp8 and left and not few else 4, 3
 
 
 def takes_heads(D: int) -> bool:
