@@ -93,7 +93,7 @@ class AttentionBackend(ABC):
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def most_own_decodes(self, head_dim: int) -> int:
-        """Up to so many, `kernels.paged_own` takes the place of `decode` and what is before it."""
+        """The largest batch that `kernels.paged_own` rotates, stores and attends; 0: none."""
         return 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:

@@ -72,14 +72,16 @@ def can_describe(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and aligned
 
 
-def spare_rows(num_rows: int, *shape: int, like: torch.Tensor) -> torch.Tensor:
+def spare_rows(
+    num_rows: int, *shape: int, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """An uninitialised tensor [num_rows, *shape] with storage for more rows: up to the next power
     of two, above TILE_ROWS up to a multiple of that. `describe` then cuts whole tiles, which are
     faster than tiles that reach past the end (measured).
     """
     tile = min(TILE_ROWS, next_power_of_2(max(1, num_rows)))
     total = cdiv(num_rows, tile) * tile
-    return torch.empty(total, *shape, dtype=like.dtype, device=like.device)[:num_rows]
+    return torch.empty(total, *shape, dtype=dtype or like.dtype, device=like.device)[:num_rows]
 
 
 def describe(x: torch.Tensor, rows: int, columns: int) -> Any:

@@ -49,6 +49,20 @@ def numbers_of(codes, exponents, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_heads(
+    ptr, mask, stride_part, HALF: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Two halves of heads of a projection, of which PARTS are summed; 0 beyond the mask, if any."""
+    other = None if mask is None else 0.0
+    x1, x2 = tl.load(ptr, mask, other), tl.load(ptr + HALF, mask, other)
+    for _ in tl.static_range(1, PARTS):
+        ptr += stride_part
+        x1 += tl.load(ptr, mask, other)
+        x2 += tl.load(ptr + HALF, mask, other)
+    return x1.to(DTYPE), x2.to(DTYPE)
+
+
+@triton.jit
 def halves_to_fp8(y1, y2, inside):
     """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
     exponents [HEADS, 1].

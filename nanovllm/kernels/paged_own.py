@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import exponents_at, halves_to_fp8, store_halves, to_queries
-from nanovllm.kernels.paged_attention import (
-    LOG2E,
-    before_keys,
-    slots_of,
-    weigh,
+from nanovllm.kernels.kv_cache import (
+    exponents_at,
+    halves_to_fp8,
+    load_heads,
+    store_halves,
+    to_queries,
 )
+from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata, weigh
 from nanovllm.kernels.paged_decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
 from nanovllm.kernels.paged_splits import (
     PARTS_AT_ONCE,
@@ -38,20 +39,6 @@ from nanovllm.utils.qk_norm_rope import QKNormRope
 
 MOST_ROWS = 16  # for which this is faster (measured on an H200)
 FEW_PROGRAMS = 32  # of a split, for which larger tiles are
-
-
-@triton.jit
-def _load_head(
-    ptr, mask, stride_part, HALF: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """Two halves of heads of a projection, of which PARTS are to be summed."""
-    x1 = tl.load(ptr, mask=mask, other=0.0)
-    x2 = tl.load(ptr + HALF, mask=mask, other=0.0)
-    for _ in tl.static_range(1, PARTS):
-        ptr += stride_part
-        x1 += tl.load(ptr, mask=mask, other=0.0)
-        x2 += tl.load(ptr + HALF, mask=mask, other=0.0)
-    return x1.to(DTYPE), x2.to(DTYPE)
 
 
 @triton.jit
@@ -80,14 +67,11 @@ def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexp
 
 
 @triton.jit
-def _exponents(
-    k_ptr, v_ptr, table_ptr, seen, begin, end, BLOCK_N: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
-    """Those of the keys and values of a tile that are `seen`; 0 if there are none."""
+def _exponents(k_ptr, v_ptr, slots, seen, S: tl.constexpr):
+    """Those of the keys and values in these slots that are `seen`; 0 if there are none."""
     if k_ptr is None:
         return 0, 0
     else:
-        slots = slots_of(table_ptr, begin, BLOCK_N, S, end)
         where = exponents_at(slots, tl.program_id(0), tl.num_programs(0), S)
         return tl.load(k_ptr + where, seen, other=0), tl.load(v_ptr + where, seen, other=0)
 
@@ -111,9 +95,9 @@ def _own_key(
     cos_sin, _, weight = turn
     head, HKV = tl.zeros([1, 1], tl.int32) + tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, HALF)[None, :]
-    ptr, there = token_ptr + (HKV * G + head) * D + i, i >= 0
-    k1, k2 = _load_head(ptr, there, stride_part, HALF, PARTS, DTYPE)
-    v1, v2 = _load_head(ptr + HKV * D, there, stride_part, HALF, PARTS, DTYPE)
+    ptr = token_ptr + (HKV * G + head) * D + i
+    k1, k2 = load_heads(ptr, None, stride_part, HALF, PARTS, DTYPE)
+    v1, v2 = load_heads(ptr + HKV * D, None, stride_part, HALF, PARTS, DTYPE)
     k1, k2 = norm_rope(k1, k2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     keys, values, k_exponent, v_exponent = (k1, k2), (v1, v2), None, None
     if k_exponents_ptr is not None:
@@ -156,7 +140,7 @@ def _own_token(
     cos_sin, weight, _ = turn
     kv_head, i, g = tl.program_id(0), tl.arange(0, HALF)[None, :], tl.arange(0, G_PAD)
     ptrs = token_ptr + (kv_head * G + g)[:, None] * D + i
-    q1, q2 = _load_head(ptrs, (g < G)[:, None], stride_part, HALF, PARTS, DTYPE)
+    q1, q2 = load_heads(ptrs, (g < G)[:, None], stride_part, HALF, PARTS, DTYPE)
     q1, q2 = norm_rope(q1, q2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     m, l = before_keys(sinks_ptr, kv_head * G + g, g < tl.where(is_own, G, 0), G_PAD)
     acc = tl.zeros([D // PAIR, G_PAD] if LEFT else [G_PAD, D // PAIR], tl.float32)
@@ -173,10 +157,7 @@ def _own_token(
     return q, q_odd, m, l, acc, acc_odd
 
 
-@triton.jit(
-    do_not_specialize=["stride_table", "stride_part"],
-    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr"],
-)
+@metadata
 def _own_decode_kernel(
     qkv_ptr, k_cache_ptr, v_cache_ptr, k_codes_ptr, v_codes_ptr, k_exponents_ptr, v_exponents_ptr,
     out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr,
@@ -205,12 +186,10 @@ def _own_decode_kernel(
     k_ptr, v_ptr = k_cache_ptr + kv_head * W, v_cache_ptr + kv_head * W
     turn = _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, tl.load(positions_ptr + seq), D)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    k, v, seen = masked_tile(
+    k, v, slots, seen = masked_tile(
         k_ptr, v_ptr, table_ptr, lowest, begin, end, stride_slot, W, W, S, BLOCK_N, LEFT
     )
-    exponents = _exponents(
-        k_exponents_ptr, v_exponents_ptr, table_ptr, seen, begin, end, BLOCK_N, S
-    )
+    exponents = _exponents(k_exponents_ptr, v_exponents_ptr, slots, seen, S)
     wait(PDL)
     if length == 0 or (begin >= end and not is_own):  # padding, or more splits than tiles
         return
@@ -239,9 +218,9 @@ def _own_decode_kernel(
     )  # fmt: skip
 
 
-def own_tiles(q: torch.Tensor, fp8: bool, left: bool, few: bool) -> tuple[int, int, int]:
+def own_tiles(dtype: torch.dtype, fp8: bool, left: bool, few: bool) -> tuple[int, int, int]:
     """BLOCK_N, warps and stages, as `decode_tiles`; `few`: for FEW_PROGRAMS."""
-    if q.element_size() == 4:
+    if dtype == torch.float32:
         return 32, 4, 3
     # Two warps have no room for a tile in 16 bits, nor for more than 16 queries.
     return (128 if fp8 and few else 64), 2 if fp8 and left and not few else 4, 3
@@ -296,9 +275,8 @@ def own_decode(
     fp8, left = cache.k.dtype == FP8, G <= MOST_LEFT
     if num_splits is None:
         num_splits = choose_num_splits(B, Hkv, D, max_context, window)
-    like = torch.empty(B, 0, D, dtype=dtype, device=qkv.device)
-    outputs = empty_outputs(like, Hkv * G, Hkv, num_splits, shared)
-    BLOCK_N, num_warps, num_stages = own_tiles(like, fp8, left, B * Hkv <= FEW_PROGRAMS)
+    outputs = empty_outputs(qkv, Hkv * G, Hkv, num_splits, shared, dtype)
+    BLOCK_N, num_warps, num_stages = own_tiles(dtype, fp8, left, B * Hkv <= FEW_PROGRAMS)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2

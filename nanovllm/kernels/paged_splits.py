@@ -38,13 +38,15 @@ def empty_outputs(
     num_kv_heads: int,
     num_splits: int,
     shared: dict[Hashable, torch.Tensor] | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs [B, Hq, D] for queries of q: [B, ..., D]; and for `combine` parts of sums [B, Hq,
-    num_splits, D], their lse [B, Hq, num_splits], and how many programs have theirs [B * Hkv]:
-    int32, 0 before and after each kernel, one tensor for all layers of a step (`Context.shared`).
+    """Outputs [B, Hq, D] of `dtype` (None: q's) for queries of q: [..., B, H, D]; and for `combine`
+    parts of sums [B, Hq, num_splits, D], their lse [B, Hq, num_splits], and how many programs have
+    theirs [B * Hkv]: int32, 0 before and after each kernel, one tensor for all layers of a step
+    (`Context.shared`).
     """
-    B, D, device = len(q), q.shape[-1], q.device
-    out = spare_rows(B, num_heads, D, like=q)
+    (B, _, D), device = q.shape[-3:], q.device
+    out = spare_rows(B, num_heads, D, like=q, dtype=dtype)
     if num_splits == 1:
         return out, out, out, out
     shared, key = {} if shared is None else shared, ("arrivals", B * num_kv_heads)

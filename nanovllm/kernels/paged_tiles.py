@@ -65,12 +65,12 @@ def masked_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
 ):  # fmt: skip
-    """`_load_keys` of the keys from `start` to `end` that are not below `lowest`; and which."""
+    """`_load_keys` of those from `start` to `end` not below `lowest`; slots, and which are seen."""
     slots = slots_of(table_ptr, start, BLOCK_N, S, end)
     keys = start + tl.arange(0, BLOCK_N)
     seen = (keys < end) & (keys >= lowest)
     k, v = _load_keys(k_ptr, v_ptr, slots, seen, stride_slot, D, D_PAD, True, LEFT)
-    return k, v, seen
+    return k, v, slots, seen
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def decode_span(
     CVT: tl.constexpr,
 ):  # fmt: skip
     """`decode_tile` of all keys from `begin` to `end`. Returns m, l, and the sums."""
-    unmasked_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
     for start in range(begin, unmasked_end, BLOCK_N):
         slots = slots_of(table_ptr, start, BLOCK_N, S, end)
@@ -99,7 +99,7 @@ def decode_span(
         )  # fmt: skip
         exponents = following
     if unmasked_end < end:
-        k, v, seen = masked_tile(
+        k, v, _, seen = masked_tile(
             k_ptr, v_ptr, table_ptr, lowest, unmasked_end, end, stride_slot, D, D_PAD, S, BLOCK_N,
             LEFT,
         )  # fmt: skip

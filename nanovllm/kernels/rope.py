@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import halves_to_fp8, store_halves
+from nanovllm.kernels.kv_cache import halves_to_fp8, load_heads, store_halves
 from nanovllm.kernels.norm import weighted
 from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
@@ -66,15 +66,7 @@ def _qk_norm_rope_store_kernel(
 
     wait(PDL)
     ptr = qkv_ptr + t * stride_t + head * D + i
-    raw1, raw2 = tl.load(ptr, inside), tl.load(ptr + HALF, inside)
-    for _ in tl.static_range(1, PARTS):
-        ptr += stride_part
-        raw1 += tl.load(ptr, inside)
-        raw2 += tl.load(ptr + HALF, inside)
-    if HALF < HALF_PAD:
-        raw1, raw2 = tl.where(inside, raw1, 0.0), tl.where(inside, raw2, 0.0)
-    dtype = out_ptr.dtype.element_ty
-    raw1, raw2 = raw1.to(dtype), raw2.to(dtype)
+    raw1, raw2 = load_heads(ptr, inside, stride_part, HALF, PARTS, out_ptr.dtype.element_ty)
     y1, y2 = norm_rope(raw1, raw2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     out = out_ptr + t * stride_out + head * D + i
     is_k, is_v, kv = (head >= HQ) & (head < HQ + HKV), head >= HQ + HKV, head - HQ
