@@ -22,17 +22,20 @@ from nanovllm.kernels.hopper import (
     describe,
     launch_dependents,
     pdl_options,
+    prefetch_weights,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles
+from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, load_bias
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
-PROGRAMS = 256  # that run at once
-ROOMY_PROGRAMS = 132  # with the largest tiles: one for each multiprocessor
+# Programs that run at once. Stages leave no room for more: those of the next kernel would come to
+# the multiprocessors that have one less, and leave others idle later.
+PROGRAMS = 256
+ROOMY_PROGRAMS = 132  # of large tiles: one for each multiprocessor
 SPLITS = (2, 4)
 
 
@@ -56,7 +59,7 @@ def x_block_of(weight: Codes) -> int:
 
 @triton.jit(do_not_specialize=["T"])
 def _fp8_tiles_kernel(
-    x_desc, x_scales_ptr, weight_desc, scales_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
+    x_desc, x_scales_ptr, weight_desc, weight_ptr, scales_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
     SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +70,15 @@ def _fp8_tiles_kernel(
     t, n, split = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if bias_ptr is not None:  # a summand of the first part
+        bias = tl.where(split == 0, load_bias(bias_ptr, outputs, outputs < N), 0.0)
+    if SCALE_BLOCK == 0:
+        scale = tl.load(scales_ptr + outputs)
+    if t == 0:
+        prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
+    if SCALE_BLOCK == 0:
+        x_scale = tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
         weight, x = weight_desc.load([n, k]), x_desc.load([t, k]).T
         if SCALE_BLOCK == 0:
@@ -78,11 +89,9 @@ def _fp8_tiles_kernel(
             scale *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
             acc += tl.dot(weight, x) * scale[None, :]
     if SCALE_BLOCK == 0:
-        acc *= tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)[None, :]
-        acc *= tl.load(scales_ptr + outputs)[:, None]
-    if bias_ptr is not None:  # a summand of the first part
-        bias = tl.load(bias_ptr + outputs).to(tl.float32)
-        acc += tl.where(split == 0, bias, 0.0)[:, None]
+        acc *= x_scale[None, :] * scale[:, None]
+    if bias_ptr is not None:
+        acc += bias[:, None]
     out_ptrs = out_ptr + (split * T + rows[None, :]).to(tl.int64) * N + outputs[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
 
@@ -100,7 +109,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         return None
     block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
     programs, splits = N // BLOCK_N * cdiv(T, block_t), 1
-    most = PROGRAMS if block_t < TILE_ROWS else ROOMY_PROGRAMS
+    most = PROGRAMS if block_t < 64 else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
         splits *= 2
     if block_t == TILE_ROWS:
@@ -108,8 +117,11 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
             return Tiles(block_t, splits, BLOCK, 6)
         if N % BLOCK == 0:  # each row is read by half as many programs
             return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * most else 3, BLOCK)
-    large = (block_t < 64 or splits > 2) and K % 1024 == 0 and not in_blocks
-    return Tiles(block_t, splits, 256, 3) if large else Tiles(block_t, splits, BLOCK, 4)
+    elif in_blocks:
+        return Tiles(block_t, splits, BLOCK, 8 if block_t == 16 else 4)
+    elif K % 1024 == 0 and (block_t < 64 or programs <= most):
+        return Tiles(block_t, splits, 2 * BLOCK, 4)
+    return Tiles(block_t, splits, BLOCK, 4)
 
 
 def _by_tiles(
@@ -122,8 +134,8 @@ def _by_tiles(
     block_n = tiles.block_n
     _fp8_tiles_kernel[(cdiv(T, tiles.block_t), N // block_n, S)](
         describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
-        describe(weight.codes, block_n, tiles.block_k), weight.scales, bias, out, T, N, K, K // S,
-        SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=block_n,
+        describe(weight.codes, block_n, tiles.block_k), weight.codes, weight.scales, bias, out,
+        T, N, K, K // S, SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=block_n,
         BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(x.codes),
     )  # fmt: skip
     return out

@@ -31,6 +31,7 @@ except ImportError:  # a build without NVIDIA's part
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
 TILE_ROWS = 128  # of activations, in the largest tile
+_AHEAD = tl.constexpr(256)  # weights of a row that are read before the wait (measured on an H200)
 
 dependent_launch = True  # False runs kernels strictly one after another, for profiles and tests
 
@@ -47,6 +48,22 @@ def wait(PDL: tl.constexpr):
     """Wait until the kernels before this one have ended and their writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def prefetch_weights(ptr, n, begin, K, SPAN, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
+    """Have the first of SPAN weights from column `begin` on copied into the L2 cache, of BLOCK_N
+    rows from n on of a matrix with K columns. What a kernel computes before it waits for is there.
+    """
+    if PDL:
+        PARTS: tl.constexpr = 128 // BLOCK_N  # as many pieces as threads
+        SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        i, width = tl.arange(0, BLOCK_N * PARTS), tl.minimum(SPAN, _AHEAD) // PARTS
+        ptrs = ptr + (n + i // PARTS).to(tl.int64) * K + begin + i % PARTS * width
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+            [ptrs.to(tl.int64), width * SIZE], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:

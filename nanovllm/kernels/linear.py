@@ -22,6 +22,7 @@ from nanovllm.kernels.hopper import (
     describe,
     launch_dependents,
     pdl_options,
+    prefetch_weights,
     wait,
 )
 from nanovllm.utils.fp8 import Codes
@@ -154,7 +155,7 @@ def _row_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _tiles_kernel(
-    x_desc, weight_desc, bias_ptr, out_ptr, T, N, SPAN,
+    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
@@ -165,6 +166,8 @@ def _tiles_kernel(
     if bias_ptr is not None:  # a summand of the first part
         bias = tl.load(bias_ptr + n + tl.arange(0, BLOCK_N)).to(tl.float32)
         acc += tl.where(split == 0, bias, 0.0)[:, None]
+    if t == 0:
+        prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
         acc = tl.dot(weight_desc.load([n, k]), x_desc.load([t, k]).T, acc)
@@ -250,7 +253,7 @@ def _by_tiles(
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _tiles_kernel[(N // BLOCK_N, cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
-        bias, out, T, N, K // S,
+        weight, bias, out, T, N, K, K // S,
         BLOCK_T=tiles.block_t, BLOCK_N=BLOCK_N, BLOCK_K=tiles.block_k, num_warps=4,
         num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
