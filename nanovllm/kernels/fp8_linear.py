@@ -36,6 +36,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 # the multiprocessors that have one less, and leave others idle later.
 PROGRAMS = 256
 ROOMY_PROGRAMS = 132  # of large tiles: one for each multiprocessor
+MOST_MORE = 192  # rows that a program takes as TILE_ROWS and more
 SPLITS = (2, 4)
 
 
@@ -57,43 +58,77 @@ def x_block_of(weight: Codes) -> int:
     return 0 if weight.block[0] == 1 else BLOCK
 
 
+@triton.jit
+def _add(acc, weight, x_desc, x_scales_ptr, scales_ptr, t, n, k, T, K, SCALE_BLOCK: tl.constexpr):
+    """acc + the product of weights of outputs n on by rows t on, from input k on."""
+    x = x_desc.load([t, k]).T
+    if SCALE_BLOCK == 0:
+        return tl.dot(weight, x, acc)
+    else:  # these inputs share a scale
+        rows = t + tl.arange(0, acc.shape[1])
+        g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
+        scale = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
+        scale *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
+        return acc + tl.dot(weight, x) * scale[None, :]
+
+
+@triton.jit
+def _load_scales(scales_ptr, t, T, ROWS: tl.constexpr, SCALE_BLOCK: tl.constexpr):
+    """Of rows t on; 1 where those of blocks are in the sums."""
+    if SCALE_BLOCK > 0:
+        return 1.0
+    else:
+        rows = t + tl.arange(0, ROWS)
+        return tl.load(scales_ptr + rows, mask=rows < T, other=0.0)
+
+
+@triton.jit
+def _store(acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK: tl.constexpr):
+    rows = t + tl.arange(0, acc.shape[1])
+    if SCALE_BLOCK == 0:
+        acc *= x_scale[None, :] * scale[:, None]
+    if bias is not None:
+        acc += bias[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _fp8_tiles_kernel(
-    x_desc, x_scales_ptr, weight_desc, weight_ptr, scales_ptr, bias_ptr, out_ptr, T, N, K, SPAN,
-    SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    x_desc, more_desc, x_scales_ptr, weight_desc, weight_ptr, scales_ptr, bias_ptr, out_ptr,
+    T, N, K, SPAN, SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, MORE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
-    # the left operand: its tile has the 64 rows that tensor cores want, however small T is.
-    # Programs of the same weights are neighbours, so one of them reads these from memory.
+    # One program: BLOCK_N outputs of BLOCK_T rows, and of MORE, summed over SPAN of the inputs. The
+    # weights are the left operand: its tile has the 64 rows that tensor cores want, however small T
+    # is. Programs of the same weights are neighbours, so one of them reads these from memory.
     launch_dependents(PDL)
-    t, n, split = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N, tl.program_id(2)
-    rows, outputs = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N)
+    t, n = tl.program_id(0) * (BLOCK_T + MORE), tl.program_id(1) * BLOCK_N
+    split, outputs, bias = tl.program_id(2), n + tl.arange(0, BLOCK_N), None
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if MORE > 0:
+        more_acc = tl.zeros([BLOCK_N, MORE], tl.float32)
     if bias_ptr is not None:  # a summand of the first part
         bias = tl.where(split == 0, load_bias(bias_ptr, outputs, outputs < N), 0.0)
-    if SCALE_BLOCK == 0:
-        scale = tl.load(scales_ptr + outputs)
+    scale = _load_scales(scales_ptr, n, N, BLOCK_N, SCALE_BLOCK)
     if t == 0:
         prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
-    if SCALE_BLOCK == 0:
-        x_scale = tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)
+    x_scale = _load_scales(x_scales_ptr, t, T, BLOCK_T, SCALE_BLOCK)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
-        weight, x = weight_desc.load([n, k]), x_desc.load([t, k]).T
-        if SCALE_BLOCK == 0:
-            acc = tl.dot(weight, x, acc)
-        else:  # BLOCK_K inputs share a scale
-            g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
-            scale = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
-            scale *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
-            acc += tl.dot(weight, x) * scale[None, :]
-    if SCALE_BLOCK == 0:
-        acc *= x_scale[None, :] * scale[:, None]
-    if bias_ptr is not None:
-        acc += bias[:, None]
-    out_ptrs = out_ptr + (split * T + rows[None, :]).to(tl.int64) * N + outputs[:, None]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=rows[None, :] < T)
+        weight = weight_desc.load([n, k])
+        acc = _add(acc, weight, x_desc, x_scales_ptr, scales_ptr, t, n, k, T, K, SCALE_BLOCK)
+        if MORE > 0:
+            more_acc = _add(
+                more_acc, weight, more_desc, x_scales_ptr, scales_ptr, t + BLOCK_T, n, k, T, K,
+                SCALE_BLOCK,
+            )  # fmt: skip
+    out_ptr += split.to(tl.int64) * T * N
+    _store(acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK)
+    if MORE > 0:
+        t += BLOCK_T
+        x_scale = _load_scales(x_scales_ptr, t, T, MORE, SCALE_BLOCK)
+        _store(more_acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK)
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tiles | None:
@@ -104,17 +139,22 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         partial: whether partial results are welcome.
         in_blocks: whether scales are of blocks.
     """
-    most = 2 * TILE_ROWS if partial and N * K <= SMALL else TILE_ROWS
+    more = 0
+    if TILE_ROWS < T <= MOST_MORE and not in_blocks:
+        more = 32 if T <= TILE_ROWS + 32 else 64
+    most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
-    programs, splits = N // BLOCK_N * cdiv(T, block_t), 1
+    programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
     most = PROGRAMS if block_t < 64 else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
         splits *= 2
     if block_t == TILE_ROWS:
         if programs <= most:
-            return Tiles(block_t, splits, BLOCK, 6)
+            return Tiles(block_t, splits, BLOCK, 6, more=more)
+        if more:  # stages of two programs fit a multiprocessor
+            return Tiles(block_t, splits, BLOCK, 4 if more == 32 else 3, more=more)
         if N % BLOCK == 0:  # each row is read by half as many programs
             return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * most else 3, BLOCK)
     elif in_blocks:
@@ -131,12 +171,14 @@ def _by_tiles(
     (T, K), N, S = x.codes.shape, len(weight), tiles.splits
     shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
     out = torch.empty(shape, dtype=dtype, device=x.codes.device)
-    block_n = tiles.block_n
-    _fp8_tiles_kernel[(cdiv(T, tiles.block_t), N // block_n, S)](
-        describe(x.codes, tiles.block_t, tiles.block_k), x.scales,
-        describe(weight.codes, block_n, tiles.block_k), weight.codes, weight.scales, bias, out,
-        T, N, K, K // S, SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, BLOCK_N=block_n,
-        BLOCK_K=tiles.block_k, num_warps=4, num_stages=tiles.stages, **pdl_options(x.codes),
+    block_n, block_k, more = tiles.block_n, tiles.block_k, tiles.more
+    _fp8_tiles_kernel[(cdiv(T, tiles.block_t + more), N // block_n, S)](
+        describe(x.codes, tiles.block_t, block_k),
+        describe(x.codes, more, block_k) if more else None, x.scales,
+        describe(weight.codes, block_n, block_k), weight.codes, weight.scales, bias, out,
+        T, N, K, K // S, SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, MORE=more,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=tiles.stages,
+        **pdl_options(x.codes),
     )  # fmt: skip
     return out
 
@@ -232,7 +274,7 @@ def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dic
     (N, K), in_blocks = weight.codes.shape, weight.block[0] > 1
     of = Codes, in_blocks, has_bias
     rows: dict[Hashable, int] = {(of, N, K, how, T): T for T in (1, 2 * TILE_ROWS)}
-    for T in (16, 32, 64, 128, 256) if can_describe(weight.codes) else ():
+    for T in (16, 32, 64, 128, 160, MOST_MORE, 256) if can_describe(weight.codes) else ():
         if tiles := choose_tiles(T, N, K, partial, in_blocks):
             rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
     return rows

@@ -38,13 +38,14 @@ SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of
 
 
 class Tiles(NamedTuple):
-    """How `_tiles_kernel` divides a product."""
+    """How `_tiles_kernel` divides a product; `more` rows belong to each tile of FP8."""
 
     block_t: int
     splits: int
     block_k: int
     stages: int
     block_n: int = BLOCK_N
+    more: int = 0
 
 
 def stored(

@@ -104,7 +104,9 @@ def check_product(
         (17, 192, 1024, True, False),
         (40, 128, 512, True, True),
         (130, 64, 512, True, True),
-        (130, 128, 512, False, True),  # more rows than tiles are for
+        (130, 128, 512, False, True),  # a tile and 32 more rows
+        (170, 192, 1024, True, False),  # and 64
+        (200, 128, 512, False, True),  # more rows than tiles are for
         (20, 144, 272, True, False),  # no whole tiles
         rare(256, 4096, 1024, True, True),
     ],
@@ -133,7 +135,7 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
 def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 outputs, where more programs would not run at once."""
     monkeypatch.setattr(fp8_linear, "ROOMY_PROGRAMS", 1)
-    assert choose_tiles(100, 256, 512, True, x_block > 0) == (128, 1, 128, 3, 128)
+    assert choose_tiles(100, 256, 512, True, x_block > 0) == (128, 1, 128, 3, 128, 0)
     x, weight = quantize(randn(100, 512), x_block), weight_of(256, 512, x_block)
     check_product(linear(x, weight, HALF, None, True), x, weight, None)
 
