@@ -12,44 +12,60 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.shapes import DUMMY_INT4, SHAPES
 
 LAYERS = 2
+FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "awq": {"kvcache_block_size": 16},
+}
 
 
 def main() -> None:
-    """Prompts of many lengths, chunked, mixed with decodes, greedy and not; one alone."""
+    """Prompts of many lengths, chunked, mixed with decodes, greedy and not; one alone, of as many
+    tokens as tiles of an odd size take; several that begin alike.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.parse_args()
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=FORMATS, help="all by default"
+    )
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
     rng = random.Random(0)
-    config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
     prompts = [[rng.randrange(10000) for _ in range(rng.randint(1, 700))] for _ in range(40)]
     params = [
         SamplingParams(temperature=i % 3 / 2, max_tokens=rng.randint(1, 40), ignore_eos=True)
         for i in range(len(prompts))
     ]
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        for block_size in (16, 256):
+    begin = max(prompts, key=len)
+    for name in args.formats:
+        config = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": LAYERS}
+        if name in DUMMY_INT4:
+            config["quantization_config"] = DUMMY_INT4[name]
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(config))
             with LLM(
                 directory,
                 load_format="dummy",
                 enforce_eager=True,
                 attention_backend="triton",
-                kvcache_block_size=block_size,
                 kv_cache_memory_bytes=2**28,
                 max_num_batched_tokens=1024,
+                **FORMATS[name],
             ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                outputs += llm.generate(prompts[:1], params[:1], use_tqdm=False)
-            print(block_size, sum(len(output.outputs[0].token_ids) for output in outputs), "tokens")
+                outputs += llm.generate([begin[:160]], params[:1], use_tqdm=False)
+                alike = [begin[:512] + prompt[:9] for prompt in prompts[:8]]
+                outputs += llm.generate(alike, params[:8], use_tqdm=False)
+            print(name, sum(len(output.outputs[0].token_ids) for output in outputs), "tokens")
 
 
 if __name__ == "__main__":
