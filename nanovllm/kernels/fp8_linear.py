@@ -25,7 +25,7 @@ from nanovllm.kernels.hopper import (
     prefetch_weights,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, load_bias
+from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, empty_parts, load_bias
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -59,33 +59,8 @@ def x_block_of(weight: Codes) -> int:
 
 
 @triton.jit
-def _add(acc, weight, x_desc, x_scales_ptr, scales_ptr, t, n, k, T, K, SCALE_BLOCK: tl.constexpr):
-    """acc + the product of weights of outputs n on by rows t on, from input k on."""
-    x = x_desc.load([t, k]).T
-    if SCALE_BLOCK == 0:
-        return tl.dot(weight, x, acc)
-    else:  # these inputs share a scale
-        rows = t + tl.arange(0, acc.shape[1])
-        g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
-        scale = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
-        scale *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
-        return acc + tl.dot(weight, x) * scale[None, :]
-
-
-@triton.jit
-def _load_scales(scales_ptr, t, T, ROWS: tl.constexpr, SCALE_BLOCK: tl.constexpr):
-    """Of rows t on; 1 where those of blocks are in the sums."""
-    if SCALE_BLOCK > 0:
-        return 1.0
-    else:
-        rows = t + tl.arange(0, ROWS)
-        return tl.load(scales_ptr + rows, mask=rows < T, other=0.0)
-
-
-@triton.jit
-def _store(acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK: tl.constexpr):
-    rows = t + tl.arange(0, acc.shape[1])
-    if SCALE_BLOCK == 0:
+def _store(acc, x_scale, scale, bias, out_ptr, rows, outputs, T, N):
+    if scale is not None:
         acc *= x_scale[None, :] * scale[:, None]
     if bias is not None:
         acc += bias[:, None]
@@ -99,36 +74,42 @@ def _fp8_tiles_kernel(
     T, N, K, SPAN, SCALE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, MORE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of BLOCK_T rows, and of MORE, summed over SPAN of the inputs. The
-    # weights are the left operand: its tile has the 64 rows that tensor cores want, however small T
-    # is. Programs of the same weights are neighbours, so one of them reads these from memory.
+    # One program: BLOCK_N outputs of BLOCK_T rows, and of MORE if scales are of rows, summed over
+    # SPAN of the inputs. The weights are the left operand: its tile has the 64 rows that tensor
+    # cores want, however small T is. Programs of the same weights are neighbours, so one of them
+    # reads these from memory.
     launch_dependents(PDL)
     t, n = tl.program_id(0) * (BLOCK_T + MORE), tl.program_id(1) * BLOCK_N
-    split, outputs, bias = tl.program_id(2), n + tl.arange(0, BLOCK_N), None
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    rows, outputs, split = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N), tl.program_id(2)
+    acc, x_scale, scale, bias = tl.zeros([BLOCK_N, BLOCK_T], tl.float32), None, None, None
     if MORE > 0:
         more_acc = tl.zeros([BLOCK_N, MORE], tl.float32)
+        more_rows = t + BLOCK_T + tl.arange(0, MORE)
     if bias_ptr is not None:  # a summand of the first part
         bias = tl.where(split == 0, load_bias(bias_ptr, outputs, outputs < N), 0.0)
-    scale = _load_scales(scales_ptr, n, N, BLOCK_N, SCALE_BLOCK)
+    if SCALE_BLOCK == 0:
+        scale = tl.load(scales_ptr + outputs)
     if t == 0:
         prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
-    x_scale = _load_scales(x_scales_ptr, t, T, BLOCK_T, SCALE_BLOCK)
+    if SCALE_BLOCK == 0:  # asked for before the tiles, it is there when it is needed
+        x_scale = tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
-        weight = weight_desc.load([n, k])
-        acc = _add(acc, weight, x_desc, x_scales_ptr, scales_ptr, t, n, k, T, K, SCALE_BLOCK)
+        weight, x = weight_desc.load([n, k]), x_desc.load([t, k]).T
         if MORE > 0:
-            more_acc = _add(
-                more_acc, weight, more_desc, x_scales_ptr, scales_ptr, t + BLOCK_T, n, k, T, K,
-                SCALE_BLOCK,
-            )  # fmt: skip
+            more_acc = tl.dot(weight, more_desc.load([t + BLOCK_T, k]).T, more_acc)
+        if SCALE_BLOCK == 0:
+            acc = tl.dot(weight, x, acc)
+        else:  # BLOCK_K inputs share a scale
+            g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
+            scales = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
+            scales *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
+            acc += tl.dot(weight, x) * scales[None, :]
     out_ptr += split.to(tl.int64) * T * N
-    _store(acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK)
+    _store(acc, x_scale, scale, bias, out_ptr, rows, outputs, T, N)
     if MORE > 0:
-        t += BLOCK_T
-        x_scale = _load_scales(x_scales_ptr, t, T, MORE, SCALE_BLOCK)
-        _store(more_acc, x_scale, scale, bias, out_ptr, t, outputs, T, N, SCALE_BLOCK)
+        x_scale = tl.load(x_scales_ptr + more_rows, mask=more_rows < T, other=0.0)
+        _store(more_acc, x_scale, scale, bias, out_ptr, more_rows, outputs, T, N)
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tiles | None:
@@ -167,10 +148,8 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
 def _by_tiles(
     x: Codes, weight: Codes, bias: torch.Tensor | None, tiles: Tiles, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[S, T, N] float32 for S splits; [T, N] of `dtype` for one."""
     (T, K), N, S = x.codes.shape, len(weight), tiles.splits
-    shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.codes.device)
+    out = empty_parts(S, T, N, dtype, x.codes.device)
     block_n, block_k, more = tiles.block_n, tiles.block_k, tiles.more
     _fp8_tiles_kernel[(cdiv(T, tiles.block_t + more), N // block_n, S)](
         describe(x.codes, tiles.block_t, block_k),

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.linear import load_bias
+from nanovllm.kernels.linear import load_bias, load_words
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
@@ -51,18 +51,6 @@ def _numbers(words, CVT: tl.constexpr):
         a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
         c, d = c.to(tl.float8e4nv, bitcast=True), d.to(tl.float8e4nv, bitcast=True)
         return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
-
-
-@triton.jit
-def _load_words(
-    words_ptr, block, begin, q,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Four codes in an int32: of a block of rows, the inputs from `begin` on; 0 beyond the last."""
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (n < N)[:, None] & (begin // 4 + q < K // 4)[None, :]
-    ptrs = words_ptr + n.to(tl.int64)[:, None] * (K // 4) + (begin // 4 + q)[None, :]
-    return tl.load(ptrs, mask=mask, other=0)
 
 
 @triton.jit
@@ -108,9 +96,9 @@ def _fp8_row_kernel(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     first, q = tl.program_id(0), tl.arange(0, BLOCK_K // 4)
     up_ptr = words_ptr + N * (K // 4)
-    words = _load_words(words_ptr, first, 0, q, N, K, BLOCK_N)
+    words = load_words(words_ptr, first, 0, q, N, K // 4, BLOCK_N)
     if GATED:
-        up_words = _load_words(up_ptr, first, 0, q, N, K, BLOCK_N)
+        up_words = load_words(up_ptr, first, 0, q, N, K // 4, BLOCK_N)
     wait(PDL)
     x = _load_fours(x_ptr, 0, q, K, DTYPE)
     for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
@@ -123,13 +111,13 @@ def _fp8_row_kernel(
             last = step + 1 == STEPS
             behind = tl.where(last, 0, start + BLOCK_K)
             where = tl.where(last, block + tl.num_programs(0), block)
-            following = _load_words(words_ptr, where, behind, q, N, K, BLOCK_N)
+            following = load_words(words_ptr, where, behind // 4, q, N, K // 4, BLOCK_N)
             if STEPS > 1:
                 x = _load_fours(x_ptr, start, q, K, DTYPE)
             out += _multiply_words(words, x, scales_ptr, row, start, q, K, SCALE_BLOCK, CVT)
             words = following
             if GATED:
-                following = _load_words(up_ptr, where, behind, q, N, K, BLOCK_N)
+                following = load_words(up_ptr, where, behind // 4, q, N, K // 4, BLOCK_N)
                 up += _multiply_words(
                     up_words, x, scales_ptr, N + row, start, q, K, SCALE_BLOCK, CVT
                 )  # fmt: skip

@@ -27,7 +27,7 @@ from nanovllm.kernels.hopper import (
 )
 from nanovllm.kernels.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.int4_row import one_row
-from nanovllm.kernels.linear import HALF, SPLITS, multiply_parts
+from nanovllm.kernels.linear import HALF, SPLITS, empty_parts, multiply_parts
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.int4 import PLANES, Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -118,10 +118,8 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
 def _by_tiles(
     x: torch.Tensor, weight: Int4Codes, bias: torch.Tensor | None, tiles: Tiles
 ) -> torch.Tensor:
-    """[S, T, N] float32 for S splits; [T, N] for one."""
     T, (N, K), P, S = len(x), weight.shape, weight.plane, tiles.splits
-    shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    out = empty_parts(S, T, N, x.dtype, x.device)
     tma = tiles.block_n == 64 and can_describe(x) and can_describe(weight.data)
     _int4_tiles_kernel[(cdiv(T, tiles.block_t), N // tiles.block_n, S)](
         describe(x, tiles.block_t, P) if tma else x.contiguous(),

@@ -14,7 +14,7 @@ import triton.language as tl
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.int4 import dot_planes, halves, in_bytes, offset_of
-from nanovllm.kernels.linear import load_bias
+from nanovllm.kernels.linear import empty_parts, load_bias, load_words
 from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
@@ -112,18 +112,6 @@ def _add_codes(
 
 
 @triton.jit
-def _load_codes(
-    weight_ptr, block, begin, q,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Eight in an int32: of a block of rows, the inputs from `begin` on."""
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (n < N)[:, None] & (begin // 8 + q < K // 8)[None, :]
-    ptrs = weight_ptr + n.to(tl.int64)[:, None] * (K // 8) + begin // 8 + q[None, :]
-    return tl.load(ptrs, mask=mask, other=0)
-
-
-@triton.jit
 def _int4_row_kernel(
     pairs_ptr, weight_ptr, words_ptr, bias_ptr, out_ptr,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
@@ -141,9 +129,9 @@ def _int4_row_kernel(
     pair = q // (P // 2) * (2 * P) + q % (P // 2)
     begin = split * STEPS * BLOCK_K
     up_ptr = weight_ptr + N * (K // 8)
-    codes = _load_codes(weight_ptr, first, begin, q, N, K, BLOCK_N)
+    codes = load_words(weight_ptr, first, begin // 8, q, N, K // 8, BLOCK_N)
     if GATED:
-        up_codes = _load_codes(up_ptr, first, begin, q, N, K, BLOCK_N)
+        up_codes = load_words(up_ptr, first, begin // 8, q, N, K // 8, BLOCK_N)
     wait(PDL)
     inside = begin // 8 + q < K // 8
     a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
@@ -158,7 +146,7 @@ def _int4_row_kernel(
                 behind, where = start + BLOCK_K, block
             else:
                 behind, where = begin, block + tl.num_programs(0)
-            next_codes = _load_codes(weight_ptr, where, behind, q, N, K, BLOCK_N)
+            next_codes = load_words(weight_ptr, where, behind // 8, q, N, K // 8, BLOCK_N)
             if STEPS > 1:
                 inside = start // 8 + q < K // 8
                 a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
@@ -168,7 +156,7 @@ def _int4_row_kernel(
             )  # fmt: skip
             codes = next_codes
             if GATED:
-                next_codes = _load_codes(up_ptr, where, behind, q, N, K, BLOCK_N)
+                next_codes = load_words(up_ptr, where, behind // 8, q, N, K // 8, BLOCK_N)
                 up_acc = _add_codes(
                     up_acc, up_codes, a, b, words_ptr + N, n, start, N, ALL, K, GROUP, P, DTYPE, ASM
                 )  # fmt: skip
@@ -204,8 +192,7 @@ def one_row(
     blocks = cdiv(N, block_n)
     # Each program has as many blocks.
     programs = cdiv(blocks, cdiv(blocks * splits, most))
-    shape, dtype = ((splits, 1, N), torch.float32) if splits > 1 else ((1, N), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    out = empty_parts(splits, 1, N, x.dtype, x.device)
     _int4_row_kernel[(programs, splits)](
         x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
         out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,

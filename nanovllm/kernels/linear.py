@@ -67,6 +67,15 @@ def load_bias(bias_ptr, n, mask):
 
 
 @triton.jit
+def load_words(ptr, block, begin, q, N, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Words of a block of rows, of WIDTH each, from `begin` on; 0 beyond the last."""
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < N)[:, None] & (begin + q < WIDTH)[None, :]
+    ptrs = ptr + n.to(tl.int64)[:, None] * WIDTH + (begin + q)[None, :]
+    return tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
 def _add_products(
     acc, weight, x, row, n, start, codes_scales_ptr,
     N: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
@@ -222,6 +231,13 @@ def one_row(
     return out if scales is None else out.unsqueeze(1)
 
 
+def empty_parts(S: int, T: int, N: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """For results, [S, T, N] float32 of S splits; [T, N] of one."""
+    if S > 1:
+        return torch.empty(S, T, N, dtype=torch.float32, device=device)
+    return torch.empty(T, N, dtype=dtype, device=device)
+
+
 def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
     """Tiles for T rows, or None where the library is faster (measured on an H200).
 
@@ -248,10 +264,8 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
 def _by_tiles(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles
 ) -> torch.Tensor:
-    """[S, T, N] float32 for S splits; [T, N] for one."""
     (T, K), N, S = x.shape, weight.shape[0], tiles.splits
-    shape, dtype = ((S, T, N), torch.float32) if S > 1 else ((T, N), x.dtype)
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    out = empty_parts(S, T, N, x.dtype, x.device)
     _tiles_kernel[(N // BLOCK_N, cdiv(T, tiles.block_t), S)](
         describe(x, tiles.block_t, tiles.block_k), describe(weight, BLOCK_N, tiles.block_k),
         weight, bias, out, T, N, K, K // S,
@@ -262,10 +276,7 @@ def _by_tiles(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    partial: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, partial: bool = False
 ) -> torch.Tensor:
     """`x @ weight.T + bias`.
 

@@ -6,19 +6,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from nanovllm.kernels.hopper import (
-    VERSION,
-    has_room,
-    launch_dependents,
-    pdl_options,
-    wait,
-)
+from nanovllm.kernels.hopper import VERSION, has_room, launch_dependents, pdl_options, wait
 from nanovllm.kernels.kv_cache import load_queries
-from nanovllm.kernels.paged_attention import (
-    LOG2E,
-    before_keys,
-    metadata,
-)
+from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
 from nanovllm.kernels.paged_splits import (
     PARTS_AT_ONCE,

@@ -216,22 +216,13 @@ def _prefill_kernel(
             kv_head, lowest, origin, positions, stride_slot, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP,
         )  # fmt: skip
-    if WINDOW:
+    bounds = begin, unmasked, unmasked_end, end
+    for i in tl.static_range(0 if WINDOW else 1, 3):
         m, l, acc = prefill_span(
             q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
-            begin, unmasked, k_len, positions, stride_row, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
+            bounds[i], bounds[i + 1], k_len, positions, stride_row, scale,
+            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
         )  # fmt: skip
-    m, l, acc = prefill_span(
-        q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
-        unmasked, unmasked_end, k_len, positions, stride_row, scale,
-        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, False,
-    )  # fmt: skip
-    m, l, acc = prefill_span(
-        q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
-        unmasked_end, end, k_len, positions, stride_row, scale,
-        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, True,
-    )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
 

@@ -91,12 +91,7 @@ class Fp8Weight(QuantizedWeight):
     name = "fp8"
 
     def __init__(
-        self,
-        num_rows: int,
-        num_cols: int,
-        dtype: torch.dtype,
-        fused: bool,
-        quantization: Fp8,
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Fp8
     ) -> None:
         super().__init__(num_cols, dtype, fused)
         rows, cols = quantization.block

@@ -167,12 +167,7 @@ class Int4Weight(QuantizedWeight):
     name = "int4"
 
     def __init__(
-        self,
-        num_rows: int,
-        num_cols: int,
-        dtype: torch.dtype,
-        fused: bool,
-        quantization: Int4,
+        self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Int4
     ) -> None:
         super().__init__(num_cols, dtype, fused)
         self.quantization, group = quantization, quantization.group

@@ -203,12 +203,7 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool,
-        build: Build,
-        multiplier: float = 1.0,
+        self, input_size: int, output_size: int, bias: bool, build: Build, multiplier: float = 1.0
     ) -> None:
         inputs = Part.equal(input_size, build.group)
         super().__init__(inputs, {"": Part.whole(output_size)}, bias, build)
