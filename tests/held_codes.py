@@ -1,7 +1,10 @@
-"""A quantised weight of given codes, without a checkpoint that fills it."""
+"""A quantised weight of given codes, without a checkpoint that fills it, and what it launches."""
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 
+import pytest
 import torch
 
 from nanovllm.layers.quantized_weight import QuantizedWeight
@@ -21,3 +24,24 @@ class HeldCodes(QuantizedWeight):
     @property
     def codes(self) -> Codes | Int4Codes:
         return self.held
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[ModuleType, str]
+) -> list[tuple[object, ...]]:
+    """What tells launches of kernels apart for their compiler, instead of the launches."""
+    launched: list[tuple[object, ...]] = []
+
+    def launch(kernel: str, *grid: object) -> Callable[..., None]:
+        return lambda *args, **how: launched.append((kernel, types(args), constants(how)))
+
+    def types(args: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(getattr(x, "dtype", str(getattr(x, "block_shape", x is None))) for x in args)
+
+    def constants(how: dict[str, object]) -> tuple[object, ...]:
+        return tuple(sorted((name, str(value)) for name, value in how.items()))
+
+    for module, name in kernels.items():
+        kernel = type(name, (), {"__class_getitem__": functools.partial(launch, name)})
+        monkeypatch.setattr(module, name, kernel)
+    return launched

@@ -6,13 +6,13 @@ from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
-from held_codes import HeldCodes
+from held_codes import HeldCodes, record_launches
 
 from checkpoints import rare
-from nanovllm.kernels import fp8_half, fp8_linear
+from nanovllm.kernels import fp8_half, fp8_linear, fp8_row
 from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
-from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.fp8 import empty_codes, quantize
 from nanovllm.kernels.fp8_linear import choose_tiles, linear, multiply_into
 from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
@@ -138,6 +138,39 @@ def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_tiles(100, 256, 512, True, x_block > 0) == (128, 1, 128, 3, 128, 0)
     x, weight = quantize(randn(100, 512), x_block), weight_of(256, 512, x_block)
     check_product(linear(x, weight, HALF, None, True), x, weight, None)
+
+
+@X_BLOCKS
+def test_products_of_every_number_of_rows_are_compiled_ahead(
+    x_block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tells kernels apart is listed; and all their tiles fit a multiprocessor of Hopper."""
+
+    def empty(x: torch.Tensor, _: int) -> Codes:
+        return empty_codes(*x.shape, x_block, x.device)
+
+    launched = record_launches(
+        monkeypatch, {fp8_linear: "_fp8_tiles_kernel", fp8_row: "_fp8_row_kernel"}
+    )
+    monkeypatch.setattr(fp8_linear, "quantize", empty)
+    monkeypatch.setattr(fp8_linear, "_many_rows", lambda x, weight, dtype, bias: None)
+    for N, K in ((1024, 1024), (6144, 1024), (1024, 3072), (4096, 4096), (24576, 4096)):
+        counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
+        codes, scales = torch.empty(N, K, dtype=FP8, device=DEVICE), torch.empty(*counts)
+        weight = Codes(codes, scales.to(DEVICE), (128, 128) if x_block else (1, K))
+        for partial in (False, True):
+            launched.clear()
+            held = HeldCodes(weight, HALF, fp8_linear)
+            for call in held.variants(None, partial, False).values():
+                call()
+            made = set(launched)
+            assert len(made) >= 5 or not can_describe(codes)
+            for T in range(1, 300):
+                linear(torch.empty(T, K, dtype=HALF, device=DEVICE), weight, HALF, None, partial)
+                if tiles := choose_tiles(T, N, K, partial, x_block > 0):
+                    rows = tiles.block_t + tiles.more + tiles.block_n
+                    assert rows * tiles.block_k * tiles.stages <= 220 << 10
+            assert set(launched) == made
 
 
 @X_BLOCKS

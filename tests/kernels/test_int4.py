@@ -1,15 +1,12 @@
 """Products with weights in 4 bits, against float64 of the numbers that the codes mean."""
 
-import functools
-from collections.abc import Callable
-
 import pytest
 import torch
 from attention_cases import DEVICE
 
 pytest.importorskip("triton")
 
-from held_codes import HeldCodes
+from held_codes import HeldCodes, record_launches
 
 from checkpoints import rare
 from nanovllm.kernels import int4_linear, int4_row
@@ -178,20 +175,9 @@ def test_products_of_every_number_of_rows_are_compiled_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What tells kernels apart is listed: launches of others find none that is new."""
-    launched: list[tuple[object, ...]] = []
-
-    def launch(kernel: object, *grid: object) -> Callable[..., None]:
-        return lambda *args, **how: launched.append((kernel, dtypes(args), constants(how)))
-
-    def dtypes(args: tuple[object, ...]) -> tuple[object, ...]:
-        return tuple(x.dtype if isinstance(x, torch.Tensor) else x is None for x in args)
-
-    def constants(how: dict[str, object]) -> tuple[object, ...]:
-        return tuple(sorted((name, str(value)) for name, value in how.items()))
-
-    for module, name in ((int4_linear, "_int4_tiles_kernel"), (int4_row, "_int4_row_kernel")):
-        kernel = type(name, (), {"__class_getitem__": functools.partial(launch, name)})
-        monkeypatch.setattr(module, name, kernel)
+    launched = record_launches(
+        monkeypatch, {int4_linear: "_int4_tiles_kernel", int4_row: "_int4_row_kernel"}
+    )
     monkeypatch.setattr(int4_linear, "multiply_into", lambda out, x, weight, bias: None)
     for N, K in ((192, 1024), (6144, 1024), (128, 1024)):
         weight = Int4Codes(
