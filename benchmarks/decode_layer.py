@@ -1,6 +1,8 @@
-"""What one token costs in a layer of the 8B shape with weights in FP8, by parts of the layer.
+"""What one token costs in a layer of the 8B shape with weights in FP8, by parts of the layer; and
+what several do without attention.
 
     python benchmarks/decode_layer.py [--kv-cache-dtype fp8] [--contexts 590 1500]
+    python benchmarks/decode_layer.py --contexts --sequences 16 64 128
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
 their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer. What one part
@@ -18,6 +20,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton.testing import do_bench
 
+from nanovllm.kernels.activation import quantized_act_and_mul
+from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.fp8_linear import linear
 from nanovllm.kernels.fp8_row import one_row
 from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.kernels.paged_decode import paged_decode
@@ -87,6 +92,30 @@ class Layers:
 
         return run
 
+    def several(self, count: int) -> Callable[[], object]:
+        """A call of all layers for so many tokens, of which attention's results are there."""
+        first, heads = torch.randn(2, count, M, dtype=DTYPE, device=DEVICE).unbind()
+
+        def multiply(x: Codes, weight: Codes, partial: bool = True) -> torch.Tensor:
+            return linear(x, weight, DTYPE, None, partial)
+
+        def normed(x: torch.Tensor, residual: torch.Tensor) -> tuple[Codes, torch.Tensor]:
+            codes, total = add_rms_norm(x, residual, self.norm, 1e-6, x_block=0)
+            assert isinstance(codes, Codes)
+            return codes, total
+
+        def run() -> None:
+            x, residual = first, first
+            for qkv_weight, out_weight, up_weight, down_weight in self.weights:
+                codes, residual = normed(x, residual)
+                multiply(codes, qkv_weight)
+                x = multiply(quantize(heads, 0), out_weight)
+                codes, residual = normed(x, residual)
+                gates = quantized_act_and_mul(multiply(codes, up_weight, False), False, 0)
+                x = multiply(gates, down_weight)
+
+        return run
+
 
 def microseconds(run: Callable[[], object]) -> float:
     """Of a layer, in a graph."""
@@ -104,7 +133,10 @@ def main() -> None:
         "--kv-cache-dtype", choices=["auto", "fp8"], default="fp8", help="of keys and values"
     )
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[200, 590, 1500, 3500], help="tokens, each a run"
+        "--contexts", type=int, nargs="*", default=[200, 590, 1500, 3500], help="tokens, each a run"
+    )
+    parser.add_argument(
+        "--sequences", type=int, nargs="*", default=[], help="more than one, each a run"
     )
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -115,6 +147,9 @@ def main() -> None:
             for attention in ("none", "two", "one"):
                 us = microseconds(layers.step(context, norms, attention))
                 print(f"context {context}, norms {norms}, attention {attention}: {us:.1f} us")
+    for count in args.sequences:
+        us = microseconds(layers.several(count))
+        print(f"{count} sequences, products, norms, activation, quantisation: {us:.1f} us")
 
 
 if __name__ == "__main__":
