@@ -23,14 +23,15 @@ from nanovllm.benchmark.shapes import DUMMY_INT4, SHAPES
 LAYERS = 2
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "small-blocks": {"kvcache_block_size": 16},
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "awq": {"kvcache_block_size": 16},
 }
 
 
 def main() -> None:
-    """Prompts of many lengths, chunked, mixed with decodes, greedy and not; one alone, of as many
-    tokens as tiles of an odd size take; several that begin alike.
+    """Prompts of many lengths, chunked, mixed with decodes, greedy and not; 160 and 192 tokens
+    alone, which take tiles of 128 and more rows; several prompts that begin alike.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
@@ -62,7 +63,8 @@ def main() -> None:
                 **FORMATS[name],
             ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
-                outputs += llm.generate([begin[:160]], params[:1], use_tqdm=False)
+                for length in (160, 192):
+                    outputs += llm.generate([begin[:length]], params[:1], use_tqdm=False)
                 alike = [begin[:512] + prompt[:9] for prompt in prompts[:8]]
                 outputs += llm.generate(alike, params[:8], use_tqdm=False)
             print(name, sum(len(output.outputs[0].token_ids) for output in outputs), "tokens")

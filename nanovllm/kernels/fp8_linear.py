@@ -25,18 +25,18 @@ from nanovllm.kernels.hopper import (
     prefetch_weights,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, empty_parts, load_bias
+from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, empty_parts
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
-# Programs that run at once. Stages leave no room for more: those of the next kernel would come to
-# the multiprocessors that have one less, and leave others idle later.
-PROGRAMS = 256
-ROOMY_PROGRAMS = 132  # of large tiles: one for each multiprocessor
-MOST_MORE = 192  # rows that a program takes as TILE_ROWS and more
+# Programs that run at once: two for each multiprocessor, or one of large tiles. Where stages leave
+# room for another, programs of the next kernel start first where fewer run, and come to lie
+# unevenly (docs/experiments.md, 38).
+PROGRAMS, ROOMY_PROGRAMS = 256, 132
+MOST_ROWS = 192  # for which a program takes a tile and more rows
 SPLITS = (2, 4)
 
 
@@ -78,6 +78,7 @@ def _fp8_tiles_kernel(
     # SPAN of the inputs. The weights are the left operand: its tile has the 64 rows that tensor
     # cores want, however small T is. Programs of the same weights are neighbours, so one of them
     # reads these from memory.
+    tl.static_assert(MORE == 0 or SCALE_BLOCK == 0)
     launch_dependents(PDL)
     t, n = tl.program_id(0) * (BLOCK_T + MORE), tl.program_id(1) * BLOCK_N
     rows, outputs, split = t + tl.arange(0, BLOCK_T), n + tl.arange(0, BLOCK_N), tl.program_id(2)
@@ -86,14 +87,16 @@ def _fp8_tiles_kernel(
         more_acc = tl.zeros([BLOCK_N, MORE], tl.float32)
         more_rows = t + BLOCK_T + tl.arange(0, MORE)
     if bias_ptr is not None:  # a summand of the first part
-        bias = tl.where(split == 0, load_bias(bias_ptr, outputs, outputs < N), 0.0)
+        bias = tl.where(split == 0, tl.load(bias_ptr + outputs).to(tl.float32), 0.0)
     if SCALE_BLOCK == 0:
         scale = tl.load(scales_ptr + outputs)
     if t == 0:
         prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
-    if SCALE_BLOCK == 0:  # asked for before the tiles, it is there when it is needed
+    if SCALE_BLOCK == 0:  # asked for before the tiles, they are there when they are needed
         x_scale = tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)
+        if MORE > 0:
+            more_scale = tl.load(x_scales_ptr + more_rows, mask=more_rows < T, other=0.0)
     for k in range(split * SPAN, (split + 1) * SPAN, BLOCK_K):
         weight, x = weight_desc.load([n, k]), x_desc.load([t, k]).T
         if MORE > 0:
@@ -102,14 +105,13 @@ def _fp8_tiles_kernel(
             acc = tl.dot(weight, x, acc)
         else:  # BLOCK_K inputs share a scale
             g, width = k // SCALE_BLOCK, tl.cdiv(K, SCALE_BLOCK)
-            scales = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
-            scales *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
-            acc += tl.dot(weight, x) * scales[None, :]
+            both = tl.load(x_scales_ptr + rows * width + g, mask=rows < T, other=0.0)
+            both *= tl.load(scales_ptr + n // SCALE_BLOCK * width + g)
+            acc += tl.dot(weight, x) * both[None, :]
     out_ptr += split.to(tl.int64) * T * N
     _store(acc, x_scale, scale, bias, out_ptr, rows, outputs, T, N)
     if MORE > 0:
-        x_scale = tl.load(x_scales_ptr + more_rows, mask=more_rows < T, other=0.0)
-        _store(more_acc, x_scale, scale, bias, out_ptr, more_rows, outputs, T, N)
+        _store(more_acc, more_scale, scale, bias, out_ptr, more_rows, outputs, T, N)
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tiles | None:
@@ -120,15 +122,15 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         partial: whether partial results are welcome.
         in_blocks: whether scales are of blocks.
     """
-    more = 0
-    if TILE_ROWS < T <= MOST_MORE and not in_blocks:
+    wide, more = K % 1024 == 0 and not in_blocks, 0
+    if TILE_ROWS < T <= MOST_ROWS and not in_blocks:
         more = 32 if T <= TILE_ROWS + 32 else 64
     most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
     programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
-    most = PROGRAMS if block_t < 64 else ROOMY_PROGRAMS
+    most = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
         splits *= 2
     if block_t == TILE_ROWS:
@@ -138,11 +140,10 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
             return Tiles(block_t, splits, BLOCK, 4 if more == 32 else 3, more=more)
         if N % BLOCK == 0:  # each row is read by half as many programs
             return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * most else 3, BLOCK)
-    elif in_blocks:
-        return Tiles(block_t, splits, BLOCK, 8 if block_t == 16 else 4)
-    elif K % 1024 == 0 and (block_t < 64 or programs <= most):
+    elif wide and (block_t < 64 or programs <= most):
         return Tiles(block_t, splits, 2 * BLOCK, 4)
-    return Tiles(block_t, splits, BLOCK, 4)
+    few = block_t == 16 or (block_t == 32 and not in_blocks)
+    return Tiles(block_t, splits, BLOCK, 8 if few else 4)
 
 
 def _by_tiles(
@@ -252,8 +253,8 @@ def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dic
     """As `kernels.linear.variants`, of products with `weight` and what quantises for them."""
     (N, K), in_blocks = weight.codes.shape, weight.block[0] > 1
     of = Codes, in_blocks, has_bias
-    rows: dict[Hashable, int] = {(of, N, K, how, T): T for T in (1, 2 * TILE_ROWS)}
-    for T in (16, 32, 64, 128, 160, MOST_MORE, 256) if can_describe(weight.codes) else ():
+    rows: dict[Hashable, int] = {(of, N, K, how, T): T for T in (1, 2 * TILE_ROWS + 1)}
+    for T in (16, 32, 64, 128, 160, MOST_ROWS, 256) if can_describe(weight.codes) else ():
         if tiles := choose_tiles(T, N, K, partial, in_blocks):
             rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
     return rows

@@ -53,7 +53,7 @@ def wait(PDL: tl.constexpr):
 @triton.jit
 def prefetch_weights(ptr, n, begin, K, SPAN, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
     """Have the first of SPAN weights from column `begin` on copied into the L2 cache, of BLOCK_N
-    rows from n on of a matrix with K columns. What a kernel computes before it waits for is there.
+    rows from n on of a matrix with K columns, which no kernel of the step writes.
     """
     if PDL:
         PARTS: tl.constexpr = 128 // BLOCK_N  # as many pieces as threads

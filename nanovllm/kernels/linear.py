@@ -38,7 +38,7 @@ SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of
 
 
 class Tiles(NamedTuple):
-    """How `_tiles_kernel` divides a product; `more` rows belong to each tile of FP8."""
+    """How `_tiles_kernel` divides a product; `more`: rows beside `block_t` (in FP8)."""
 
     block_t: int
     splits: int

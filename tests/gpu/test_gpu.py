@@ -698,7 +698,9 @@ def test_defect_3_any_max_num_seqs_has_a_graph(tiny: str, max_num_seqs: int) -> 
 
 
 def test_defect_14_memory_comes_back(tiny: str) -> None:
-    """After exit, and after `del` alone; and a second engine fits beside the first."""
+    """After exit, and after `del` alone; a second engine fits beside the first, and a third begins
+    behind them.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -117,6 +117,7 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
     out = linear(x, weight, HALF, bias, partial)
     tiles = choose_tiles(T, N, K, partial, x_block > 0)
     if T > 1 and tiles is not None and can_describe(weight.codes):
+        assert tiles.more == (0 if x_block or not 128 < T <= 192 else 32 if T <= 160 else 64)
         assert out.dim() == (3 if tiles.splits > 1 else 2)
         assert tiles.splits > 1 or not partial or N == 4096
     given = x if T == 1 else quantize(x, x_block)
@@ -131,6 +132,30 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
         check_product(linear(given[part], weight, HALF, bias), given[part], weight, bias)
 
 
+def test_tiles_of_the_8b_shape() -> None:
+    """Those that were measured (docs/experiments.md, 38): rows, splits, inputs and stages, outputs,
+    and more rows.
+    """
+    qkv, down, up = (6144, 4096, True, False), (4096, 12288, True, False), (24576, 4096, False)
+    wanted = {
+        (16, down): (16, 4, 256, 4, 64, 0),
+        (32, qkv): (32, 2, 256, 4, 64, 0),
+        (64, down): (64, 2, 256, 4, 64, 0),
+        (64, (*up, False)): (64, 1, 128, 4, 64, 0),
+        (128, down): (128, 2, 128, 6, 64, 0),
+        (128, (*up, False)): (128, 1, 128, 3, 128, 0),
+        (144, qkv): (128, 1, 128, 6, 64, 32),
+        (160, (*up, False)): (128, 1, 128, 4, 64, 32),
+        (192, (*up, False)): (128, 1, 128, 3, 64, 64),
+        (192, down): (128, 2, 128, 6, 64, 64),
+        (16, (*up, True)): (16, 1, 128, 8, 64, 0),  # scales of blocks
+        (64, (*qkv[:3], True)): (64, 2, 128, 4, 64, 0),
+        (32, (2560, 9728, True, False)): (32, 4, 128, 8, 64, 0),  # no tiles of 256 inputs
+    }
+    assert {key: choose_tiles(key[0], *key[1]) for key in wanted} == wanted
+    assert choose_tiles(193, *up, False) is None and choose_tiles(129, *up, True) is None
+
+
 @X_BLOCKS
 def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 outputs, where more programs would not run at once."""
@@ -141,8 +166,9 @@ def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @X_BLOCKS
+@pytest.mark.parametrize("library", [True, False], ids=["", "no library"])
 def test_products_of_every_number_of_rows_are_compiled_ahead(
-    x_block: int, monkeypatch: pytest.MonkeyPatch
+    library: bool, x_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What tells kernels apart is listed; and all their tiles fit a multiprocessor of Hopper."""
 
@@ -153,7 +179,8 @@ def test_products_of_every_number_of_rows_are_compiled_ahead(
         monkeypatch, {fp8_linear: "_fp8_tiles_kernel", fp8_row: "_fp8_row_kernel"}
     )
     monkeypatch.setattr(fp8_linear, "quantize", empty)
-    monkeypatch.setattr(fp8_linear, "_many_rows", lambda x, weight, dtype, bias: None)
+    monkeypatch.setattr(fp8_linear, "_library_has", lambda weight: library)
+    monkeypatch.setattr(fp8_linear, "_by_library", lambda x, *_: torch.empty(len(x), 1))
     for N, K in ((1024, 1024), (6144, 1024), (1024, 3072), (4096, 4096), (24576, 4096)):
         counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
         codes, scales = torch.empty(N, K, dtype=FP8, device=DEVICE), torch.empty(*counts)
