@@ -2,7 +2,7 @@
 
 Pairs of a token and one of its experts are sorted by expert (`routing.py`), so that a tile of rows
 meets the weights of one expert. How many tiles there are, the host need not know: the grid is what
-there can be. A single token needs no sorting (`linear.one_row`). FP8 weights become numbers of 16
+there can be. A single token needs no sorting (`row.one_row`). FP8 weights become numbers of 16
 bits on their way to tensor cores.
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
@@ -27,8 +27,9 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.kernels.linear import HALF, one_row, stored
+from nanovllm.kernels.linear import HALF
 from nanovllm.kernels.routing import SORTED, route, sort_pairs
+from nanovllm.kernels.row import one_row, stored
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

@@ -92,7 +92,8 @@ class Weight(nn.Module):
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
     ) -> torch.Tensor | None:
         """`multiply_gated` of a single row by a kernel of its own, if there is one."""
-        from nanovllm.kernels.linear import HALF, one_row
+        from nanovllm.kernels.linear import HALF
+        from nanovllm.kernels.row import one_row
 
         return one_row(x, self.data, bias, gated=True, gelu=gelu) if x.dtype in HALF else None
 
