@@ -130,17 +130,17 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         return None
     block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
     programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
-    most = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
-    while partial and splits < SPLITS[-1] and 2 * splits * programs <= most:
+    at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
+    while partial and splits < SPLITS[-1] and 2 * splits * programs <= at_once:
         splits *= 2
     if block_t == TILE_ROWS:
-        if programs <= most:
+        if programs <= at_once:
             return Tiles(block_t, splits, BLOCK, 6, more=more)
         if more:  # stages of two programs fit a multiprocessor
             return Tiles(block_t, splits, BLOCK, 4 if more == 32 else 3, more=more)
         if N % BLOCK == 0:  # each row is read by half as many programs
-            return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * most else 3, BLOCK)
-    elif wide and (block_t < 64 or programs <= most):
+            return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * at_once else 3, BLOCK)
+    elif wide and (block_t < 64 or programs <= at_once):
         return Tiles(block_t, splits, 2 * BLOCK, 4)
     few = block_t == 16 or (block_t == 32 and not in_blocks)
     return Tiles(block_t, splits, BLOCK, 8 if few else 4)

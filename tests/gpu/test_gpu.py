@@ -698,14 +698,12 @@ def test_defect_3_any_max_num_seqs_has_a_graph(tiny: str, max_num_seqs: int) -> 
 
 
 def test_defect_14_memory_comes_back(tiny: str) -> None:
-    """After exit, and after `del` alone; a second engine fits beside the first, and a third begins
-    behind them.
-    """
+    """After exit, and after `del` alone; and a second engine fits beside the first."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    llm = LLM(tiny, gpu_memory_utilization=0.1)
-    second = LLM(tiny, gpu_memory_utilization=0.1)
+    llm = LLM(tiny, gpu_memory_utilization=0.3)
+    second = LLM(tiny, gpu_memory_utilization=0.3)
     assert torch.cuda.memory_allocated() - before > 1 << 30
     second.generate("127+345=", GREEDY, use_tqdm=False)
     second.exit()
@@ -713,7 +711,7 @@ def test_defect_14_memory_comes_back(tiny: str) -> None:
     del llm, second
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 64 << 20
-    with LLM(tiny, gpu_memory_utilization=0.2) as third:
+    with LLM(tiny, gpu_memory_utilization=0.8) as third:
         assert third.generate("127+345=", GREEDY, use_tqdm=False)[0]["text"] == "472"
 
 
