@@ -37,6 +37,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 # unevenly (docs/experiments.md, 38).
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MOST_ROWS = 192  # for which a program takes a tile and more rows
+PART_ROWS = 16  # inputs for each row, up to which a part costs more than reading weights again
 SPLITS = (2, 4)
 
 
@@ -129,6 +130,8 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
+    if partial and TILE_ROWS // 2 < T and K <= PART_ROWS * T and not in_blocks:
+        block_t, more = (TILE_ROWS // 2 if T <= TILE_ROWS else TILE_ROWS), 0
     programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
     at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= at_once:
@@ -139,11 +142,13 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         if more:  # stages of two programs fit a multiprocessor
             return Tiles(block_t, splits, BLOCK, 4 if more == 32 else 3, more=more)
         if N % BLOCK == 0:  # each row is read by half as many programs
-            return Tiles(block_t, splits, BLOCK, 4 if programs <= 2 * at_once else 3, BLOCK)
+            return Tiles(block_t, splits, BLOCK, 6 if programs <= 2 * at_once else 3, BLOCK)
     elif wide and (block_t < 64 or programs <= at_once):
         return Tiles(block_t, splits, 2 * BLOCK, 4)
-    few = block_t == 16 or (block_t == 32 and not in_blocks)
-    return Tiles(block_t, splits, BLOCK, 8 if few else 4)
+    if block_t == 16 or (block_t == 32 and not in_blocks):
+        return Tiles(block_t, splits, BLOCK, 8)
+    even = block_t == 64 and splits * programs <= PROGRAMS and not in_blocks
+    return Tiles(block_t, splits, BLOCK, 6 if even else 4)
 
 
 def _by_tiles(

@@ -74,42 +74,45 @@ def _integers(
 
 
 @triton.jit
-def _add_planes(
-    acc, codes, x, words_ptr, group, mask, N,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, P: tl.constexpr, UPPER: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    upper, lower, unit, sums = x
-    products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
-    totals = tl.sum(tl.reshape(products, [BLOCK_N, CHUNKS, P // 2]), 2).to(tl.float32)
-    word = tl.load(words_ptr + group[None, :] * N, mask=mask, other=0)
-    minus, scale = _wide_halves(word, DTYPE)
-    less = minus + offset_of(DTYPE)  # minus the zero point
-    return acc + (totals + less * sums[None, :]) * (scale * unit[None, :])
-
-
-@triton.jit
-def _add_codes(
-    acc, codes, a, b, words_ptr, n, begin,
+def _load(
+    weight_ptr, words_ptr, block, begin, q,
     N: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-    DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """acc: [BLOCK_N, CHUNKS] of N outputs, plus products of the codes of these chunks of inputs,
-    which begin at `begin`, with a and b, which are `_integers` of their planes.
+    """Codes of a block of N outputs, and words of the scales of their chunks of inputs, from
+    `begin` on: for the first two planes, and for the others.
 
     Args:
         words_ptr: of scales, of which there are ALL for each group.
     """
-    BLOCK_N: tl.constexpr = acc.shape[0]
-    CHUNKS: tl.constexpr = acc.shape[1]
+    codes = load_words(weight_ptr, block, begin // 8, q, N, K // 8, BLOCK_N)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = begin + tl.arange(0, CHUNKS) * (4 * P)
     mask, ptrs = (n < N)[:, None] & (k < K)[None, :], words_ptr + n[:, None]
-    acc = _add_planes(
-        acc, codes, a, ptrs, k // GROUP, mask, ALL, BLOCK_N, CHUNKS, P, False, DTYPE, ASM
-    )  # fmt: skip
-    return _add_planes(
-        acc, codes, b, ptrs, (k + 2 * P) // GROUP, mask, ALL, BLOCK_N, CHUNKS, P, True, DTYPE, ASM
-    )  # fmt: skip
+    first = tl.load(ptrs + (k // GROUP * ALL)[None, :], mask=mask, other=0)
+    others = tl.load(ptrs + ((k + 2 * P) // GROUP * ALL)[None, :], mask=mask, other=0)
+    return codes, first, others
+
+
+@triton.jit
+def _products(
+    codes, word, x, P: tl.constexpr, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Of two planes with their `_integers`: [BLOCK_N, CHUNKS]."""
+    upper, lower, unit, sums = x
+    products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
+    products = tl.reshape(products, [word.shape[0], word.shape[1], P // 2])
+    minus, scale = _wide_halves(word, DTYPE)
+    less = minus + offset_of(DTYPE)  # minus the zero point
+    return (tl.sum(products, 2).to(tl.float32) + less * sums[None, :]) * (scale * unit[None, :])
+
+
+@triton.jit
+def _sums(weights, a, b, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Of products of what `_load` gives with a and b, which are `_integers` of the planes."""
+    codes, first, others = weights
+    products = _products(codes, first, a, P, False, DTYPE, ASM)
+    return tl.sum(products + _products(codes, others, b, P, True, DTYPE, ASM), 1)
 
 
 @triton.jit
@@ -120,7 +123,7 @@ def _int4_row_kernel(
     STEPS: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
-    # next codes are on their way while it multiplies, the first ones before the wait.
+    # next weights are on their way while it multiplies, the first ones before the wait.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
@@ -129,42 +132,46 @@ def _int4_row_kernel(
     q = tl.arange(0, BLOCK_K // 8)
     pair = q // (P // 2) * (2 * P) + q % (P // 2)
     begin = split * STEPS * BLOCK_K
-    up_ptr = weight_ptr + N * (K // 8)
-    codes = load_words(weight_ptr, first, begin // 8, q, N, K // 8, BLOCK_N)
+    up_ptr, up_words_ptr = weight_ptr + N * (K // 8), words_ptr + N
+    weights = _load(
+        weight_ptr, words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
+    )  # fmt: skip
     if GATED:
-        up_codes = load_words(up_ptr, first, begin // 8, q, N, K // 8, BLOCK_N)
+        up_weights = _load(
+            up_ptr, up_words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
+        )  # fmt: skip
     wait(PDL)
     inside = begin // 8 + q < K // 8
     a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
     b = _integers(pairs_ptr + begin // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
     for block in range(first, tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        acc = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
-        up_acc = acc
+        out = tl.zeros([BLOCK_N], tl.float32)
+        up = out
         for step in tl.static_range(STEPS):
             start = begin + step * BLOCK_K
             if step + 1 < STEPS:
                 behind, where = start + BLOCK_K, block
             else:
                 behind, where = begin, block + tl.num_programs(0)
-            next_codes = load_words(weight_ptr, where, behind // 8, q, N, K // 8, BLOCK_N)
+            following = _load(
+                weight_ptr, words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
+            )  # fmt: skip
             if STEPS > 1:
                 inside = start // 8 + q < K // 8
                 a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
                 b = _integers(pairs_ptr + start // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
-            acc = _add_codes(
-                acc, codes, a, b, words_ptr, n, start, N, ALL, K, GROUP, P, DTYPE, ASM
-            )  # fmt: skip
-            codes = next_codes
+            out += _sums(weights, a, b, P, DTYPE, ASM)
+            weights = following
             if GATED:
-                next_codes = load_words(up_ptr, where, behind // 8, q, N, K // 8, BLOCK_N)
-                up_acc = _add_codes(
-                    up_acc, up_codes, a, b, words_ptr + N, n, start, N, ALL, K, GROUP, P, DTYPE, ASM
+                following = _load(
+                    up_ptr, up_words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
                 )  # fmt: skip
-                up_codes = next_codes
-        out = tl.sum(acc, 1) + tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
+                up += _sums(up_weights, a, b, P, DTYPE, ASM)
+                up_weights = following
+        out += tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
         if GATED:
-            up = tl.sum(up_acc, 1) + load_bias(bias_ptr, N + n, n < N)
+            up += load_bias(bias_ptr, N + n, n < N)
             out = activate_and_mul(out, up, GELU, 0)
         tl.store(out_ptr + split * N + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
 

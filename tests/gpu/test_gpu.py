@@ -565,20 +565,35 @@ print(json.dumps([compiled[:before], compiled[before:]]))
 """
 
 
+OWN_TOKEN = {"_own_decode_kernel"}  # of heads up to 128
 EXPERTS = {"_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel"}
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "own"),
+    ("family", "options", "own_token", "products"),
     [
-        ("qwen3", {}, set()),
-        ("gemma2", {"head_dim": 256}, set()),
-        ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 8, "head_dim": 128}, EXPERTS),
-        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64}, EXPERTS),
+        ("qwen3", {}, OWN_TOKEN, set()),
+        ("gemma2", {"head_dim": 256}, set(), set()),
+        (
+            "qwen3_moe",
+            {"num_experts": 16, "num_experts_per_tok": 8, "head_dim": 128},
+            OWN_TOKEN,
+            EXPERTS,
+        ),
+        (
+            "gpt_oss",
+            {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64},
+            OWN_TOKEN,
+            EXPERTS,
+        ),
     ],
 )
 def test_kernels_are_compiled_before_the_first_request(
-    family: str, options: dict[str, Any], own: set[str], tmp_path: Path
+    family: str,
+    options: dict[str, Any],
+    own_token: set[str],
+    products: set[str],
+    tmp_path: Path,
 ) -> None:
     """Those of decode attention, products and partial results in threads."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
@@ -590,14 +605,14 @@ def test_kernels_are_compiled_before_the_first_request(
     by_threads = {name for name, in_main in before if not in_main}
     in_main = {name for name, in_main in before if in_main}
     assert not after
-    assert {"_row_kernel", "_tiles_kernel", *own} <= by_threads
-    assert {"_decode_kernel", "_own_decode_kernel"} <= by_threads - in_main
+    assert {"_row_kernel", "_tiles_kernel", *products} <= by_threads
+    assert {"_decode_kernel", *own_token} <= by_threads - in_main
     assert "_rms_norm_kernel" in in_main
     partial = {name for name in by_threads if name.endswith("partial results")}
     assert {name.split()[0] for name in partial} >= {
         "_rms_norm_kernel",
         "_qk_norm_rope_store_kernel",
-        "_own_decode_kernel",
+        *own_token,
     }
     assert not partial & in_main
 
