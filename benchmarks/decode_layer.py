@@ -1,8 +1,8 @@
 """What one token costs in a layer of the 8B shape with weights in FP8, by parts of the layer; and
-what several do without attention.
+what several do, with and without attention.
 
     python benchmarks/decode_layer.py [--kv-cache-dtype fp8] [--contexts 590 1500]
-    python benchmarks/decode_layer.py --contexts --sequences 16 64 128
+    python benchmarks/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
 their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer. What one part
@@ -29,11 +29,13 @@ from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_own import own_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.utils.integers import cdiv
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.qk_norm_rope import QKNormRope
 
 LAYERS, M, I, HQ, HKV, D = 12, 4096, 12288, 32, 8, 128
 BLOCK, MAX_CONTEXT = 256, 4096
+SHORTEST, LONGEST = 100, 1100  # tokens of several sequences
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
 
@@ -43,14 +45,16 @@ def codes(N: int, K: int) -> Codes:
 
 
 class Layers:
-    """Twelve layers, and a token that comes behind `context` - 1 others."""
+    """Twelve layers, or what one of several ranks has of them, and up to `most` sequences."""
 
-    def __init__(self, cache_dtype: torch.dtype) -> None:
-        shapes = ((HQ + 2 * HKV) * D, M), (M, HQ * D), (2 * I, M), (M, I)
+    def __init__(self, cache_dtype: torch.dtype, ranks: int, most: int) -> None:
+        self.hq, self.hkv, inner = HQ // ranks, HKV // ranks, I // ranks
+        shapes = ((self.hq + 2 * self.hkv) * D, M), (M, self.hq * D), (2 * inner, M), (M, inner)
         self.weights = [[codes(*shape) for shape in shapes] for _ in range(LAYERS)]
-        num_blocks = MAX_CONTEXT // BLOCK
-        self.table = torch.arange(num_blocks, dtype=torch.int32, device=DEVICE)[None]
-        cache_shape = num_blocks, BLOCK, HKV, D
+        width = MAX_CONTEXT // BLOCK
+        used = max(width, most * cdiv(LONGEST, BLOCK))
+        self.table = torch.arange(width, dtype=torch.int32, device=DEVICE)[None]
+        cache_shape = used, BLOCK, self.hkv, D
         self.caches = [KVCache.empty(cache_shape, cache_dtype, DEVICE) for _ in range(LAYERS)]
         for cache in self.caches:
             for part in cache:
@@ -61,7 +65,9 @@ class Layers:
         self.cos_sin = torch.randn(MAX_CONTEXT, D, device=DEVICE)
 
     def step(self, context: int, norms: bool, attention: str) -> Callable[[], object]:
-        """A call of all layers. attention: none, two kernels, or one."""
+        """A call of all layers for a token behind `context` - 1 others. attention: none, two
+        kernels, or one.
+        """
         last = torch.tensor([context - 1], dtype=torch.int32, device=DEVICE)
         weight = self.norm[:D]
         how = QKNormRope((weight, weight, 1e-6), False, self.cos_sin, last, last)
@@ -82,9 +88,9 @@ class Layers:
                     )
                 elif attention == "two":
                     qkv = qk_norm_rope_store(qkv, how, cache, DTYPE)
-                    heads = paged_decode(qkv[:, :HQ], cache, *where, D**-0.5, shared=shared)
+                    heads = paged_decode(qkv[:, : self.hq], cache, *where, D**-0.5, shared=shared)
                 else:
-                    heads = qkv[:, :HQ]
+                    heads = qkv[:, : self.hq]
                 x = one_row(heads.flatten(1), out_weight, None)
                 if norms:
                     x, residual = add_rms_norm(x, residual, self.norm, 1e-6)  # type: ignore[assignment]
@@ -92,9 +98,17 @@ class Layers:
 
         return run
 
-    def several(self, count: int) -> Callable[[], object]:
-        """A call of all layers for so many tokens, of which attention's results are there."""
-        first, heads = torch.randn(2, count, M, dtype=DTYPE, device=DEVICE).unbind()
+    def several(self, count: int, with_attention: bool) -> Callable[[], object]:
+        """A call of all layers for so many tokens, of which without attention the results are
+        there.
+        """
+        first = torch.randn(count, M, dtype=DTYPE, device=DEVICE)
+        there = torch.randn(count, self.hq, D, dtype=DTYPE, device=DEVICE)
+        lens = torch.linspace(LONGEST, SHORTEST, count).round().int().to(DEVICE)  # longest first
+        width, last, weight = cdiv(LONGEST, BLOCK), lens - 1, self.norm[:D]
+        tables = torch.arange(count * width, dtype=torch.int32, device=DEVICE).view(count, width)
+        slots = tables.gather(1, (last // BLOCK)[:, None].long())[:, 0] * BLOCK + last % BLOCK
+        how = QKNormRope((weight, weight, 1e-6), False, self.cos_sin, last, slots)
 
         def multiply(x: Codes, weight: Codes, partial: bool = True) -> torch.Tensor:
             return linear(x, weight, DTYPE, None, partial)
@@ -106,10 +120,19 @@ class Layers:
 
         def run() -> None:
             x, residual = first, first
-            for qkv_weight, out_weight, up_weight, down_weight in self.weights:
+            shared: dict[object, torch.Tensor] = {}
+            for (qkv_weight, out_weight, up_weight, down_weight), cache in zip(
+                self.weights, self.caches, strict=True
+            ):
                 codes, residual = normed(x, residual)
-                multiply(codes, qkv_weight)
-                x = multiply(quantize(heads, 0), out_weight)
+                qkv, heads = multiply(codes, qkv_weight), there
+                if with_attention:
+                    qkv = qkv.view(*qkv.shape[:-1], -1, D)
+                    qkv = qk_norm_rope_store(qkv, how, cache, DTYPE)
+                    heads = paged_decode(
+                        qkv[:, : self.hq], cache, tables, lens, D**-0.5, shared=shared
+                    )
+                x = multiply(quantize(heads.flatten(1), 0), out_weight)
                 codes, residual = normed(x, residual)
                 gates = quantized_act_and_mul(multiply(codes, up_weight, False), False, 0)
                 x = multiply(gates, down_weight)
@@ -138,18 +161,21 @@ def main() -> None:
     parser.add_argument(
         "--sequences", type=int, nargs="*", default=[], help="more than one, each a run"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="that the layers are split over")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
-    layers = Layers(FP8 if args.kv_cache_dtype == "fp8" else DTYPE)
+    cache_dtype = FP8 if args.kv_cache_dtype == "fp8" else DTYPE
+    layers = Layers(cache_dtype, args.ranks, max(args.sequences, default=0))
     for context in args.contexts:
         for norms in (False, True):
             for attention in ("none", "two", "one"):
                 us = microseconds(layers.step(context, norms, attention))
                 print(f"context {context}, norms {norms}, attention {attention}: {us:.1f} us")
     for count in args.sequences:
-        us = microseconds(layers.several(count))
-        print(f"{count} sequences, products, norms, activation, quantisation: {us:.1f} us")
+        for with_attention in (False, True):
+            us = microseconds(layers.several(count, with_attention))
+            print(f"{count} sequences, attention {with_attention}: {us:.1f} us")
 
 
 if __name__ == "__main__":
