@@ -37,7 +37,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 # unevenly (docs/experiments.md, 38).
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MOST_ROWS = 192  # for which a program takes a tile and more rows
-PART_ROWS = 16  # inputs for each row, up to which a part costs more than reading weights again
+PART_INPUTS = 16  # of a row, for each row of a tile: with fewer a part costs more than a tile
 SPLITS = (2, 4)
 
 
@@ -123,14 +123,14 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
         partial: whether partial results are welcome.
         in_blocks: whether scales are of blocks.
     """
-    wide, more = K % 1024 == 0 and not in_blocks, 0
+    wide = K % 1024 == 0 and not in_blocks
+    block_t, more = max(16, min(TILE_ROWS, next_power_of_2(T))), 0
     if TILE_ROWS < T <= MOST_ROWS and not in_blocks:
         more = 32 if T <= TILE_ROWS + 32 else 64
     most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
-    block_t = max(16, min(TILE_ROWS, next_power_of_2(T)))
-    if partial and TILE_ROWS // 2 < T and K <= PART_ROWS * T and not in_blocks:
+    if partial and block_t == TILE_ROWS and PART_INPUTS * (block_t + more) >= K and not in_blocks:
         block_t, more = (TILE_ROWS // 2 if T <= TILE_ROWS else TILE_ROWS), 0
     programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
     at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
