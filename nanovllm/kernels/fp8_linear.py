@@ -25,7 +25,7 @@ from nanovllm.kernels.hopper import (
     prefetch_weights,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, Tiles, empty_parts
+from nanovllm.kernels.linear import BLOCK_N, HALF, SPLITS, Tiles, empty_parts
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -38,7 +38,6 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MOST_ROWS = 192  # for which a program takes a tile and more rows
 PART_INPUTS = 16  # of a row, for each row of a tile: with fewer a part costs more than a tile
-SPLITS = (2, 4)
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -145,10 +144,9 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
             return Tiles(block_t, splits, BLOCK, 6 if programs <= 2 * at_once else 3, BLOCK)
     elif wide and (block_t < 64 or programs <= at_once):
         return Tiles(block_t, splits, 2 * BLOCK, 4)
-    if block_t == 16 or (block_t == 32 and not in_blocks):
-        return Tiles(block_t, splits, BLOCK, 8)
+    few = block_t == 16 or (block_t == 32 and not in_blocks)
     even = block_t == 64 and splits * programs <= PROGRAMS and not in_blocks
-    return Tiles(block_t, splits, BLOCK, 6 if even else 4)
+    return Tiles(block_t, splits, BLOCK, 8 if few else 6 if even else 4)
 
 
 def _by_tiles(

@@ -77,7 +77,7 @@ def _integers(
 def _load(
     weight_ptr, words_ptr, block, begin, q,
     N: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of N outputs, and words of the scales of their chunks of inputs, from
     `begin` on: for the first two planes, and for the others.
@@ -87,7 +87,7 @@ def _load(
     """
     codes = load_words(weight_ptr, block, begin // 8, q, N, K // 8, BLOCK_N)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = begin + tl.arange(0, CHUNKS) * (4 * P)
+    k = begin + tl.arange(0, q.shape[0] * 2 // P) * (4 * P)
     mask, ptrs = (n < N)[:, None] & (k < K)[None, :], words_ptr + n[:, None]
     first = tl.load(ptrs + (k // GROUP * ALL)[None, :], mask=mask, other=0)
     others = tl.load(ptrs + ((k + 2 * P) // GROUP * ALL)[None, :], mask=mask, other=0)
@@ -133,13 +133,9 @@ def _int4_row_kernel(
     pair = q // (P // 2) * (2 * P) + q % (P // 2)
     begin = split * STEPS * BLOCK_K
     up_ptr, up_words_ptr = weight_ptr + N * (K // 8), words_ptr + N
-    weights = _load(
-        weight_ptr, words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
-    )  # fmt: skip
+    weights = _load(weight_ptr, words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N)
     if GATED:
-        up_weights = _load(
-            up_ptr, up_words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
-        )  # fmt: skip
+        up_weights = _load(up_ptr, up_words_ptr, first, begin, q, N, ALL, K, GROUP, P, BLOCK_N)
     wait(PDL)
     inside = begin // 8 + q < K // 8
     a = _integers(pairs_ptr + begin // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
@@ -154,21 +150,17 @@ def _int4_row_kernel(
                 behind, where = start + BLOCK_K, block
             else:
                 behind, where = begin, block + tl.num_programs(0)
-            following = _load(
-                weight_ptr, words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
-            )  # fmt: skip
+            ahead = _load(weight_ptr, words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N)
             if STEPS > 1:
                 inside = start // 8 + q < K // 8
                 a = _integers(pairs_ptr + start // 2, pair, inside, CHUNKS, P, DTYPE, ASM)
                 b = _integers(pairs_ptr + start // 2 + P, pair, inside, CHUNKS, P, DTYPE, ASM)
             out += _sums(weights, a, b, P, DTYPE, ASM)
-            weights = following
+            weights = ahead
             if GATED:
-                following = _load(
-                    up_ptr, up_words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N, CHUNKS
-                )  # fmt: skip
+                ahead = _load(up_ptr, up_words_ptr, where, behind, q, N, ALL, K, GROUP, P, BLOCK_N)
                 up += _sums(up_weights, a, b, P, DTYPE, ASM)
-                up_weights = following
+                up_weights = ahead
         out += tl.where(split == 0, load_bias(bias_ptr, n, n < N), 0.0)
         if GATED:
             up += load_bias(bias_ptr, N + n, n < N)

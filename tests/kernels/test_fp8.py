@@ -134,8 +134,8 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
 
 
 def test_tiles_of_the_8b_shape() -> None:
-    """Those that were measured (docs/experiments.md, 38 and 39): rows, splits, inputs and stages, outputs,
-    and more rows.
+    """Those that were measured (docs/experiments.md, 38 and 39): rows, splits, inputs and stages,
+    outputs, and more rows.
     """
     qkv, down, up = (6144, 4096, True, False), (4096, 12288, True, False), (24576, 4096, False)
     half_out, half_up = (4096, 2048, True, False), (12288, 4096, False, False)
