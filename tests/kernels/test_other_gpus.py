@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from early_reads import before_wait
 from stand_in import CARDS, CONTROLS
 from triton import knobs
 
@@ -36,6 +37,14 @@ MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 3 * 1024}
 MOST_SPILLED_ROOMY = MOST_SPILLED | {"float32": 12 * 1024}
 WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
 DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
+# What kernels may read while those before them run: weights and their scales, what a step is told
+# by the host, and keys and values of earlier steps.
+WEIGHTS = {"weight_ptr", "words_ptr", "scales_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"}
+METADATA = {
+    *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr"),
+    *("prefix_lens_ptr", "begins_ptr", "ends_ptr", "keys_ptr", "temperatures_ptr"),
+}
+KEYS = {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"}
 
 
 class Compiled(NamedTuple):
@@ -96,6 +105,22 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
         for kernel in kernels
         if kernel.shared > CARDS[card].shared_memory or kernel.spilled > most_spilled
     ] == []
+
+
+def check_waits(cache: Path) -> None:
+    """Kernels that may begin before others have ended (`hopper.py`) wait in every program, and
+    until then read nothing that one of the step writes.
+    """
+    early = {}
+    for path in cache.glob("*/_[!_]*.json"):
+        if json.loads(path.read_text()).get("launch_pdl"):
+            found = before_wait(path.with_suffix(".ttir").read_text())
+            assert found is not None, f"{path.stem} never waits"
+            allowed = WEIGHTS | METADATA | (KEYS if path.stem == "_own_decode_kernel" else set())
+            early[path.stem] = found._replace(reads=found.reads - allowed)
+    print(f"{len(early)} kernels are launched early")
+    assert {"_own_decode_kernel", "_rms_norm_kernel"} <= set(early)
+    assert {name: found for name, found in early.items() if found != (set(), False, False)} == {}
 
 
 @pytest.mark.parametrize("card", [rare("8.9"), rare("9.0"), rare("12.0")])
@@ -174,6 +199,8 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     assert run(card, jobs, tmp_path) == ["triton"] * len(jobs)
     kernels = compiled(tmp_path)
     check(card, dtype, kernels)
+    if card in WITH_DEPENDENT_LAUNCH:
+        check_waits(tmp_path)
     wanted = written()
     fp8 = {"_quantize_kernel", "_fp8_row_kernel", "_fp8_tiles_kernel"}
     int4 = {"_int4_row_kernel", "_int4_tiles_kernel", "_numbers_kernel"}
