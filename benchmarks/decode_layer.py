@@ -5,9 +5,9 @@ what several do, with and without attention.
     python benchmarks/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
-their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer. What one part
-adds beside the others is what it costs: each kernel is placed while the one before it runs, so
-kernels alone, or one after the other, say little of a step.
+their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer, without what
+ranks exchange. What one part adds beside the others is what it costs: each kernel is placed while
+the one before it runs, so kernels alone, or one after the other, say little of a step.
 """
 
 import argparse
@@ -99,9 +99,7 @@ class Layers:
         return run
 
     def several(self, count: int, with_attention: bool) -> Callable[[], object]:
-        """A call of all layers for so many tokens, of which without attention the results are
-        there.
-        """
+        """A call of all layers for so many tokens. Without attention, its results are given."""
         first = torch.randn(count, M, dtype=DTYPE, device=DEVICE)
         there = torch.randn(count, self.hq, D, dtype=DTYPE, device=DEVICE)
         lens = torch.linspace(LONGEST, SHORTEST, count).round().int().to(DEVICE)  # longest first
@@ -163,6 +161,8 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, help="that the layers are split over")
     args = parser.parse_args()
+    if args.ranks < 1 or HKV % args.ranks:
+        parser.error(f"--ranks {args.ranks} does not divide the {HKV} KV heads")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, PyTorch sees none")
     cache_dtype = FP8 if args.kv_cache_dtype == "fp8" else DTYPE

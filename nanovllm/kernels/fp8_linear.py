@@ -37,7 +37,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 # unevenly (docs/experiments.md, 38).
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
 MOST_ROWS = 192  # for which a program takes a tile and more rows
-PART_INPUTS = 16  # of a row, for each row of a tile: with fewer a part costs more than a tile
+FEW_INPUTS = 2048  # of a row, whose weights are read twice in less time than two parts take
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -129,12 +129,13 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
         return None
-    if partial and block_t == TILE_ROWS and PART_INPUTS * (block_t + more) >= K and not in_blocks:
-        block_t, more = (TILE_ROWS // 2 if T <= TILE_ROWS else TILE_ROWS), 0
     programs, splits = N // BLOCK_N * cdiv(T, block_t + more), 1
     at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= at_once:
         splits *= 2
+    if splits == 2 and 64 < T <= MOST_ROWS and K <= FEW_INPUTS and not in_blocks:
+        # Two tiles of rows make as many programs, without parts.
+        block_t, more, programs, splits = block_t if more else block_t // 2, 0, 2 * programs, 1
     if block_t == TILE_ROWS:
         if programs <= at_once:
             return Tiles(block_t, splits, BLOCK, 6, more=more)
@@ -145,8 +146,8 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     elif wide and (block_t < 64 or programs <= at_once):
         return Tiles(block_t, splits, 2 * BLOCK, 4)
     few = block_t == 16 or (block_t == 32 and not in_blocks)
-    even = block_t == 64 and splits * programs <= PROGRAMS and not in_blocks
-    return Tiles(block_t, splits, BLOCK, 8 if few else 6 if even else 4)
+    two = block_t == 64 and programs <= PROGRAMS and not in_blocks  # on a multiprocessor
+    return Tiles(block_t, splits, BLOCK, 8 if few else 6 if two else 4)
 
 
 def _by_tiles(

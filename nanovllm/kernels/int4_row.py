@@ -20,8 +20,8 @@ from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_K = 4096
-# Outputs of a block, and programs that run at once; measured on an H200.
-BLOCKS, GATED_BLOCKS = (8, 528), (8, 396)
+# Outputs of a block, programs that run at once, most registers of a thread; measured on an H200.
+BLOCKS, GATED_BLOCKS = (8, 528, None), (8, 396, 168)
 SPLITS = 2, 3, 4  # of the sum
 _LARGEST = tl.constexpr(32767.0)  # of the integers
 _LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
@@ -80,7 +80,7 @@ def _load(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Codes of a block of N outputs, and words of the scales of their chunks of inputs, from
-    `begin` on: for the first two planes, and for the others.
+    `begin` on: of the first two planes, in the lower halves of bytes, and of the upper ones.
 
     Args:
         words_ptr: of scales, of which there are ALL for each group.
@@ -89,16 +89,16 @@ def _load(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     k = begin + tl.arange(0, q.shape[0] * 2 // P) * (4 * P)
     mask, ptrs = (n < N)[:, None] & (k < K)[None, :], words_ptr + n[:, None]
-    first = tl.load(ptrs + (k // GROUP * ALL)[None, :], mask=mask, other=0)
-    others = tl.load(ptrs + ((k + 2 * P) // GROUP * ALL)[None, :], mask=mask, other=0)
-    return codes, first, others
+    lower = tl.load(ptrs + (k // GROUP * ALL)[None, :], mask=mask, other=0)
+    upper = tl.load(ptrs + ((k + 2 * P) // GROUP * ALL)[None, :], mask=mask, other=0)
+    return codes, lower, upper
 
 
 @triton.jit
 def _products(
     codes, word, x, P: tl.constexpr, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Of two planes with their `_integers`: [BLOCK_N, CHUNKS]."""
+    """Of codes [N, Q] of two planes, and word: [N, C] of their scales, with `_integers`: [N, C]."""
     upper, lower, unit, sums = x
     products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
     products = tl.reshape(products, [word.shape[0], word.shape[1], P // 2])
@@ -110,9 +110,9 @@ def _products(
 @triton.jit
 def _sums(weights, a, b, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Of products of what `_load` gives with a and b, which are `_integers` of the planes."""
-    codes, first, others = weights
-    products = _products(codes, first, a, P, False, DTYPE, ASM)
-    return tl.sum(products + _products(codes, others, b, P, True, DTYPE, ASM), 1)
+    codes, lower, upper = weights
+    products = _products(codes, lower, a, P, False, DTYPE, ASM)
+    return tl.sum(products + _products(codes, upper, b, P, True, DTYPE, ASM), 1)
 
 
 @triton.jit
@@ -186,17 +186,16 @@ def one_row(
     if gated:
         N //= 2
     block_k = min(BLOCK_K, next_power_of_2(K))
-    block_n, most = GATED_BLOCKS if gated else BLOCKS
+    block_n, most, registers = GATED_BLOCKS if gated else BLOCKS
     steps = cdiv(K, block_k)
     splits = steps if partial and steps in SPLITS else 1
     blocks = cdiv(N, block_n)
-    # Each program has as many blocks.
-    programs = cdiv(blocks, cdiv(blocks * splits, most))
+    programs = cdiv(blocks, cdiv(blocks * splits, most))  # each has as many blocks
     out = empty_parts(splits, 1, N, x.dtype, x.device)
     _int4_row_kernel[(programs, splits)](
         x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,
         out, N=N, K=K, GATED=gated, GELU=gelu, GROUP=weight.group, P=weight.plane,
         BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps // splits, BF16=x.dtype == torch.bfloat16,
-        ASM=x.is_cuda, num_warps=4, **pdl_options(x),
+        ASM=x.is_cuda, num_warps=4, maxnreg=registers, **pdl_options(x),
     )  # fmt: skip
     return out

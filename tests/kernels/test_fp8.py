@@ -103,10 +103,9 @@ def check_product(
         (2, 64, 512, False, True),
         (17, 192, 1024, True, False),
         (40, 128, 512, True, True),
-        (100, 64, 512, True, True),  # two tiles of rows
-        (130, 64, 3072, True, True),  # a tile and 32 more rows
-        (130, 128, 512, False, True),
-        (170, 192, 3584, True, False),  # and 64
+        (130, 64, 512, True, True),
+        (130, 128, 512, False, True),  # a tile and 32 more rows
+        (170, 192, 1024, True, False),  # and 64
         (200, 128, 512, False, True),  # more rows than tiles are for
         (20, 144, 272, True, False),  # no whole tiles
         rare(256, 4096, 1024, True, True),
@@ -157,6 +156,11 @@ def test_tiles_of_the_8b_shape() -> None:
         (128, half_up): (128, 1, 128, 6, 128, 0),
         (128, half_out): (64, 1, 256, 4, 64, 0),
         (192, half_out): (128, 1, 128, 6, 64, 0),
+        (65, half_out): (64, 1, 256, 4, 64, 0),
+        (65, (*half_out[:3], True)): (128, 2, 128, 6, 64, 0),
+        (128, (4096, 2560, True, False)): (128, 2, 128, 6, 64, 0),  # more inputs
+        (128, (1024, 2048, True, False)): (128, 4, 128, 6, 64, 0),  # fewer programs
+        (256, (2048, 2048, True, False)): (128, 2, 128, 6, 64, 0),
     }
     assert {key: choose_tiles(key[0], *key[1]) for key in wanted} == wanted
     assert choose_tiles(193, *up, False) is None and choose_tiles(129, *up, True) is None

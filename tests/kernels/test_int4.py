@@ -116,15 +116,28 @@ def test_products(
         check_product(whole, x, numbers, bias, dtype)
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_a_program_for_one_row_has_several_blocks(
-    partial: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["", "partial", "gated"])
+@pytest.mark.parametrize(
+    ("K", "block_k", "programs"),
+    [(256, 4096, 3), (512, 256, 396), (768, 256, 3)],
+    ids=["blocks", "steps", "blocks and steps"],
+)
+def test_a_program_for_one_row_has_several(
+    K: int, block_k: int, programs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4_row, "BLOCKS", (8, 3))
-    N, K = 80, 8192 if partial else 128
-    x, (weight, numbers) = randn(1, K), weight_of(N, K, 128)
-    bias = randn(N, seed=5)
-    check_product(linear(x, weight, HALF, bias, partial), x, numbers, bias, plane=weight.plane)
+    """What is loaded ahead is that of the next step, or of the next block."""
+    for name in ("BLOCKS", "GATED_BLOCKS"):
+        monkeypatch.setattr(int4_row, name, (8, programs, None))
+    monkeypatch.setattr(int4_row, "BLOCK_K", block_k)
+    N = 2 * 80
+    x, (weight, numbers), bias = randn(1, K), weight_of(N, K, 64), randn(N, seed=5)
+    if way != "gated":
+        out = linear(x, weight, HALF, bias, way == "partial")
+        check_product(out, x, numbers, bias, plane=weight.plane)
+        return
+    out = int4_row.one_row(x, weight, bias, gated=True)
+    wanted = act_and_mul((x.double() @ numbers.T + bias).float(), False)
+    torch.testing.assert_close(out.float(), wanted, rtol=8 * UNIT, atol=8 * UNIT)
 
 
 @pytest.mark.parametrize("T", [1, 2, 300])
