@@ -143,6 +143,7 @@ def paged_prefix(
     fp8, float32, large = cache.k.dtype == FP8, q.element_size() == 4, D > 128
     # float32 has no tensor cores; without room these take operands from registers.
     wide, spills = float32 or large, float32 or (large and not has_room(q))
+    num_warps = 4 * (2 if float32 else 1) * (2 if D >= 128 and not has_room(q) else 1)
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
     programs = Hkv * cdiv(B, members)
     splits = min(MOST_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
@@ -159,8 +160,7 @@ def paged_prefix(
         q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
         scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=8 if spills else 4,
-        num_stages=1 if spills else 2 if wide or fp8 else 3,
-        **pdl_options(q),
+        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=num_warps,
+        num_stages=1 if spills else 2 if wide or fp8 else 3, **pdl_options(q),
     )  # fmt: skip
     return Seen(prefixes.lens, acc, m, l)
