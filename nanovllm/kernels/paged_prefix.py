@@ -143,7 +143,7 @@ def paged_prefix(
     fp8, float32, large = cache.k.dtype == FP8, q.element_size() == 4, D > 128
     # float32 has no tensor cores; without room these take operands from registers.
     wide, spills = float32 or large, float32 or (large and not has_room(q))
-    num_warps = 4 * (2 if float32 else 1) * (2 if D >= 128 and not has_room(q) else 1)
+    num_warps = 4 * (2 if float32 else 1) * (2 if D_PAD >= 128 and not has_room(q) else 1)
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
     programs = Hkv * cdiv(B, members)
     splits = min(MOST_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
