@@ -38,9 +38,9 @@ def before_wait(ir: str) -> Early | None:
     writes = may_end = False
     for line in lines[:end]:
         text = line.split(" loc(")[0]
-        results, _, given = (
-            text.partition(" = ") if text.lstrip().startswith("%") else ("", "", text)
-        )
+        results, given = "", text
+        if text.lstrip().startswith("%"):
+            results, _, given = text.partition(" = ")
         names = set(NAME.findall(given))
         for result in NAME.findall(results):
             sources[result] = names

@@ -133,6 +133,7 @@ def test_a_program_for_one_row_has_several(
     x, (weight, numbers), bias = randn(1, K), weight_of(N, K, 64), randn(N, seed=5)
     if way != "gated":
         out = linear(x, weight, HALF, bias, way == "partial")
+        assert out.dim() == (3 if way and block_k < K else 2)
         check_product(out, x, numbers, bias, plane=weight.plane)
         return
     out = int4_row.one_row(x, weight, bias, gated=True)
