@@ -56,7 +56,8 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    supports_cuda_graph: ClassVar[bool]
+    supports_cuda_graph: ClassVar[bool]  # of decodes
+    captures_prompts: ClassVar[bool] = False  # in CUDA graphs that have room for more of them
 
     @classmethod
     @abstractmethod

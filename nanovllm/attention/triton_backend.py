@@ -37,6 +37,7 @@ class TritonBackend(TritonStore):
     """Paged prefill and split-KV decode of `nanovllm.kernels`."""
 
     name: ClassVar[str] = "triton"
+    captures_prompts: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:

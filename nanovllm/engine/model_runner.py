@@ -18,9 +18,10 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.engine.choices import choose_build
 from nanovllm.engine.extras import Extras
-from nanovllm.engine.graph_runner import DecodeGraphs
+from nanovllm.engine.graph_runner import StepGraphs
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
+from nanovllm.engine.static_inputs import MOST_TOKENS
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
@@ -89,7 +90,7 @@ class ModelRunner:
         # past the last is for padding.
         num_rows = config.max_num_seqs + 1
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.timer: StepTimer | None = None
         with self._scope(), CompileAhead(self.device) as ahead:
             self._build(ahead, connect)
@@ -196,8 +197,11 @@ class ModelRunner:
 
     def capture_cudagraph(self) -> None:
         """Capture the decode step for all buckets of batch sizes."""
-        sizes = self.config.max_num_seqs, self._max_blocks, self._members
-        self.graphs = DecodeGraphs(self.run_model, self.device, *sizes)
+        config, most_tokens = self.config, 0
+        if self.backend.captures_prompts and self.group.size == 1:  # ranks divide rows by their sum
+            most_tokens = min(MOST_TOKENS, config.max_num_batched_tokens)
+        sizes = config.max_num_seqs, self._max_blocks, self._members, most_tokens
+        self.graphs = StepGraphs(self.run_model, self.device, *sizes)
 
     def _log_backend(self) -> None:
         if self.graphs is not None:
@@ -244,10 +248,11 @@ class ModelRunner:
         batch = build_batch(plan, self._table, self.config.kvcache_block_size, self._members)
         self.num_shared_steps += batch.prefixes is not None
         with self._scope():
-            if batch.is_decode and self.graphs is not None:
+            every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
+            computed = None
+            if self.graphs is not None and not every_row:
                 computed = self.graphs.replay(batch, self.timer)
-            else:
-                every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
+            if computed is None:
                 inputs = to_device(batch, self.device, every_row)
                 if self.timer is not None:
                     self.timer.begin()

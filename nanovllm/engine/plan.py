@@ -140,9 +140,9 @@ class Batch(NamedTuple):
     prefixes: SharedPrefixes | None = None  # of the decodes
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every row is a decode that samples the next token."""
-        return self.num_decodes == len(self.context_lens) == len(self.sample_rows)
+    def all_sample(self) -> bool:
+        """Whether every sequence samples its next token, so no prompt has a rest."""
+        return len(self.context_lens) == len(self.sample_rows)
 
 
 class SlotTable:

@@ -57,14 +57,14 @@ def test_bar_of_a_load_that_fails_is_closed(monkeypatch, tmp_path, capfd, no_del
 
 def test_every_graph_is_counted(monkeypatch, capfd, no_delay):
     """Without CUDA: what is captured stands in for itself."""
-    stub = SimpleNamespace(fill=lambda *args: None, views=lambda size, num_tiles: size)
+    stub = SimpleNamespace(fill=lambda *args: None, views=lambda shape, members: shape.decodes)
     monkeypatch.setattr(graph_runner, "StaticInputs", lambda *args: stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1))
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
     computed = []
-    graphs = graph_runner.DecodeGraphs(computed.append, torch.device("cpu"), 40, 1)
+    graphs = graph_runner.StepGraphs(computed.append, torch.device("cpu"), 40, 1)
     assert graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
     assert computed[::2] == computed[1::2] == graphs.sizes[::-1], "largest first"
     assert (100, 7, 7) in shown(capfd.readouterr().err, "Capturing CUDA graphs")

@@ -31,7 +31,7 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
             cu_k.append(cu_k[-1] + start + count)
     used = [-(-(item.start + item.num_tokens) // block_size) for item in scheduled]
     assert batch.num_decodes == num_decodes
-    assert batch.is_decode == (num_decodes == len(scheduled) == len(sample_rows))
+    assert batch.all_sample == (len(scheduled) == len(sample_rows))
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
@@ -113,7 +113,7 @@ def test_batch_in_which_nothing_samples():
 def test_warmup_batch(num_seqs, num_tokens, max_model_len, lens):
     """As many tokens as a step may have, spread evenly; nothing is stored."""
     batch = warmup_batch(num_seqs, num_tokens, max_model_len, 4)
-    assert batch.num_decodes == 0 and not batch.is_decode
+    assert batch.num_decodes == 0 and batch.all_sample
     assert batch.context_lens.tolist() == lens
     assert batch.input_ids.shape == batch.positions.shape == (sum(lens),)
     assert batch.positions.tolist() == [i for n in lens for i in range(n)]

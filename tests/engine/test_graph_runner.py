@@ -1,8 +1,11 @@
-"""What CUDA graphs are given, without CUDA: buckets, padded buffers, and decode batches only."""
+"""What CUDA graphs are given, without CUDA: buckets, padded buffers, steps that have room."""
 
 import random
 from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,15 +14,31 @@ from host import FakeModel, make_scheduler, make_seq
 
 from checkpoints import SMALL, checkpoint_fixture, greedy, reference, tokens  # noqa: F401
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
-from nanovllm.engine.graph_runner import NUM_ROWS, StaticInputs, bucket_sizes, lay_out
-from nanovllm.engine.plan import Batch, build_batch
+from nanovllm.engine import graph_runner, model_runner, static_inputs
+from nanovllm.engine.graph_runner import StepGraphs, bucket_sizes, coarse_sizes
+from nanovllm.engine.plan import Batch
 from nanovllm.engine.prefixes import SharedPrefixes
-from nanovllm.engine.step_inputs import Computed, to_device
+from nanovllm.engine.static_inputs import (
+    NOTHING,
+    TOKENS,
+    Parts,
+    Shape,
+    StaticInputs,
+    divide,
+    lay_out,
+    room_for,
+)
+from nanovllm.engine.step_inputs import Computed
 from nanovllm.engine.step_timer import StepTimer
 from nanovllm.utils import device
 
-B = 12
+B, W = 12, 10
+
+
+def set_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Shapes have room for multiples of so many tokens of prompts."""
+    for module in (graph_runner, static_inputs):
+        monkeypatch.setattr(module, "TOKENS", tokens)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 12, 16, 20, 100, 200, 500, 512])
@@ -30,35 +49,54 @@ def test_defect_3_every_batch_size_has_a_bucket(max_num_seqs):
     for n in range(1, max_num_seqs + 1):
         size = sizes[bisect_left(sizes, n)]
         assert n <= size < n + max(n, 16), "padding is bounded"
+    coarse = coarse_sizes(max_num_seqs)
+    assert coarse == sorted(set(coarse)) and (coarse[0], coarse[-1]) == (0, max_num_seqs)
+    assert all(b - a <= 64 for a, b in pairwise(coarse))
 
 
-def check_layout(rows, tables, before, batch: Batch, size: int) -> None:
-    n, width = batch.block_tables.shape
-    wanted = [batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.slots]
-    assert [row[:n].tolist() for row in rows[:5]] == [value.tolist() for value in wanted]
-    assert rows[5, :n].view(np.float32).tolist() == batch.temperatures.tolist()
-    assert rows[6:8, :n].tolist() == batch.random_keys.tolist()
-    for row, value in zip(rows[8:], batch.prefixes or [[]] * 4, strict=True):
-        assert row[:size].tolist() == [*value, *[0] * (size - len(value))]
-    assert (tables[:n, :width] == batch.block_tables).all()
-    assert not tables[:n, width:].any(), "stale columns"
-    assert rows[:8, n:size].T.tolist() == [[0, 0, -1, 0, B, 0, 0, 0]] * (size - n)
-    assert not tables[n:size].any(), "stale tables of padding"
-    assert (rows[:, size:] == before[0][:, size:]).all() and (
-        tables[size:] == before[1][size:]
-    ).all()
+def check_layout(parts: Parts, batch: Batch, shape: Shape) -> None:
+    """By the definitions, row by row: what is there, and that nothing else is."""
+    n, D, count = batch.num_decodes, shape.decodes, len(batch.sample_rows)
+    T, P = len(batch.input_ids) - n, len(batch.context_lens) - n
+    rows = {i if i < n else i - n + D: i for i in range(n + T)}
+    for name, padding in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
+        values, part = getattr(batch, name), getattr(parts, name)
+        assert part.tolist() == [
+            values[rows[i]] if i in rows else padding for i in range(D + shape.tokens)
+        ]
+    rows = {i if i < n else i - n + D: i for i in range(n + P)}
+    for i in range(D + shape.prompts):
+        table = batch.block_tables[rows[i]].tolist() if i in rows else []
+        assert parts.block_tables[i].tolist() == [*table, *[0] * (W - len(table))], "stale columns"
+        assert parts.context_lens[i] == (batch.context_lens[rows[i]] if i in rows else 0)
+    assert parts.input_ids[parts.sample_rows[:count]].tolist() == [
+        batch.input_ids[row] for row in batch.sample_rows
+    ]
+    assert [row < D for row in parts.sample_rows[:count]] == [i < n for i in range(count)]
+    rest = len(parts.slots) - count
+    assert parts.slots.tolist() == [*batch.slots, *[B] * rest]
+    assert parts.lens.tolist() == [*batch.context_lens, *[0] * rest]
+    assert parts.temperatures[:count].view(np.float32).tolist() == batch.temperatures.tolist()
+    assert parts.random_keys[:, :count].tolist() == batch.random_keys.tolist()
+    assert not parts.temperatures[count:].any() and not parts.sample_rows[count:].any()
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        values = getattr(batch, name).tolist()
+        assert getattr(parts, name).tolist() == values + [values[-1]] * (shape.prompts - P)
+    for part, values in zip(parts[-4:], batch.prefixes or [[]] * 4, strict=True):
+        assert part.tolist() == [*values, *[0] * (len(part) - len(values))]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_defect_10_nothing_of_the_batch_before_is_left(seed):
+def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
     """Stale columns and padding rows read and wrote somebody else's blocks."""
     print(f"seed {seed}")
     rng, noise = random.Random(seed), np.random.default_rng(seed)
+    set_tokens(monkeypatch, 8)
     scheduler = make_scheduler(60, max_num_seqs=B, max_num_batched_tokens=40, max_model_len=40)
-    model, sizes, seen = FakeModel(scheduler), bucket_sizes(B), set()
-    rows, tables = (
-        noise.integers(-999, 999, (n, w), np.int32) for n, w in ((NUM_ROWS, B), (B, 10))
-    )
+    model, seen = FakeModel(scheduler), set()
+    graphs = object.__new__(StepGraphs)  # its constructor captures
+    graphs.sizes, graphs._coarse, graphs._most_tokens = bucket_sizes(B), [0, 3, 7, B], 32
+    room = room_for(Shape(B, 32, True), W, B)
     for _ in range(200):
         if rng.random() < 0.15:
             for _ in range(rng.randint(1, 8)):
@@ -70,21 +108,53 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed):
         if not (scheduled := scheduler.schedule()):
             continue
         batch, drawn = model.lay_out(scheduled), model.run(scheduled)
-        if batch.is_decode:
-            n, before = len(scheduled), (rows.copy(), tables.copy())
-            size = sizes[bisect_left(sizes, n)]
-            if rng.random() < 0.5:
-                lens = noise.integers(1, 99, (4, n), np.int32)
-                batch = batch._replace(prefixes=SharedPrefixes(*lens[:2], *lens[2:, : n // 2]))
-            lay_out(rows, tables, batch, size)
-            check_layout(rows, tables, before, batch, size)
-            seen.add((n, size))
+        n = batch.num_decodes
+        if n and rng.random() < 0.5:
+            lens = noise.integers(1, 99, (4, n), np.int32)
+            batch = batch._replace(prefixes=SharedPrefixes(*lens[:2], *lens[2:, : n // 2]))
+        if shape := graphs.shape_of(batch):
+            buffer = noise.integers(-999, 999, room, np.int32)
+            before, used = buffer.copy(), room_for(shape, W, B)
+            parts = divide(buffer, shape, W, B)
+            lay_out(parts, shape, batch, B)
+            check_layout(parts, batch, shape)
+            assert used <= room and (buffer[used:] == before[used:]).all()
+            assert all(part.ctypes.data % 16 == buffer.ctypes.data % 16 for part in parts)
+            seen.add((n, len(batch.input_ids) - n, shape))
         scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, drawn)
-    assert len(seen) > 5 and any(n < size for n, size in seen) and any(size < B for _, size in seen)
-    lay_out(rows, tables, None, 8)
-    nothing = [0, 0, -1, 0, B, *[0] * 7]
-    assert rows[:, :8].T.tolist() == [nothing] * 8 and not tables[:8].any()
+    alone = [n for n, num_tokens, _ in seen if not num_tokens]
+    beside = [n for n, num_tokens, _ in seen if num_tokens]
+    assert len(alone) > 5 and len(beside) > 5 and 0 in beside and max(beside) > 1
+    assert any(n < shape.decodes for n, _, shape in seen)
+    assert any(0 < num_tokens < shape.tokens for _, num_tokens, shape in seen)
+    assert {shape.shares for *_, shape in seen} == {False, True}
+    lay_out(parts, shape, NOTHING, B)
+    check_layout(parts, NOTHING, shape)
+
+
+def test_what_no_graph_has_room_for():
+    """A prompt in chunks, more tokens or prompts than there are shapes for."""
+    graphs = object.__new__(StepGraphs)
+    graphs.sizes, graphs._coarse, graphs._most_tokens = [1, 2, 4], [0, 4], 3 * TOKENS
+
+    def shape_of(*lens: int, num_decodes: int = 0, samples: bool = True) -> Shape | None:
+        counts = np.array(lens, np.int32)
+        rows = np.cumsum(counts) - 1
+        return graphs.shape_of(
+            NOTHING._replace(
+                num_decodes=num_decodes,
+                input_ids=np.zeros(counts.sum(), np.int32),
+                context_lens=counts,
+                sample_rows=rows if samples else rows[:-1],
+            )
+        )
+
+    assert shape_of(1, 1, 1, num_decodes=3) == Shape(4)
+    assert shape_of(TOKENS) == Shape(0, TOKENS)
+    assert shape_of(1, TOKENS + 1, num_decodes=1) == Shape(4, 2 * TOKENS)
+    assert shape_of(9, 9, 9) == Shape(0, 3 * TOKENS), "each prompt has its place"
+    assert shape_of(9, 9, 9, 9) is shape_of(3 * TOKENS + 1) is shape_of(9, samples=False) is None
 
 
 def test_a_chunk_of_one_token_that_does_not_sample_is_no_decode():
@@ -97,58 +167,93 @@ def test_a_chunk_of_one_token_that_does_not_sample_is_no_decode():
         scheduled = scheduler.schedule()
         batch = model.lay_out(scheduled)
         assert len(batch.input_ids) == batch.num_decodes == 2
-        kinds.append((batch.samples.tolist(), batch.is_decode))
+        kinds.append((batch.samples.tolist(), batch.all_sample))
         drawn = model.run(scheduled)
         scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, drawn)
     assert kinds == [([True, False], False)] * 3 + [([True, True], True)] * 2
 
 
-class StandIn:
-    """`DecodeGraphs` by its contract: it knows decode batches only, and pads them if `padded`."""
+class Replayed:
+    """A graph without CUDA: computes from its inputs when it is replayed."""
 
-    def __init__(self, runner: model_runner.ModelRunner, padded: bool) -> None:
-        self.runner, self.padded, self.num_replays = runner, padded, 0
-        self.sizes = bucket_sizes(runner.config.max_num_seqs)
-        self.inputs = inputs = object.__new__(StaticInputs)  # its constructor pins memory
-        inputs._B, inputs._W = runner.config.max_num_seqs, 8
-        inputs._device = torch.full((inputs._B * (NUM_ROWS + inputs._W),), 7, dtype=torch.int32)
+    def __init__(self, compute: Callable[[], Computed]) -> None:
+        self.compute = compute
 
-    def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed:
-        assert batch.is_decode, "this step is not for a graph"
-        self.num_replays += 1
-        if not self.padded:
-            return self.runner.run_model(to_device(batch, self.runner.device))
-        n = len(batch.input_ids)
-        size = self.sizes[bisect_left(self.sizes, n)]
-        lay_out(*self.inputs._split(self.inputs._device.numpy()), batch, size)
-        return Computed(*(part[:n] for part in self.runner.run_model(self.inputs.views(size))))
+    def replay(self) -> None:
+        self.computed = self.compute()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.computed)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+class OnCpu(StepGraphs):
+    """Its graphs are `Replayed`, their inputs not pinned; `steps` are those it was asked for."""
+
+    def __init__(self, runner: model_runner.ModelRunner, most_tokens: int) -> None:
+        self.steps: list[tuple[bool, Shape | None]] = []
+        config = runner.config
+        self.sizes, self._coarse = bucket_sizes(config.max_num_seqs), [0, 2, config.max_num_seqs]
+        self.num_replays, self._compute, self._members = 0, runner.run_model, 0
+        self._most_tokens, self._is_full, self._graphs, self._seen = most_tokens, False, {}, set()
+        self._inputs = inputs = object.__new__(StaticInputs)
+        inputs._B, inputs._W, inputs._turn = config.max_num_seqs, 8, 0
+        room = room_for(Shape(inputs._B, most_tokens, True), inputs._W, inputs._B)
+        inputs._device, *inputs._twins = (
+            torch.full((room,), 7, dtype=torch.int32) for _ in range(3)
+        )
+        inputs._copied = [Mock(), Mock()]
+        for size in self.sizes:
+            self._capture(Shape(size))
+
+    def _capture(self, shape: Shape) -> None:
+        graph = Replayed(lambda: self._compute(self._views(shape)))
+        self._graphs[shape] = graph, graph
+
+    def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
+        assert batch.all_sample or self.shape_of(batch) is None
+        self.steps.append((batch.num_decodes == len(batch.input_ids), self.shape_of(batch)))
+        return super().replay(batch, timer)
+
+
+@pytest.mark.parametrize("most_tokens", [0, 24], ids=["decodes", "prompts"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("budget", [3, 64])
-def test_graphs_see_decode_steps_only(budget, overlap, padded, checkpoint, monkeypatch):
-    """Chunks of one token, which fill the budget beside decodes, must take the other path."""
+def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkeypatch):
+    """Also beside chunks of one token, which fill the budget and take the other path."""
+    set_tokens(monkeypatch, 8)
     prompts = [[9, 8, 7], list(range(20)), [5] * 6, [1, 2], [40, 3, 77, 21], list(range(70, 90))]
-    lengths, chunks_of_one = [18, 9, 25, 1, 12, 7], []
-
-    def build(*args):
-        batch = build_batch(*args)
-        all_single = batch.num_decodes == len(batch.context_lens)
-        chunks_of_one.append(all_single and not batch.is_decode)
-        return batch
-
-    monkeypatch.setattr(model_runner, "build_batch", build)
+    prompts, lengths = 2 * prompts, [18, 9, 25, 1, 12, 7, 3, 8, 2, 11, 5, 4]
     options = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
     with LLM(checkpoint, **options) as llm:
-        llm.model_runner.graphs = StandIn(llm.model_runner, padded)
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, most_tokens)
         outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
         assert llm.metrics()["num_graph_replays"] > 5
-    assert any(chunks_of_one) == (budget == 3)
+    assert any(all_single and not shape for all_single, shape in graphs.steps) == (budget == 3)
+    beside = {shape for _, shape in graphs.steps if shape and shape.tokens}
+    if budget == 64:
+        assert bool(beside & set(graphs._graphs)) == (most_tokens > 0), (
+            "captured when it came again"
+        )
+        assert any(shape.decodes for shape in beside) == (most_tokens > 0)
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
+
+
+def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
+    checkpoint, monkeypatch, caplog
+):
+    set_tokens(monkeypatch, 8)
+    prompts = [[i, 9, 8, 7] for i in range(9)]
+    options = {**SMALL, "max_num_seqs": 1, "enable_prefix_caching": False}
+    with LLM(checkpoint, **options) as llm:
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, 24)
+        capture = Mock(side_effect=torch.OutOfMemoryError)
+        monkeypatch.setattr(graphs, "_capture", capture)
+        outputs = llm.generate(prompts, [greedy(2)] * 9, use_tqdm=False)
+    assert capture.call_count == 1 and "no memory is left for CUDA graphs" in caplog.text
+    assert tokens(outputs) == [reference(checkpoint, p, 2) for p in prompts]
 
 
 def test_nobody_waits_for_a_device_while_a_graph_is_captured(
