@@ -81,6 +81,11 @@ class StepGraphs:
                 self._compute(self._views(shape))  # kernels compile, libraries allocate
                 self._capture(shape)
 
+    @property
+    def captured(self) -> list[Shape]:
+        """The shapes that have a graph."""
+        return list(self._graphs)
+
     def _views(self, shape: Shape) -> StepInputs:
         return self._inputs.views(shape, self._members)
 

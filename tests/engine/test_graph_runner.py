@@ -232,7 +232,7 @@ def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkey
     assert any(all_single and not shape for all_single, shape in graphs.steps) == (budget == 3)
     beside = {shape for _, shape in graphs.steps if shape and shape.tokens}
     if budget == 64:
-        assert bool(beside & set(graphs._graphs)) == (most_tokens > 0), (
+        assert bool(beside & set(graphs.captured)) == (most_tokens > 0), (
             "captured when it came again"
         )
         assert any(shape.decodes for shape in beside) == (most_tokens > 0)

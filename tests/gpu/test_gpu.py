@@ -136,6 +136,36 @@ def test_float32_tokens_are_those_of_the_reference(
     assert_greedy(reference, prompts, tokens(outputs))
 
 
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size: int) -> None:
+    """Prompts of other lengths than the captured ones, alone and beside decodes, with prefix hits
+    and preemptions; in an FP8 cache as without graphs.
+    """
+    prompts = make_prompts()
+    options = {**SMALL, "max_num_batched_tokens": 1024, "kvcache_block_size": block_size}
+    options["num_kvcache_blocks"] = {16: 120, 256: 20}[block_size]
+    with LLM(tiny, dtype="float32", **options) as llm:
+        assert llm.model_runner is not None and llm.model_runner.graphs is not None
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert_greedy(reference, prompts, tokens(outputs))
+        for i in range(4):  # each alone, so none beside it has a place
+            outputs = llm.generate([prompts[-1 - i]], GREEDY, use_tqdm=False)
+            assert_greedy(reference, [prompts[-1 - i]], tokens(outputs))
+        captured = [shape for shape in llm.model_runner.graphs.captured if shape.tokens]
+        metrics = llm.metrics()
+    print(captured)
+    assert {shape.decodes > 0 for shape in captured} == {False, True} and len(captured) > 3
+    assert metrics["num_preemptions"] and metrics["num_cached_tokens"]
+    found = []
+    for eager in (False, True):
+        with LLM(
+            tiny, dtype="float32", kv_cache_dtype="fp8", enforce_eager=eager, **options
+        ) as llm:
+            found += [tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) for _ in range(2)]
+    assert found[:2] == found[2:]
+
+
 class LogitsTap:
     """Copies the logits of each step aside, also out of CUDA graphs captured after its making."""
 

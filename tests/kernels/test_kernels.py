@@ -31,7 +31,7 @@ from attention_cases import (
 )
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionNeeds, Scoring
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
@@ -461,6 +461,41 @@ def test_attention(backend: type, fp8: bool, name: str, dtype: torch.dtype) -> N
     out = run_case(backend(), case)
     assert not out.isnan().any()
     close(out, case.wanted())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["prefill", "prefill-cached", "mixed", "window-70", "sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_attention_of_a_step_with_room_for_more(name: str, fp8: bool, dtype: torch.dtype) -> None:
+    """Three more decodes that see nothing, prompts without tokens and tokens of no prompt change
+    nothing, where whatever they could read is NaN.
+    """
+    case = Case(**CASES[name], dtype=dtype, fp8=fp8)  # type: ignore[arg-type]
+    TorchBackend().store_kvcache(case.k, case.v, case.cache, case.context.slot_mapping)
+    context, n = case.context, case.context.num_decodes
+    T = len(case.q) - n
+
+    def spaced(x: torch.Tensor, behind: int, padding: float) -> torch.Tensor:
+        rooms = [x.new_full((count, *x.shape[1:]), padding) for count in (3, behind)]
+        return torch.cat([x[:n], rooms[0], x[n:], rooms[1]])
+
+    def ended(ends: torch.Tensor | None) -> torch.Tensor:
+        assert ends is not None
+        return torch.cat([ends, ends[-1:].repeat(2)])
+
+    padded = replace(
+        context,
+        num_decodes=n + 3,
+        context_lens=spaced(context.context_lens, 2, 0),
+        block_tables=spaced(context.block_tables, 2, 0),
+        cu_seqlens_q=ended(context.cu_seqlens_q),
+        cu_seqlens_k=ended(context.cu_seqlens_k),
+        max_seqlen_q=384,
+        has_cached_context=True,
+    )
+    rows = QKV(*(spaced(x, 384 - T, torch.nan) for x in (case.q, case.k, case.v)))
+    out = TritonBackend().attend(rows, case.cache, padded, case.scoring)
+    close(torch.cat([out[:n], out[n + 3 : n + 3 + T]]), case.wanted())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
