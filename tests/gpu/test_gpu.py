@@ -138,8 +138,8 @@ def test_float32_tokens_are_those_of_the_reference(
 
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size: int) -> None:
-    """Prompts of other lengths than the captured ones, alone and beside decodes, with prefix hits
-    and preemptions; in an FP8 cache as without graphs.
+    """Prompts of other lengths than the captured ones, alone and beside decodes, with prefix hits;
+    in an FP8 cache as without graphs.
     """
     prompts = make_prompts()
     options = {**SMALL, "max_num_batched_tokens": 1024, "kvcache_block_size": block_size}
@@ -156,7 +156,7 @@ def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size:
         metrics = llm.metrics()
     print(captured)
     assert {shape.decodes > 0 for shape in captured} == {False, True} and len(captured) > 3
-    assert metrics["num_preemptions"] and metrics["num_cached_tokens"]
+    assert metrics["num_cached_tokens"]
     found = []
     for eager in (False, True):
         with LLM(
