@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.engine.matrices import weights
 from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import Int4
 
@@ -62,49 +63,6 @@ class Work(NamedTuple):
         """The least seconds of prefill and of decode."""
         steps = np.maximum(self.step_flops / hardware.flops, self.step_bytes / hardware.bandwidth)
         return self.prefill_flops / hardware.flops, float(steps.sum())
-
-
-class Weights(NamedTuple):
-    """Numbers in a model's matrices.
-
-    Attributes:
-        dense: by which every token is multiplied, LM head apart.
-        head: of the LM head.
-        sparse: of all experts.
-        share: of the experts, which a token takes.
-    """
-
-    dense: int
-    head: int
-    sparse: int
-    share: float
-
-    @property
-    def of_token(self) -> float:
-        """By which one token is multiplied, LM head apart."""
-        return self.dense + self.share * self.sparse
-
-    def read(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of a step with so many tokens, LM head apart: those of the experts that at least one
-        token takes, if each takes any of them with the same probability.
-        """
-        taken = 1 - np.power(1 - self.share, num_tokens, dtype=np.float64)
-        return self.dense + self.sparse * taken
-
-
-def weights(config: ModelConfig) -> Weights:
-    """The matrices of a model."""
-    M, D, experts = config.hidden_size, config.head_dim, config.experts
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    num_sparse = sum(layer.is_sparse for layer in config.layers)
-    num_dense = len(config.layers) - num_sparse
-    dense = len(config.layers) * M * heads * D + num_dense * 3 * M * config.intermediate_size
-    head = config.vocab_size * M
-    if experts is None:
-        return Weights(dense, head, 0, 0.0)
-    dense += num_sparse * M * experts.num_experts  # the routers
-    sparse = num_sparse * experts.num_experts * 3 * M * experts.intermediate_size
-    return Weights(dense, head, sparse, experts.num_experts_per_tok / experts.num_experts)
 
 
 def work(

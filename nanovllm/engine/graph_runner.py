@@ -18,6 +18,8 @@ from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
 
+SPARE = 2**30  # bytes of the device that captures leave free
+
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, 16, 32, 48, ... and always `max_num_seqs` itself, ascending."""
@@ -100,16 +102,15 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         self._graphs[shape] = graph, computed
 
-    def _capture_seen(self, shape: Shape) -> None:
-        """Capture a shape that comes again, if there is memory."""
-        try:
-            self._capture(shape)
-        except torch.OutOfMemoryError:
+    def _has_room(self) -> bool:
+        """Whether there is memory for a graph more; if not, none is captured any more."""
+        if not self._is_full and torch.cuda.mem_get_info(self._device)[0] < SPARE:
             self._is_full = True
             logger.warning(
                 "no memory is left for CUDA graphs of further steps, which are launched kernel by "
                 "kernel: a lower gpu_memory_utilization leaves more"
             )
+        return not self._is_full
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The least that has room for a batch; None: no graph does."""
@@ -131,8 +132,8 @@ class StepGraphs:
         shape = self.shape_of(batch)
         if shape is None:
             return None
-        if shape in self._seen and shape not in self._graphs and not self._is_full:
-            self._capture_seen(shape)
+        if shape in self._seen and shape not in self._graphs and self._has_room():
+            self._capture(shape)
         self._seen.add(shape)
         self._inputs.fill(batch, shape)
         if timer is not None:

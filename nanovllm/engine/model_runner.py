@@ -15,13 +15,13 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine import memory
+from nanovllm.engine import memory, static_inputs
 from nanovllm.engine.choices import choose_build
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import StepGraphs
 from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.matrices import weights
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
-from nanovllm.engine.static_inputs import MOST_TOKENS
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
@@ -199,7 +199,8 @@ class ModelRunner:
         """Capture the decode step for all buckets of batch sizes."""
         config, most_tokens = self.config, 0
         if self.backend.captures_prompts and self.group.size == 1:  # ranks divide rows by their sum
-            most_tokens = min(MOST_TOKENS, config.max_num_batched_tokens)
+            numbers = weights(self.model_config).of_token / len(self.model_config.layers)
+            most_tokens = min(static_inputs.most_tokens(numbers), config.max_num_batched_tokens)
         sizes = config.max_num_seqs, self._max_blocks, self._members, most_tokens
         self.graphs = StepGraphs(self.run_model, self.device, *sizes)
 

@@ -14,9 +14,11 @@ from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.integers import cdiv
 
-# Of prompts: shapes have room for a multiple of TOKENS, and a prompt for each. The device takes
-# longer for more of them than the host for launching the kernels one by one.
+# Of prompts: shapes have room for a multiple of TOKENS, and a prompt for each.
 TOKENS, MOST_TOKENS = 128, 2048
+# Multiplications of a layer that an H200 is done with in less time (0.5 ms) than the host takes to
+# launch the layer's kernels one by one.
+HIDDEN = 2**37
 
 
 class Shape(NamedTuple):
@@ -36,6 +38,16 @@ class Shape(NamedTuple):
     def prompts(self) -> int:
         """P"""
         return self.tokens // TOKENS
+
+
+def most_tokens(numbers: float) -> int:
+    """Of prompts, for which graphs pay: the device takes longer for more of them than the host to
+    launch the step, and would compute their padding, too.
+
+    Args:
+        numbers: of a layer's matrices, by which a token is multiplied.
+    """
+    return min(MOST_TOKENS, int(HIDDEN / numbers) // TOKENS * TOKENS)
 
 
 class Parts(NamedTuple):
