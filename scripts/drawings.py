@@ -42,7 +42,7 @@ def journey() -> Drawing:
     chain(d, 16, 134, texts, "a", 164, 46, 24)
     d.arrow((662, 82), (662, 104), (98, 104), (98, 134))
     d.arrow((662, 180), (662, 192), (98, 192), (98, 180))
-    d.head(16, 226, "On the device: one CUDA graph, if all are decodes")
+    d.head(16, 226, "On the device: one CUDA graph, but for large steps")
     texts = ["`fill_in`\ntoken ids", "`embed_tokens`", "`Qwen3DecoderLayer`\n28 of them"]
     chain(d, 16, 238, [*texts, "`lm_head`\nlogits", "`Sampler`"], "b", 132, 44, 17)
     d.arrow((474, 180), (474, 208), (6, 208), (6, 260), (16, 260))

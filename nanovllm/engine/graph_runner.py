@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.engine.memory import RESERVE
 from nanovllm.engine.plan import Batch
-from nanovllm.engine.static_inputs import NOTHING, TOKENS, Shape, StaticInputs
+from nanovllm.engine.static_inputs import NOTHING, PROMPTS, TOKENS, Shape, StaticInputs
 from nanovllm.engine.step_inputs import Computed, StepInputs
 from nanovllm.engine.step_timer import StepTimer
 from nanovllm.utils.device import capturing
@@ -17,8 +18,6 @@ from nanovllm.utils.integers import cdiv
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
-
-SPARE = 2**30  # bytes of the device that captures leave free
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -45,8 +44,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class StepGraphs:
     """Captures steps, from the tokens' embedding to the next tokens, and replays them.
 
-    Decodes alone are captured at the start. Other shapes, with prompts or shared prefixes, are when
-    they come again; at first they are computed kernel by kernel, from the same padded inputs.
+    Decodes alone are captured at the start. Other shapes, with prompts or shared prefixes, are
+    computed kernel by kernel when they first come, from the same padded inputs, and captured when
+    they come again: those with prompts as long as there is memory.
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
@@ -55,6 +55,7 @@ class StepGraphs:
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes.
         most_tokens: of prompts; 0: steps with prompts have no graphs.
+        spare: bytes of the device that graphs of steps with prompts leave to larger steps.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class StepGraphs:
         table_width: int,
         members: int = 0,
         most_tokens: int = 0,
+        spare: int = 0,
     ) -> None:
         self.sizes, self._coarse = bucket_sizes(max_num_seqs), coarse_sizes(max_num_seqs)
         self.num_replays = 0
         self._compute, self._device, self._members = compute, device, members
-        self._most_tokens = most_tokens // TOKENS * TOKENS
+        self._most_tokens, self._spare = most_tokens, spare + RESERVE
         self._inputs = StaticInputs(device, max_num_seqs, table_width, self._most_tokens)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._seen: set[Shape] = set()
@@ -102,13 +104,17 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         self._graphs[shape] = graph, computed
 
-    def _has_room(self) -> bool:
-        """Whether there is memory for a graph more; if not, none is captured any more."""
-        if not self._is_full and torch.cuda.mem_get_info(self._device)[0] < SPARE:
+    def _has_room(self, shape: Shape) -> bool:
+        """Whether a shape without a graph may get one: with prompts, as long as there is memory and
+        no capture has failed.
+        """
+        if not shape.tokens:
+            return True
+        if not self._is_full and torch.cuda.mem_get_info(self._device)[0] < self._spare:
             self._is_full = True
             logger.warning(
-                "no memory is left for CUDA graphs of further steps, which are launched kernel by "
-                "kernel: a lower gpu_memory_utilization leaves more"
+                "too little memory is left for more CUDA graphs of steps with prompts, which are "
+                "launched kernel by kernel: a lower gpu_memory_utilization leaves more"
             )
         return not self._is_full
 
@@ -119,9 +125,8 @@ class StepGraphs:
         n, shares = batch.num_decodes, batch.prefixes is not None
         if n == len(batch.input_ids):
             return Shape(self.sizes[bisect.bisect_left(self.sizes, n)], 0, shares)
-        num_prompts, num_tokens = len(batch.context_lens) - n, len(batch.input_ids) - n
-        tokens = TOKENS * max(num_prompts, cdiv(num_tokens, TOKENS))
-        if tokens > self._most_tokens:
+        tokens = cdiv(len(batch.input_ids) - n, TOKENS) * TOKENS
+        if tokens > self._most_tokens or len(batch.context_lens) - n > PROMPTS:
             return None
         return Shape(self._coarse[bisect.bisect_left(self._coarse, n)], tokens, shares)
 
@@ -130,11 +135,14 @@ class StepGraphs:
         it. `timer` is told when the device begins.
         """
         shape = self.shape_of(batch)
-        if shape is None:
+        if shape is None or not (shape in self._graphs or self._has_room(shape)):
             return None
-        if shape in self._seen and shape not in self._graphs and self._has_room():
-            self._capture(shape)
-        self._seen.add(shape)
+        if shape in self._seen and shape not in self._graphs:
+            try:
+                self._capture(shape)
+            except Exception:
+                self._is_full = True  # none is tried again
+                raise
         self._inputs.fill(batch, shape)
         if timer is not None:
             timer.begin()
@@ -144,5 +152,6 @@ class StepGraphs:
             self.num_replays += 1
         else:
             computed = self._compute(self._views(shape))
+            self._seen.add(shape)
         n = len(batch.sample_rows)
         return Computed(*(part[:n] for part in computed))

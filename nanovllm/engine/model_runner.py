@@ -15,13 +15,14 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine import memory, static_inputs
+from nanovllm.engine import memory
 from nanovllm.engine.choices import choose_build
 from nanovllm.engine.extras import Extras
 from nanovllm.engine.graph_runner import StepGraphs
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.matrices import weights
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
+from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
@@ -36,7 +37,7 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
-from nanovllm.utils.device import capturing, resolve_device, wait_for_device
+from nanovllm.utils.device import capability, capturing, resolve_device, wait_for_device
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class ModelRunner:
         self.allocate_kv_cache()
         can_capture = self.backend.supports_cuda_graph and (self.fused or not model_config.experts)
         if not on_cpu and not config.enforce_eager and can_capture:  # plain experts sync
-            self.capture_cudagraph()
+            self.capture_cudagraph(activations)
         group.minimum(0)  # all ranks are there
 
     def build_model(self) -> None:
@@ -195,13 +196,18 @@ class ModelRunner:
             ) from error
         self.pool.log(self.max_model_len)
 
-    def capture_cudagraph(self) -> None:
-        """Capture the decode step for all buckets of batch sizes."""
-        config, most_tokens = self.config, 0
-        if self.backend.captures_prompts and self.group.size == 1:  # ranks divide rows by their sum
+    def capture_cudagraph(self, activations: int) -> None:
+        """Capture the decode step for all buckets of batch sizes.
+
+        Args:
+            activations: bytes that the largest step needs.
+        """
+        config, most = self.config, 0
+        if self.backend.captures_prompts and self.group.size == 1:  # several divide large steps
             numbers = weights(self.model_config).of_token / len(self.model_config.layers)
-            most_tokens = min(static_inputs.most_tokens(numbers), config.max_num_batched_tokens)
-        sizes = config.max_num_seqs, self._max_blocks, self._members, most_tokens
+            most = most_tokens(numbers, capability(self.device.index))
+            most = min(most, config.max_num_batched_tokens)
+        sizes = config.max_num_seqs, self._max_blocks, self._members, most, activations
         self.graphs = StepGraphs(self.run_model, self.device, *sizes)
 
     def _log_backend(self) -> None:

@@ -14,11 +14,13 @@ from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.integers import cdiv
 
-# Of prompts: shapes have room for a multiple of TOKENS, and a prompt for each.
-TOKENS, MOST_TOKENS = 128, 2048
+# Shapes have room for so many prompts, and a multiple of TOKENS of them.
+PROMPTS, TOKENS, MOST_TOKENS = 8, 128, 2048
 # Multiplications of a layer that an H200 is done with in less time (0.5 ms) than the host takes to
-# launch the layer's kernels one by one.
-HIDDEN = 2**37
+# launch the layer's kernels one by one. By data sheets, GPUs of other generations have a third of
+# its rate or less.
+HIDDEN, HIDDEN_BY_OTHERS = 2**37, 2**35
+FAST = 9, 10  # compute capabilities
 
 
 class Shape(NamedTuple):
@@ -37,17 +39,19 @@ class Shape(NamedTuple):
     @property
     def prompts(self) -> int:
         """P"""
-        return self.tokens // TOKENS
+        return PROMPTS if self.tokens else 0
 
 
-def most_tokens(numbers: float) -> int:
+def most_tokens(numbers: float, capability: tuple[int, int]) -> int:
     """Of prompts, for which graphs pay: the device takes longer for more of them than the host to
     launch the step, and would compute their padding, too.
 
     Args:
         numbers: of a layer's matrices, by which a token is multiplied.
+        capability: of the device.
     """
-    return min(MOST_TOKENS, int(HIDDEN / numbers) // TOKENS * TOKENS)
+    hidden = HIDDEN if capability[0] in FAST else HIDDEN_BY_OTHERS
+    return min(MOST_TOKENS, int(hidden / numbers) // TOKENS * TOKENS)
 
 
 class Parts(NamedTuple):

@@ -3,9 +3,11 @@
 import json
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,15 +16,18 @@ import torch
 from host import FakeModel, make_scheduler, make_seq
 
 from checkpoints import SMALL, checkpoint_fixture, greedy, reference, tokens  # noqa: F401
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.engine import graph_runner, model_runner, static_inputs
-from nanovllm.engine.graph_runner import SPARE, StepGraphs, bucket_sizes, coarse_sizes
+from nanovllm.engine.graph_runner import StepGraphs, bucket_sizes, coarse_sizes
 from nanovllm.engine.matrices import weights
+from nanovllm.engine.memory import RESERVE
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import Batch
-from nanovllm.engine.prefixes import SharedPrefixes
+from nanovllm.engine.prefixes import SharedPrefixes, most_tiles
 from nanovllm.engine.static_inputs import (
     NOTHING,
+    PROMPTS,
     TOKENS,
     Parts,
     Shape,
@@ -156,10 +161,47 @@ def test_what_no_graph_has_room_for():
         )
 
     assert shape_of(1, 1, 1, num_decodes=3) == Shape(4)
-    assert shape_of(TOKENS) == Shape(0, TOKENS)
+    assert shape_of(TOKENS) == shape_of(*[9] * PROMPTS) == Shape(0, TOKENS)
     assert shape_of(1, TOKENS + 1, num_decodes=1) == Shape(4, 2 * TOKENS)
-    assert shape_of(9, 9, 9) == Shape(0, 3 * TOKENS), "each prompt has its place"
-    assert shape_of(9, 9, 9, 9) is shape_of(3 * TOKENS + 1) is shape_of(9, samples=False) is None
+    assert shape_of(1, *[9] * PROMPTS, num_decodes=1) == Shape(4, TOKENS)
+    assert shape_of(*[9] * (PROMPTS + 1)) is shape_of(3 * TOKENS + 1) is None
+    assert shape_of(9, samples=False) is None
+
+
+@pytest.mark.parametrize("shape", [Shape(5), Shape(5, 0, True), Shape(5, 256), Shape(B, 128, True)])
+def test_what_a_graph_reads_has_the_size_of_its_shape(shape):
+    """Sizes that a graph keeps are the largest that may come, not those of its capture."""
+    views = Unpinned(torch.device("cpu"), B, W, 4 * TOKENS).views(shape, 4)
+    context, sampling = views.context, views.sampling
+    rows, N = shape.decodes + shape.tokens, min(shape.decodes + shape.prompts, B)
+    assert len(views.input_ids) == len(views.positions) == len(context.slot_mapping) == rows
+    assert len(context.context_lens) == shape.decodes + shape.prompts
+    assert context.block_tables.shape == (shape.decodes + shape.prompts, W)
+    assert context.num_decodes == len(views.decode_slots) == shape.decodes
+    assert len(sampling.slots) == len(sampling.temperatures) == len(sampling.positions) == N
+    assert sampling.random_keys.shape == (2, N)
+    assert (context.prefixes is not None) == shape.shares
+    if context.prefixes is not None:
+        assert len(context.prefixes.lens) == shape.decodes
+        assert len(context.prefixes.ends) == most_tiles(shape.decodes, 4) < shape.decodes
+    assert context.is_prefill == context.has_cached_context == (shape.tokens > 0)
+    assert context.kept_rows is views.sample_rows
+    if shape.tokens:
+        assert len(views.sample_rows) == N
+        assert context.max_seqlen_q == shape.tokens, "a prompt may have all of them"
+        assert len(context.cu_seqlens_q) == len(context.cu_seqlens_k) == PROMPTS + 1
+    else:
+        assert views.sample_rows is None
+
+
+def test_a_twin_is_filled_when_its_last_copy_is_done():
+    inputs, calls = Unpinned(torch.device("cpu"), B, W, 0), []
+    for name, event in zip("ab", inputs._copied, strict=True):
+        event.synchronize.side_effect = lambda name=name: calls.append(f"wait {name}")
+        event.record.side_effect = lambda name=name: calls.append(f"copy {name}")
+    for _ in range(3):
+        inputs.fill(NOTHING, Shape(2))
+    assert calls == ["wait b", "copy b", "wait a", "copy a", "wait b", "copy b"]
 
 
 def test_a_chunk_of_one_token_that_does_not_sample_is_no_decode():
@@ -183,10 +225,11 @@ class Replayed:
     """A graph without CUDA: computes from its inputs when it is replayed."""
 
     def __init__(self, compute: Callable[[], Computed]) -> None:
-        self.compute = compute
+        self.compute, self.count = compute, 0
 
     def replay(self) -> None:
         self.computed = self.compute()
+        self.count += 1
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.computed)
@@ -206,17 +249,22 @@ class OnCpu(StepGraphs):
     """Its graphs are `Replayed`, its inputs `Unpinned`; `steps` are those it was asked for."""
 
     def __init__(
-        self, runner: model_runner.ModelRunner, most: int, monkeypatch: pytest.MonkeyPatch
+        self, runner: ModelRunner, most: int, monkeypatch: pytest.MonkeyPatch, spare: int = 0
     ) -> None:
         self.steps: list[tuple[bool, Shape | None]] = []
         monkeypatch.setattr(graph_runner, "StaticInputs", Unpinned)
         sizes = runner.config.max_num_seqs, 8
         with torch.inference_mode():
-            super().__init__(runner.run_model, runner.device, *sizes, most_tokens=most)
+            super().__init__(runner.run_model, runner.device, *sizes, 0, most, spare)
 
     def _capture(self, shape: Shape) -> None:
         graph = Replayed(lambda: self._compute(self._views(shape)))
         self._graphs[shape] = graph, graph
+
+    @property
+    def replayed(self) -> list[Shape]:
+        """Those with prompts."""
+        return [shape for shape, (graph, _) in self._graphs.items() if shape.tokens and graph.count]
 
     def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
         self.steps.append((batch.num_decodes == len(batch.input_ids), self.shape_of(batch)))
@@ -229,7 +277,7 @@ class OnCpu(StepGraphs):
 def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkeypatch):
     """Also beside chunks of one token, which fill the budget and take the other path."""
     set_tokens(monkeypatch, 8)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (SPARE, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
     prompts = [[9, 8, 7], list(range(20)), [5] * 6, [1, 2], [40, 3, 77, 21], list(range(70, 90))]
     prompts, lengths = 2 * prompts, [18, 9, 25, 1, 12, 7, 3, 8, 2, 11, 5, 4]
     options = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
@@ -240,9 +288,10 @@ def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkey
     assert any(all_single and not shape for all_single, shape in graphs.steps) == (budget == 3)
     beside = {shape for _, shape in graphs.steps if shape and shape.tokens}
     if budget == 64:
-        assert bool(beside & set(graphs.captured)) == (most_tokens > 0), (
-            "captured when it came again"
-        )
+        assert bool(graphs.replayed) == (most_tokens > 0)
+        often = Counter(shape for _, shape in graphs.steps if shape in beside)
+        captured = {shape for shape in graphs.captured if shape.tokens}
+        assert captured == {shape for shape in often if often[shape] > 1}, "when it comes again"
         assert any(shape.decodes for shape in beside) == (most_tokens > 0)
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
@@ -252,22 +301,127 @@ def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkey
 def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
     checkpoint, monkeypatch, caplog
 ):
+    """What larger steps need stays free."""
     set_tokens(monkeypatch, 8)
-    prompts = [[i, 9, 8, 7] for i in range(9)]
+    prompts = [[i, 9, 8, 7] for i in range(3)]
     options = {**SMALL, "max_num_seqs": 1, "enable_prefix_caching": False}
-    free = Mock(side_effect=[(SPARE, 0), (SPARE - 1, 0)])
+    enough, too_little = (1000 + RESERVE, 0), (999 + RESERVE, 0)
+    free = Mock(side_effect=[enough, enough, too_little])
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     with LLM(checkpoint, **options) as llm:
-        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, 24, monkeypatch)
-        for lengths in ((4, 4, 4), (9, 9, 9), (17, 17)):  # of three shapes, each more than once
-            wanted = [
-                [*prompt, *range(30)][:n] for prompt, n in zip(prompts, lengths, strict=False)
-            ]
-            outputs = llm.generate(wanted, [greedy(2)] * len(wanted), use_tqdm=False)
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, 24, monkeypatch, spare=1000)
+        for length in (4, 9, 17):  # three shapes, each more than once
+            wanted = [[*prompt, *range(30)][:length] for prompt in prompts]
+            outputs = llm.generate(wanted, [greedy(2)] * 3, use_tqdm=False)
             assert tokens(outputs) == [reference(checkpoint, p, 2) for p in wanted]
         assert [shape.tokens for shape in graphs.captured if shape.tokens] == [8]
-    assert free.call_count == 2, "nobody asks again"
-    assert caplog.text.count("no memory is left for CUDA graphs") == 1
+    assert free.call_count == 3, "nobody asks again"
+    assert caplog.text.count("too little memory is left for more CUDA graphs") == 1
+
+
+def test_a_capture_that_fails_is_not_repeated(checkpoint, monkeypatch):
+    """And a step that failed before it was computed is not captured."""
+    set_tokens(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
+    prompts = [[i, 9, 8, 7] for i in range(4)]
+    options = {**SMALL, "max_num_seqs": 1, "enable_prefix_caching": False}
+    with LLM(checkpoint, **options) as llm:
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, 24, monkeypatch)
+        compute, capture = graphs._compute, Mock(side_effect=RuntimeError("capture"))
+        monkeypatch.setattr(graphs, "_capture", capture)
+        graphs._compute = Mock(side_effect=RuntimeError("compute"))
+        with pytest.raises(RuntimeError, match="compute"):
+            llm.generate(prompts[:1], greedy(2), use_tqdm=False)
+        graphs._compute = compute
+        llm.generate(prompts[:1], greedy(2), use_tqdm=False)
+        assert not capture.called
+        with pytest.raises(RuntimeError, match="capture"):
+            llm.generate(prompts[1:2], greedy(2), use_tqdm=False)
+        outputs = llm.generate(prompts, [greedy(2)] * 4, use_tqdm=False)
+    assert capture.call_count == 1
+    assert tokens(outputs) == [reference(checkpoint, p, 2) for p in prompts]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_timer_is_told_before_the_device_begins(captured):
+    graphs, calls = object.__new__(StepGraphs), []
+    computed = Computed(*torch.zeros(3, 2))
+    graphs.sizes, graphs._seen, graphs._graphs, graphs.num_replays = [2], set(), {}, 0
+    graphs._views = Mock()
+    graphs._inputs = Mock(fill=lambda *_: calls.append("fill"))
+    graphs._compute = lambda _: calls.append("compute") or computed
+    if captured:
+        graphs._graphs[Shape(2)] = Mock(replay=lambda: calls.append("replay")), computed
+    one = np.zeros(1, np.int32)
+    batch = NOTHING._replace(num_decodes=1, input_ids=one, context_lens=one, sample_rows=one)
+    found = graphs.replay(batch, Mock(begin=lambda: calls.append("begin")))
+    assert [len(part) for part in found] == [1, 1, 1]
+    assert calls == ["fill", "begin", "replay" if captured else "compute"]
+    assert graphs.num_replays == captured
+
+
+def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:
+    """Of the prompt and of the completion, where asked for."""
+    rows = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    return [row or {} for row in rows]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_controls_and_other_wishes_beside_padding(budget, overlap, checkpoint, monkeypatch):
+    """Seeds, penalties, log-probabilities, those of prompts, embeddings, cached beginnings."""
+    rng = random.Random(5)
+    print("seed 5")
+    prompts = [[rng.randrange(90) for _ in range(rng.choice([1, 5, 8, 9, 24]))] for _ in range(20)]
+    prompts += [[3] * 16 + prompt for prompt in prompts[:12]]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "max_tokens": 7},
+        {"temperature": 0.8, "max_tokens": 5, "logprobs": 3, "top_k": 7, "repetition_penalty": 1.3},
+        {"temperature": 0, "max_tokens": 4, "prompt_logprobs": 2},
+        {"temperature": 1.0, "max_tokens": 6, "top_p": 0.7, "presence_penalty": 0.5},
+    ]
+    params = [
+        SamplingParams(seed=i, ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(len(prompts))
+    ]
+    set_tokens(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
+    found = []
+    options = {**SMALL, "max_num_seqs": 5, "max_num_batched_tokens": budget, "overlap": overlap}
+    for padded in (False, True):
+        with LLM(checkpoint, **options) as llm:
+            if padded:
+                llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, 40, monkeypatch)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            vectors = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
+        found.append((outputs, vectors))
+    assert graphs.replayed
+    (plain, plain_vectors), (other, other_vectors) = found
+    np.testing.assert_allclose(plain_vectors, other_vectors, atol=1e-4)
+    for one, two in zip(plain, other, strict=True):
+        assert one["token_ids"] == two["token_ids"]
+        for a, b in zip(all_logprobs(one), all_logprobs(two), strict=True):
+            assert a.keys() == b.keys()
+            assert all(abs(a[key].logprob - b[key].logprob) < 1e-3 for key in a)
+
+
+@pytest.mark.parametrize(
+    ("captures", "num_ranks", "budget", "most"),
+    [(True, 1, 16384, 640), (True, 1, 300, 300), (False, 1, 16384, 0), (True, 2, 16384, 0)],
+)
+def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
+    captures, num_ranks, budget, most, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b"]))
+    runner, made = object.__new__(ModelRunner), Mock()
+    monkeypatch.setattr(model_runner, "StepGraphs", made)
+    monkeypatch.setattr(model_runner, "capability", lambda index: (9, 0))
+    runner.config = Mock(max_num_seqs=4, max_num_batched_tokens=budget)
+    runner.model_config = ModelConfig.from_pretrained(str(tmp_path))
+    runner.backend, runner.group = Mock(captures_prompts=captures), Mock(size=num_ranks)
+    runner.device, runner._max_blocks, runner._members = torch.device("cpu"), 7, 2
+    runner.capture_cudagraph(99)
+    assert made.call_args.args[2:] == (4, 7, 2, most, 99)
 
 
 def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_computes(tmp_path):
@@ -278,9 +432,10 @@ def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_comp
     for name in ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"):
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
         config = ModelConfig.from_pretrained(str(tmp_path))
-        most[name] = most_tokens(weights(config).of_token / len(config.layers))
+        most[name] = most_tokens(weights(config).of_token / len(config.layers), (9, 0))
     assert most == {"qwen3-0.6b": 2048, "qwen3-8b": 640, "qwen3-30b-a3b": 2048}
-    assert most_tokens(5e8) == 2 * TOKENS and most_tokens(1e10) == 0
+    assert most_tokens(5e8, (10, 0)) == 2 * TOKENS and most_tokens(1e10, (9, 0)) == 0
+    assert most_tokens(6e7, (8, 0)) == 4 * TOKENS, "a slower device"
 
 
 def test_nobody_waits_for_a_device_while_a_graph_is_captured(

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import SMALL, TINY
 
 HOST_MODULES = (
-    *("sequence", "block_manager", "scheduler", "admission", "memory", "inputs"),
+    *("sequence", "block_manager", "scheduler", "admission", "memory", "inputs", "matrices"),
     *("plan", "channel", "workers", "request", "metrics", "structured_output"),
     *("request_controls", "control_table", "detokenizer", "intake", "engine_core"),
     *("timeline", "trace_events", "trace_file"),
