@@ -15,7 +15,7 @@ import pytest
 import torch
 from host import FakeModel, make_scheduler, make_seq
 
-from checkpoints import SMALL, checkpoint_fixture, greedy, reference, tokens  # noqa: F401
+from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, tokens  # noqa: F401
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.engine import graph_runner, model_runner, static_inputs
@@ -366,8 +366,7 @@ def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:
     return [row or {} for row in rows]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize(("budget", "overlap"), [(64, True), rare(7, True), rare(64, False)])
 def test_controls_and_other_wishes_beside_padding(budget, overlap, checkpoint, monkeypatch):
     """Seeds, penalties, log-probabilities, those of prompts, embeddings, cached beginnings."""
     rng = random.Random(5)

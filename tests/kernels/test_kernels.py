@@ -464,7 +464,9 @@ def test_attention(backend: type, fp8: bool, name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["prefill", "prefill-cached", "mixed", "window-70", "sinks"])
+@pytest.mark.parametrize(
+    "name", [rare("prefill"), rare("prefill-cached"), "mixed", "window-70", rare("sinks")]
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 def test_attention_of_a_step_with_room_for_more(name: str, fp8: bool, dtype: torch.dtype) -> None:
     """Three more decodes that see nothing, prompts without tokens and tokens of no prompt change
