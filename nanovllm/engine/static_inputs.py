@@ -1,6 +1,7 @@
 """`StaticInputs`: what CUDA graphs read, always at the same addresses, padded to a `Shape`."""
 
 import dataclasses
+import functools
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -115,6 +116,7 @@ def _spaced(size: int) -> int:
     return cdiv(size, 4) * 4
 
 
+@functools.cache
 def room_for(shape: Shape, width: int, max_num_seqs: int) -> int:
     """Numbers of a buffer that has all parts."""
     return sum(map(_spaced, sizes_of(shape, width, max_num_seqs)))
@@ -122,13 +124,13 @@ def room_for(shape: Shape, width: int, max_num_seqs: int) -> int:
 
 def _place(part: np.ndarray, values: np.ndarray, n: int, begin: int, padding: int) -> None:
     """The first n values at the beginning, the others from `begin` on, and `padding` elsewhere."""
-    end = begin + len(values) - n
-    part[:n], part[n:begin] = values[:n], padding
-    part[begin:end], part[end:] = values[n:], padding
+    part[:n], part[n:] = values[:n], padding
+    if len(values) > n:
+        part[begin : begin + len(values) - n] = values[n:]
 
 
 def lay_out(parts: Parts, shape: Shape, batch: Batch, max_num_seqs: int) -> None:
-    """Write a batch that fits `shape` over whatever is there.
+    """Write a batch that fits `shape` over the batch before.
 
     Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads nothing,
     and what is sampled goes to the row past the last of the table of last tokens. Tokens behind
@@ -176,16 +178,19 @@ class StaticInputs:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._twins = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._twins]
+        self._divided: dict[Shape, list[Parts]] = {}  # of each twin
         self._turn = 0
 
     def fill(self, batch: Batch, shape: Shape) -> None:
         """Copy a batch to the device, padded to `shape`."""
+        if shape not in self._divided:
+            buffers = (twin.numpy() for twin in self._twins)
+            self._divided[shape] = [divide(x, shape, self._W, self._B) for x in buffers]
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
-        twin = self._twins[self._turn]
-        lay_out(divide(twin.numpy(), shape, self._W, self._B), shape, batch, self._B)
+        lay_out(self._divided[shape][self._turn], shape, batch, self._B)
         used = room_for(shape, self._W, self._B)
-        self._device[:used].copy_(twin[:used], non_blocking=True)
+        self._device[:used].copy_(self._twins[self._turn][:used], non_blocking=True)
         self._copied[self._turn].record()
 
     def views(self, shape: Shape, members: int) -> StepInputs:

@@ -242,7 +242,7 @@ class Unpinned(StaticInputs):
         self._B, self._W, self._turn = max_num_seqs, width, 0
         room = room_for(Shape(max_num_seqs, most, True), width, max_num_seqs)
         self._device, *self._twins = torch.full((3, room), 7, dtype=torch.int32)
-        self._copied = [Mock(), Mock()]
+        self._copied, self._divided = [Mock(), Mock()], {}
 
 
 class OnCpu(StepGraphs):
