@@ -74,6 +74,22 @@ def test_greedy_requests_with_controls_are_those_of_a_cpu(
     assert_same(found, wanted)
 
 
+def test_controls_in_steps_with_prompts_that_replay_graphs(tiny: str) -> None:
+    """Three times: a shape is computed kernel by kernel, then captured, then replayed. Few places,
+    so that prompts come beside decodes.
+    """
+    wanted = results(model=tiny, device="cpu")
+    prompts, params = requests()
+    options = {**SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+    with LLM(tiny, enable_prefix_caching=False, **options) as llm:
+        for _ in range(3):
+            assert_same(llm.generate(prompts, params, use_tqdm=False), wanted)
+        assert llm.model_runner is not None and llm.model_runner.graphs is not None
+        captured = [shape for shape in llm.model_runner.graphs.captured if shape.tokens]
+    print(captured)
+    assert any(shape.decodes for shape in captured)
+
+
 def test_filters_leave_what_they_leave_on_a_cpu(tiny: str) -> None:
     """A GPU has draws of its own. A CPU says how likely each was."""
     filters: list[dict[str, Any]] = [
