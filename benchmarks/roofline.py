@@ -52,17 +52,14 @@ def main() -> None:
     )
     packed = config.experts is not None and config.experts.packed
     held = format_of(choose(options.get("quantization"), config.quantization, packed))
-    formats = (
-        limits.kv_itemsize(options.get("kv_cache_dtype", "auto"), config.head_dim, itemsize),
-        limits.linear_itemsize(held, config, itemsize),
-    )
+    sizes = limits.itemsizes(config, itemsize, options.get("kv_cache_dtype", "auto"), held)
     workloads: dict[str, Workload] = {name: make(name, config.vocab_size) for name in args.only}
     if args.uniform:
         count, length, output = args.uniform
         workloads["uniform"] = uniform([[0] * length] * count, output, True)
     for name, workload in workloads.items():
         lens = [len(p) for p in workload.prompts], harness.num_new_tokens(workload.params)
-        work = limits.work(config, itemsize, *lens, workload.num_shared, *formats)
+        work = limits.work(config, sizes, *lens, workload.num_shared)
         prefill, decode = work.seconds(hardware)
         limit = f"{prefill + decode:7.3f} s"
         if workload.per_second:

@@ -98,11 +98,8 @@ def achieved(
     itemsize = 4 if metrics["dtype"] == "float32" else 2
     lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     config = llm.model_config
-    formats = (
-        limits.kv_itemsize(metrics["kv_cache_dtype"], config.head_dim, itemsize),
-        limits.linear_itemsize(metrics["quantization"], config, itemsize),
-    )
-    work = limits.work(config, itemsize, *lens, num_shared, *formats)
+    sizes = limits.itemsizes(config, itemsize, metrics["kv_cache_dtype"], metrics["quantization"])
+    work = limits.work(config, sizes, *lens, num_shared)
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, bandwidth, flops)
     num_devices = metrics["data_parallel_size"] * metrics["tensor_parallel_size"]

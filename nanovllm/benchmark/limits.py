@@ -65,22 +65,42 @@ class Work(NamedTuple):
         return self.prefill_flops / hardware.flops, float(steps.sum())
 
 
+class Itemsizes(NamedTuple):
+    """Bytes of a number.
+
+    Attributes:
+        kv: in the KV cache, with its share of an exponent.
+        linear: in a matrix of a linear layer, with its share of a scale.
+        head: in the LM head.
+    """
+
+    kv: float
+    linear: float
+    head: float
+
+
+def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str) -> Itemsizes:
+    """Of a model with numbers of `itemsize` bytes, whose matrices are `held` in "none", "fp8" or
+    "int4". If it was quantised while it was loaded, its LM head is in INT8.
+    """
+    kv = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize
+    if isinstance(config.quantization, Int4) and held == "int4":
+        return Itemsizes(kv, 0.5 + 4 / config.quantization.group, itemsize)
+    linear = 1 if held == "fp8" else itemsize
+    return Itemsizes(kv, linear, linear if config.quantization is None else itemsize)
+
+
 def work(
     config: ModelConfig,
-    itemsize: int,
+    sizes: Itemsizes,
     prompt_lens: Sequence[int],
     output_lens: Sequence[int],
     num_shared: int = 0,
-    kv_itemsize: float | None = None,
-    linear_itemsize: float | None = None,
 ) -> Work:
     """The work of prompts that generate outputs; the first token of each comes from prefill.
 
     Args:
-        itemsize: bytes of a number.
         num_shared: tokens at the beginning of every prompt that are in the cache already.
-        kv_itemsize: those of the KV cache; None: the same.
-        linear_itemsize: those of linear layers, LM head apart; None: the same.
     """
     matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
@@ -90,12 +110,11 @@ def work(
     running = outputs > steps  # [steps, sequences]
     contexts = (prompts + steps) * running
     num_running = running.sum(1)
-    flops_of_token = matrices.of_token if linear_itemsize == 1 else 2 * matrices.of_token
+    flops_of_token = _operations(sizes) * matrices.of_token
     prefill = flops_of_token * (prompts - num_shared).sum()
     prefill += 2 * matrices.head * len(prompts)
     step_flops = (flops_of_token + 2.0 * matrices.head) * num_running
-    step_bytes = (linear_itemsize or itemsize) * matrices.read(num_running)
-    step_bytes += itemsize * matrices.head
+    step_bytes = sizes.linear * matrices.read(num_running) + sizes.head * matrices.head
     for window, count in Counter(layer.window for layer in config.layers).items():
         pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
         seen = np.minimum(contexts, window) if window else contexts
@@ -103,7 +122,7 @@ def work(
         read = seen.sum(1) - shared.sum(1) + shared.max(1, initial=0)
         prefill += count * 4 * width * pairs
         step_flops += count * 4.0 * width * seen.sum(1)
-        step_bytes += count * (kv_itemsize or itemsize) * kv_width * read
+        step_bytes += count * sizes.kv * kv_width * read
     return Work(float(prefill), step_flops, step_bytes)
 
 
@@ -124,43 +143,27 @@ class Steps(NamedTuple):
 
 
 def least_step_seconds(
-    config: ModelConfig,
-    steps: Steps,
-    hardware: Hardware,
-    itemsize: int,
-    kv_itemsize: float | None = None,
-    linear_itemsize: float | None = None,
+    config: ModelConfig, sizes: Itemsizes, steps: Steps, hardware: Hardware
 ) -> NDArray[np.float64]:
     """[steps] the least time of each, the longer of its reading and its arithmetic: for the batches
     that there were, where `work` is for all sequences at once.
-
-    Args:
-        itemsize, kv_itemsize, linear_itemsize: as for `work`.
     """
     matrices, tokens = weights(config), steps.num_tokens
     width = config.num_attention_heads * config.head_dim
     kv_width = 2 * config.num_key_value_heads * config.head_dim
     samples = steps.num_sampled > 0
-    flops = (matrices.of_token if linear_itemsize == 1 else 2 * matrices.of_token) * tokens
+    flops = _operations(sizes) * matrices.of_token * tokens
     flops = flops + 2.0 * matrices.head * steps.num_sampled
-    size = (linear_itemsize or itemsize) * matrices.read(tokens)
-    size = size + itemsize * matrices.head * samples
+    size = sizes.linear * matrices.read(tokens) + sizes.head * matrices.head * samples
     for window, count in Counter(layer.window for layer in config.layers).items():
         flops += count * 4.0 * width * steps.pairs[window]
-        size += count * (kv_itemsize or itemsize) * kv_width * steps.keys[window]
+        size += count * sizes.kv * kv_width * steps.keys[window]
     return np.maximum(flops / hardware.flops, size / hardware.bandwidth)
 
 
-def kv_itemsize(dtype: str, head_dim: int, itemsize: int) -> float:
-    """Bytes of a number in a KV cache, with its share of an exponent."""
-    return 1 + 1 / head_dim if "8" in dtype else itemsize
-
-
-def linear_itemsize(held: str, config: ModelConfig, itemsize: int) -> float:
-    """Bytes of a number in a matrix of a linear layer, with its share of a scale."""
-    if isinstance(config.quantization, Int4) and held == "int4":
-        return 0.5 + 4 / config.quantization.group
-    return 1 if held == "fp8" else itemsize
+def _operations(sizes: Itemsizes) -> int:
+    """Of a number and a token, where those of 16 bits are counted: products in 8 bits are half."""
+    return 1 if sizes.linear == 1 else 2
 
 
 def _pairs(lens: NDArray[np.int64], window: int) -> NDArray[np.float64]:

@@ -1,16 +1,19 @@
 """The two ends of a model: token embedding and LM head, split along the vocabulary."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer
+from nanovllm.layers.fp8_weight import QuantizingShard
+from nanovllm.layers.int8_weight import Int8Weight, TiedShard
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
+from nanovllm.quantization import WHILE_LOADING
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -29,7 +32,13 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
 
 
 class VocabParallelEmbedding(Layer):
-    """Token ids to hidden states. The weight has the rows of `vocab`, at least one."""
+    """Token ids to hidden states. The weight has the rows of `vocab`, at least one.
+
+    Attributes:
+        tied_codes: what else its numbers fill: the codes of a tied LM head.
+    """
+
+    tied_codes: QuantizingShard | None = None
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -38,15 +47,19 @@ class VocabParallelEmbedding(Layer):
         rounded = torch.tensor(config.embedding_multiplier, dtype=build.dtype, device="cpu")
         self.multiplier = float(rounded)
         self.vocab = local_vocab(config.vocab_size, build.group.rank, build.group.size)
+        self.weight = self._make_weight(max(1, len(self.vocab)), config.hidden_size)
+        self.parts = Part(self.vocab, config.vocab_size), Part.whole(config.hidden_size)
+
+    def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         # The library reads so large a weight as fast as a kernel of ours, for one row too.
-        num_rows = max(1, len(self.vocab))
-        self.weight = Weight(num_rows, config.hidden_size, build.dtype, fused=False)
-        self.weight.data.zero_()
+        weight = Weight(num_rows, num_cols, self.build.dtype, fused=False)
+        weight.data.zero_()
+        return weight
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        rows = Part(self.vocab, self.config.vocab_size)
-        cols = Part.whole(self.config.hidden_size)
-        return self.weight.shards(path, 0, rows, cols)
+        for name, shard in self.weight.shards(path, 0, *self.parts):
+            tied = self.tied_codes
+            yield name, shard if tied is None else TiedShard(shard.target, shard.parts, tied)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
@@ -61,16 +74,34 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits over this rank's part of the vocabulary."""
+    """Hidden states to logits over this rank's part of the vocabulary. The weight is in INT8 if the
+    model's matrices are quantised while they are loaded, and kernels of ours multiply by it.
+    """
 
     is_tied = False
 
+    def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
+        if self.build.fused and self.build.quantization == WHILE_LOADING:
+            from nanovllm.kernels.int8_linear import can_multiply
+
+            dtype = self.build.dtype
+            if can_multiply(torch.empty(0).device, dtype, num_cols):
+                return Int8Weight(num_rows, num_cols, dtype)
+        return super()._make_weight(num_rows, num_cols)
+
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
-        """Have the weight of the embedding, which the checkpoint holds once."""
-        self.weight, self.is_tied = embedding.weight, True
+        """Have the numbers of the embedding, which the checkpoint holds once."""
+        self.is_tied = True
+        if isinstance(self.weight, Int8Weight):
+            embedding.tied_codes = self.weight.shard(*self.parts)
+        else:
+            self.weight = embedding.weight
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         return iter(()) if self.is_tied else super().shards(path)
+
+    def variants(self) -> dict[Hashable, Callable[[], object]]:
+        return self.weight.variants(None, partial=False, gated=False)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None

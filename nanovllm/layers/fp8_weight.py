@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.quantization import Fp8
-from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+from nanovllm.utils.fp8 import FP8, LARGEST, LARGEST_INT8, Codes
 
 
 class CodesShard(Shard):
@@ -44,7 +44,7 @@ class ScalesShard(Shard):
 
 @dataclass(frozen=True)
 class QuantizingShard(Shard):
-    """Numbers that become codes, with a scale for each row, the same on all ranks.
+    """Numbers that become codes, FP8 or int8, with a scale for each row, the same on all ranks.
 
     Attributes:
         scales: [rows, 1], which this fills, too.
@@ -67,10 +67,12 @@ class QuantizingShard(Shard):
 
     def _quantize(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
         """`numbers` by the largest of `rows`, which have those of the other ranks, too."""
+        largest = LARGEST if self.target.dtype == FP8 else LARGEST_INT8
         most = rows.to(self.target.device).abs().amax(1, keepdim=True).float()
-        self.scales.copy_((most / LARGEST).clamp(min=2.0**-100))
+        self.scales.copy_((most / largest).clamp(min=2.0**-100))
         numbers = numbers.to(self.target.device, torch.float32) / self.scales
-        self.target.copy_(numbers.clamp(-LARGEST, LARGEST))
+        numbers.clamp_(-largest, largest)
+        self.target.copy_(numbers if self.target.dtype == FP8 else numbers.round_())
 
 
 class Fp8Weight(QuantizedWeight):

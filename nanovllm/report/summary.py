@@ -139,13 +139,9 @@ def least_seconds(engine: Engine, bandwidth: float | None, flops: float | None) 
         {w: np.minimum(engine.keys[:, i], held).astype(np.int64) for i, w in enumerate(windows)},
         {w: engine.pairs[:, i].astype(np.int64) for i, w in enumerate(windows)},
     )
-    formats = (
-        itemsize,
-        limits.kv_itemsize(facts["kv_cache_dtype"], config.head_dim, itemsize),
-        limits.linear_itemsize(facts["quantization"], config, itemsize),
-    )
+    sizes = limits.itemsizes(config, itemsize, facts["kv_cache_dtype"], facts["quantization"])
     several = device.times(facts["tensor_parallel_size"])
-    return limits.least_step_seconds(config, steps, several, *formats)
+    return limits.least_step_seconds(config, sizes, steps, several)
 
 
 def model_config(raw: dict[str, Any]) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""FP8 (e4m3), and `Codes`: a matrix in it.
+"""FP8 (e4m3), and `Codes`: a matrix in 8 bits.
 
 Micikevicius et al., FP8 Formats for Deep Learning, 2022.
 """
@@ -9,6 +9,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
+LARGEST_INT8 = 127.0  # of codes that are int8
 PART = 2**22  # numbers that are computed at a time
 
 
@@ -17,7 +18,7 @@ class Codes:
     """T x K numbers: each is a code times the scale of its block.
 
     Attributes:
-        codes: [T, K] of `FP8`.
+        codes: [T, K] of `FP8`, or int8.
         scales: [T / block rows, K / block columns] float32, rounded up.
         block: rows and columns that share a scale.
     """

@@ -36,6 +36,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import hopper, paged_decode
+from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import (
@@ -156,7 +157,7 @@ def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size:
         metrics = llm.metrics()
     print(captured)
     assert {shape.decodes > 0 for shape in captured} == {False, True} and len(captured) > 3
-    assert metrics["num_cached_tokens"]
+    assert metrics["num_cached_tokens"] or block_size == 256, "few prompts fill such a block"
     found = []
     for eager in (False, True):
         with LLM(
@@ -474,7 +475,10 @@ def test_formats_beside_everything_else(held: str, tmp_path: Path) -> None:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([output.outputs[0] for output in outputs[2:]])
             metrics = llm.metrics()
+            assert llm.model_runner is not None
+            head = llm.model_runner.model.lm_head.weight
         assert metrics["quantization"] == held
+        assert isinstance(head, Int8Weight) == (held == "fp8")
         assert (metrics["kv_cache_dtype"] == "float8_e4m3fn") == (held != "none")
         for name in ("num_preemptions", "num_cached_tokens", "num_graph_replays", "overlap"):
             assert bool(metrics[name]) == ("overlap" not in options), name

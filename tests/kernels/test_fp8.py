@@ -132,6 +132,30 @@ def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block
         check_product(linear(given[part], weight, HALF, bias), given[part], weight, bias)
 
 
+@pytest.mark.parametrize(
+    "T",
+    [1, pytest.param(3, marks=pytest.mark.skipif(DEVICE == "cpu", reason="its e4m3 has no NaN"))],
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none(value: float, T: int) -> None:
+    x, weight = randn(T, 512), weight_of(64, 512, 0)
+    x[0, 300] = value
+    out = linear(x, weight, HALF)
+    assert out[1:].isfinite().all()
+    assert not out[0].isfinite().any()
+
+
+@pytest.mark.parametrize("power", [-100, -30, 30, 100])
+def test_rows_of_any_size(power: int) -> None:
+    """In a single row each eight inputs are scaled as their largest is."""
+    if DEVICE == "cpu":  # in float16
+        power //= 10
+    x, weight = randn(1, 1024), weight_of(64, 1024, 0)
+    x[:, 256:512] = 0
+    x[:, 512:] *= 2.0**power
+    check_product(linear(x, weight, HALF), x, weight, None)
+
+
 def test_tiles_of_the_8b_shape() -> None:
     """Those that were measured (docs/experiments.md, 38 and 39): rows, splits, inputs and stages,
     outputs, and more rows.

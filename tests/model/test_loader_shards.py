@@ -13,10 +13,12 @@ from checkpoints import copy_checkpoint, make_checkpoint
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
+from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader
 from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.quantization import WHILE_LOADING
 
 HEADS = 8
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -38,14 +40,14 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_checkpoint(tmp_path_factory.mktemp("shards") / "model", seed=5, **options)
 
 
-def build(path: Path, rank: int, size: int) -> Qwen3ForCausalLM:
-    """The model of a rank. Its weights are NaN: what is not filled shows."""
-    model = Qwen3ForCausalLM(
-        ModelConfig.from_pretrained(str(path)),
-        Build(torch.float32, False, Group(rank, size), TorchBackend(), 64),
-    )
+def build(path: Path, rank: int, size: int, **options: Any) -> Qwen3ForCausalLM:
+    """The model of a rank. Its weights are NaN, or 99 if they are integers: what is not filled
+    shows.
+    """
+    how = Build(torch.float32, False, Group(rank, size), TorchBackend(), 64)
+    model = Qwen3ForCausalLM(ModelConfig.from_pretrained(str(path)), how._replace(**options))
     for param in model.parameters():
-        param.data.fill_(torch.nan)
+        param.data.fill_(torch.nan if param.dtype.is_floating_point else 99)
     return model
 
 
@@ -85,6 +87,37 @@ def test_the_ranks_parts_make_the_checkpoint(path: Path, size: int) -> None:
             assert all(param.isfinite().all() for param in model.parameters())
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         assert tied == ("lm_head.weight" not in saved)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_heads_in_int8_are_of_the_same_numbers(path: Path, size: int) -> None:
+    """Whether they are tied or not, and however many ranks divide them. Codes are the nearest, the
+    scale a row's own; embeddings stay as they are.
+    """
+    pytest.importorskip("triton")
+    saved = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+    embedding = saved["model.embed_tokens.weight"].half()
+    numbers = saved.get("lm_head.weight", saved["model.embed_tokens.weight"]).double()
+    how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
+    models = [build(path, rank, size, **how) for rank in range(size)]
+    x = torch.randn(3, numbers.shape[1], generator=torch.Generator().manual_seed(1)).half()
+    codes, scales, embedded, logits = [], [], [], []
+    for model in models:
+        load_model(model, path)
+        count, weight = len(model.lm_head.vocab), model.lm_head.weight
+        assert isinstance(weight, Int8Weight)
+        assert sum(p is weight.data for p in model.parameters()) == 1
+        codes.append(weight.data[:count])
+        scales.append(weight.scales[:count].double())
+        embedded.append(model.model.embed_tokens.weight.data[:count])
+        logits.append(model.compute_logits(x))
+    assert torch.equal(torch.cat(embedded), embedding)
+    torch.testing.assert_close(torch.cat(scales), numbers.abs().amax(1, keepdim=True) / 127)
+    held = torch.cat(codes) * torch.cat(scales)
+    assert ((held - numbers).abs() <= torch.cat(scales) * 0.5001).all()
+    torch.testing.assert_close(
+        torch.cat(logits, 1).double(), x.double() @ held.T, rtol=2e-3, atol=2e-3
+    )
 
 
 class Watch:

@@ -1,0 +1,85 @@
+"""`Int8Weight`: the matrix of the LM head in INT8, with a scale for each row.
+
+A logit errs as much as its row does, and no later layer evens that out. INT8 has the bytes of FP8
+and errs a fifth as much here (docs/experiments.md, 42).
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.layers.fp8_weight import QuantizingShard
+from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.weight import Weight
+from nanovllm.utils.fp8 import Codes
+
+
+class Int8Weight(Weight):
+    """N x K numbers, which start as 0, for devices that `kernels.int8_linear.can_multiply` names.
+
+    Attributes:
+        data: [N, K] int8.
+        scales: [N, 1] float32.
+    """
+
+    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.num_cols, self.dtype, self.fused = num_cols, dtype, True
+        self.data = nn.Parameter(torch.zeros(num_rows, num_cols, dtype=torch.int8), False)
+        self.scales = nn.Parameter(torch.zeros(num_rows, 1, dtype=torch.float32), False)
+
+    def shard(self, rows: Part, cols: Part) -> QuantizingShard:
+        """What a tensor of numbers fills."""
+        held = slice(len(rows.held))
+        return QuantizingShard(self.data.data[held], (rows, cols), self.scales.data[held])
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        assert begin == 0, "its rows are of one module"
+        yield f"{module}.weight", self.shard(rows, cols)
+
+    @property
+    def codes(self) -> Codes:
+        return Codes(self.data, self.scales, (1, self.num_cols))
+
+    def multiply(
+        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
+    ) -> torch.Tensor:
+        out = torch.empty(len(x), len(self.data), dtype=self.dtype, device=self.data.device)
+        self.multiply_into(out, x, bias)
+        return out
+
+    def multiply_into(
+        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
+    ) -> None:
+        from nanovllm.kernels.int8_linear import linear_into
+
+        assert isinstance(x, torch.Tensor) and bias is None
+        linear_into(out, x, self.codes)
+
+    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
+        from nanovllm.kernels import int8_linear
+
+        return int8_linear.variants(self.codes)
+
+
+@dataclass(frozen=True)
+class TiedShard(Shard):
+    """An embedding whose numbers are those of the LM head, too.
+
+    Attributes:
+        head: what they fill there.
+    """
+
+    head: QuantizingShard
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return self.target, *self.head.targets
+
+    def put(self, numbers: torch.Tensor) -> None:
+        super().put(numbers)
+        self.head.put(numbers)

@@ -1,0 +1,96 @@
+"""Products with weights in INT8, against float64 of the numbers that the codes mean."""
+
+import pytest
+import torch
+from attention_cases import DEVICE
+
+pytest.importorskip("triton")
+
+from held_codes import record_launches
+
+from nanovllm.kernels import int8_linear
+from nanovllm.kernels.hopper import has_room
+from nanovllm.kernels.int8_linear import can_multiply, choose_tiles, linear_into
+from nanovllm.layers.int8_weight import Int8Weight
+from nanovllm.utils.fp8 import Codes
+
+SEED = 6
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
+UNIT = 2.0**-8 if DEVICE == "cuda" else 2.0**-11  # of its roundings
+
+
+def randn(*shape: int, seed: int = SEED) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, HALF)
+
+
+def weight_of(N: int, K: int) -> Codes:
+    codes = torch.randint(-127, 128, (N, K), generator=torch.Generator().manual_seed(1))
+    scales = torch.exp(randn(N, 1, seed=2).float()) / (70 * K**0.5)
+    return Codes(codes.to(DEVICE, torch.int8), scales, (1, K))
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "K"),
+    [(1, 300, 528), (3, 64, 128), (8, 70, 2064), (20, 192, 272), (40, 130, 144), (150, 200, 512)],
+)
+def test_products(T: int, N: int, K: int) -> None:
+    """Integers are added exactly; a number errs by half of 2 ** -15 of its row's largest, which
+    here is far larger than the others, as with outliers.
+    """
+    x, weight = randn(T, K + 8)[:, :K], weight_of(N, K)
+    x[:, 5] *= 30
+    out = torch.full((T, N), torch.nan, dtype=HALF, device=DEVICE)
+    linear_into(out, x, weight)
+    numbers, matrix = x.double(), weight.numbers().double()
+    wanted = numbers @ matrix.T
+    most = numbers.abs().amax(1, keepdim=True) * matrix.abs().sum(1)
+    error, bound = (out.double() - wanted).abs(), 2.0**-16 * most + 1.01 * UNIT * wanted.abs()
+    assert (error <= bound * 1.01).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none(value: float, T: int) -> None:
+    x, weight = randn(T, 512), weight_of(64, 512)
+    x[0, 300] = value
+    out = torch.zeros(T, 64, dtype=HALF, device=DEVICE)
+    linear_into(out, x, weight)
+    assert out[1:].isfinite().all()
+    assert not out[0].isfinite().any()
+
+
+def test_zeros() -> None:
+    out = torch.full((2, 64), torch.nan, dtype=HALF, device=DEVICE)
+    linear_into(out, randn(2, 128) * 0, weight_of(64, 128))
+    assert not out.any()
+
+
+def test_products_of_every_number_of_rows_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What tells kernels apart is listed; and all their tiles fit a multiprocessor of Hopper."""
+    launched = record_launches(monkeypatch, {int8_linear: "_int8_tiles_kernel"})
+    rows = torch.empty(600, 512, dtype=torch.int8, device=DEVICE)
+    monkeypatch.setattr(
+        int8_linear, "in_bytes", lambda x: (rows[: 2 * len(x)], torch.empty(len(x), device=DEVICE))
+    )
+    with torch.device(DEVICE):
+        held = Int8Weight(1024, 512, HALF)
+    for call in held.variants(None, False, False).values():
+        call()
+    made = set(launched)
+    assert len(made) == len(launched) > 2
+    for T in range(1, 300):
+        held.multiply(torch.empty(T, 512, dtype=HALF, device=DEVICE))
+        tiles = choose_tiles(T, has_room(held.data))
+        assert (2 * tiles.block_t + tiles.block_n) * tiles.block_k * tiles.stages <= 220 << 10
+    assert set(launched) == made
+
+
+def test_what_no_kernel_multiplies() -> None:
+    device = torch.device(DEVICE)
+    assert can_multiply(device, HALF, 4096)
+    assert not can_multiply(device, torch.float32, 4096)
+    assert not can_multiply(device, HALF, 4088), "rows begin at multiples of 16 bytes"
+    assert not can_multiply(device, HALF, 2**17), "sums may not fit into int32"
