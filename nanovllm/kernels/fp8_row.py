@@ -15,8 +15,9 @@ from nanovllm.kernels.row import load_bias, load_words
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-# Inputs and codes of a block, and programs that run at once; measured on an H200.
-INPUTS, CODES, PROGRAMS = 4096, 16384, 792
+# Inputs and codes of a block; programs that run at once, as many as their registers leave room for,
+# with scales of rows and of blocks. Measured on an H200.
+INPUTS, CODES, PROGRAMS, BLOCKS_PROGRAMS = 4096, 16384, 792, 660
 MOST_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
 
 
@@ -94,14 +95,21 @@ def _multiply_words(
     K: tl.constexpr, SCALE_BLOCK: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
     """Products with x, summed; of blocks, all rows have the scales of `row`."""
+    if SCALE_BLOCK > 0:
+        g = row // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK) + (begin + 4 * q) // SCALE_BLOCK
+        scale = tl.load(scales_ptr + g, mask=begin // 4 + q < K // 4, other=0.0)
     if CVT:
-        products = _by_pairs(words, x[0][None, :], x[1][None, :]) * x[2][None, :]
+        products = _by_pairs(words, x[0][None, :], x[1][None, :])
+        if SCALE_BLOCK > 0:
+            scale *= x[2]
+        else:
+            scale = x[2]
+        products *= scale[None, :]
     else:
         products = _code(words, 0) * x[0][None, :] + _code(words, 1) * x[1][None, :]
         products += _code(words, 2) * x[2][None, :] + _code(words, 3) * x[3][None, :]
-    if SCALE_BLOCK > 0:
-        g = row // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK) + (begin + 4 * q) // SCALE_BLOCK
-        products *= tl.load(scales_ptr + g, mask=begin // 4 + q < K // 4, other=0.0)[None, :]
+        if SCALE_BLOCK > 0:
+            products *= scale[None, :]
     return tl.sum(products, 1)
 
 
@@ -173,8 +181,8 @@ def one_row(
         N //= 2
     block_k = min(INPUTS, next_power_of_2(K))
     block_n = min(MOST_OUTPUTS, CODES // block_k // (2 if gated else 1))
-    blocks = cdiv(N, block_n)
-    programs = cdiv(blocks, cdiv(blocks, PROGRAMS))  # each has as many blocks
+    blocks, most = cdiv(N, block_n), PROGRAMS if weight.block[0] == 1 else BLOCKS_PROGRAMS
+    programs = cdiv(blocks, cdiv(blocks, most))  # each has as many blocks
     out = x.new_empty(1, N)
     _fp8_row_kernel[(programs,)](
         x.view(torch.int64), weight.codes.view(torch.int32), weight.scales, bias, out,

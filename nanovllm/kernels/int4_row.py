@@ -36,7 +36,7 @@ def _wide_halves(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -58,8 +58,8 @@ def _integers(
     HALF_P: tl.constexpr = P // 2
     a, c = _wide_halves(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
     b, d = _wide_halves(tl.load(pairs_ptr + pair + HALF_P, mask=inside, other=0), DTYPE)
-    most = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
-    most = _larger(tl.reduce(tl.reshape(most, [CHUNKS, HALF_P]), 1, _larger), _LEAST)
+    most = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+    most = larger(tl.reduce(tl.reshape(most, [CHUNKS, HALF_P]), 1, larger), _LEAST)
     unit = most / _LARGEST
     up = tl.broadcast_to((1.0 / unit)[:, None], [CHUNKS, HALF_P])
     up = tl.reshape(up, [CHUNKS * HALF_P])

@@ -24,6 +24,7 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
+from nanovllm.kernels.int4_row import larger
 from nanovllm.kernels.linear import HALF
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.fp8 import Codes
@@ -44,18 +45,13 @@ def can_multiply(device: torch.device, dtype: torch.dtype, num_inputs: int) -> b
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _bytes_kernel(x_ptr, bytes_ptr, scales_ptr, stride, K, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = cols < K
     wait(PDL)
     x = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
-    scale = _larger(tl.reduce(tl.abs(x), 0, _larger), _LEAST) / _LARGEST
+    scale = larger(tl.reduce(tl.abs(x), 0, larger), _LEAST) / _LARGEST
     tl.store(scales_ptr + row, scale)  # NaN and infinity stay in it
     integers = (x * (1.0 / scale) + _ROUND).to(tl.int32, bitcast=True) - _ROUND_BITS
     upper = (integers + 128) >> 8

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.fp8_weight import QuantizingShard
-from nanovllm.layers.int8_weight import Int8Weight, TiedShard
+from nanovllm.layers.int8_weight import Int8Weight, TiedWeight, in_int8
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import WHILE_LOADING
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -32,13 +30,7 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
 
 
 class VocabParallelEmbedding(Layer):
-    """Token ids to hidden states. The weight has the rows of `vocab`, at least one.
-
-    Attributes:
-        tied_codes: what else its numbers fill: the codes of a tied LM head.
-    """
-
-    tied_codes: QuantizingShard | None = None
+    """Token ids to hidden states. The weight has the rows of `vocab`, at least one."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -48,7 +40,6 @@ class VocabParallelEmbedding(Layer):
         self.multiplier = float(rounded)
         self.vocab = local_vocab(config.vocab_size, build.group.rank, build.group.size)
         self.weight = self._make_weight(max(1, len(self.vocab)), config.hidden_size)
-        self.parts = Part(self.vocab, config.vocab_size), Part.whole(config.hidden_size)
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         # The library reads so large a weight as fast as a kernel of ours, for one row too.
@@ -57,9 +48,9 @@ class VocabParallelEmbedding(Layer):
         return weight
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        for name, shard in self.weight.shards(path, 0, *self.parts):
-            tied = self.tied_codes
-            yield name, shard if tied is None else TiedShard(shard.target, shard.parts, tied)
+        rows = Part(self.vocab, self.config.vocab_size)
+        cols = Part.whole(self.config.hidden_size)
+        return self.weight.shards(path, 0, rows, cols)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
@@ -74,26 +65,18 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits over this rank's part of the vocabulary. The weight is in INT8 if the
-    model's matrices are quantised while they are loaded, and kernels of ours multiply by it.
-    """
+    """Hidden states to logits over this rank's part of the vocabulary."""
 
     is_tied = False
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
-        if self.build.fused and self.build.quantization == WHILE_LOADING:
-            from nanovllm.kernels.int8_linear import can_multiply
-
-            dtype = self.build.dtype
-            if can_multiply(torch.empty(0).device, dtype, num_cols):
-                return Int8Weight(num_rows, num_cols, dtype)
-        return super()._make_weight(num_rows, num_cols)
+        return in_int8(num_rows, num_cols, self.build) or super()._make_weight(num_rows, num_cols)
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Have the numbers of the embedding, which the checkpoint holds once."""
         self.is_tied = True
         if isinstance(self.weight, Int8Weight):
-            embedding.tied_codes = self.weight.shard(*self.parts)
+            embedding.weight = TiedWeight(embedding.weight, self.weight)
         else:
             self.weight = embedding.weight
 

@@ -1,7 +1,7 @@
-"""`Int8Weight`: the matrix of the LM head in INT8, with a scale for each row.
+"""`Int8Weight`: the matrix of an LM head in INT8, with a scale for each row.
 
-A logit errs as much as its row does, and no later layer evens that out. INT8 has the bytes of FP8
-and errs a fifth as much here (docs/experiments.md, 42).
+INT8 has the bytes of FP8 and errs a fifth as much where a row's numbers are alike, which counts
+where no later layer evens errors out (docs/experiments.md, 42).
 """
 
 from collections.abc import Hashable, Iterator
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nanovllm.layers.base import Build
 from nanovllm.layers.fp8_weight import QuantizingShard
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.weight import Weight
+from nanovllm.quantization import WHILE_LOADING
 from nanovllm.utils.fp8 import Codes
 
 
 class Int8Weight(Weight):
-    """N x K numbers, which start as 0, for devices that `kernels.int8_linear.can_multiply` names.
+    """N x K numbers, which start as 0; see `in_int8`.
 
     Attributes:
         data: [N, K] int8.
@@ -66,14 +68,35 @@ class Int8Weight(Weight):
         return int8_linear.variants(self.codes)
 
 
-@dataclass(frozen=True)
-class TiedShard(Shard):
-    """An embedding whose numbers are those of the LM head, too.
-
-    Attributes:
-        head: what they fill there.
+def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
+    """The weight of an LM head, if the model's matrices are quantised while they are loaded (what
+    others have is what their checkpoints say) and our kernels multiply by it.
     """
+    if not build.fused or build.quantization != WHILE_LOADING:
+        return None
+    from nanovllm.kernels.int8_linear import can_multiply
 
+    fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
+    return Int8Weight(num_rows, num_cols, build.dtype) if fits else None
+
+
+class TiedWeight(Weight):
+    """The weight of an embedding, whose numbers fill the LM head's, too."""
+
+    def __init__(self, embedding: Weight, head: Int8Weight) -> None:
+        nn.Module.__init__(self)
+        self.num_cols, self.dtype, self.fused = embedding.num_cols, embedding.dtype, False
+        self.data, self._of_head = embedding.data, head.shard
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        for name, shard in super().shards(module, begin, rows, cols):
+            yield name, _TiedShard(shard.target, shard.parts, self._of_head(rows, cols))
+
+
+@dataclass(frozen=True)
+class _TiedShard(Shard):
     head: QuantizingShard
 
     @property

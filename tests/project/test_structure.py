@@ -11,8 +11,8 @@ CEILINGS = {
     "functions": 240,
     "files": 40,
     "files_in_circles": 0,
-    "core_lines": 4400,
-    "package_lines": 27_120,
+    "core_lines": 4410,
+    "package_lines": 27_420,
     "longest_file": 370,
     "model_lines": 123,
 }
