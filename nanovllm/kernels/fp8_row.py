@@ -25,7 +25,7 @@ MOST_OUTPUTS = 128  # of a block, which share scales if weights have blocks of t
 def _by_pairs(words, first, second):
     """Products of codes (e4m3), four in an int32, with inputs, two float16 in an int32: of eight
     codes, in two neighbouring words, two sums of four, as float32. By pairs, which takes half the
-    instructions; float16 rounds the sums 16 times less than e4m3 has rounded the codes.
+    instructions; what float16 rounds is a tenth of what results are rounded (docs/experiments.md).
     """
     return tl.inline_asm_elementwise(
         """
@@ -176,7 +176,7 @@ def one_row(
         [1, N], if `gated` of half as many.
     """
     N, K = weight.codes.shape
-    assert x.is_contiguous() and x.element_size() == 2 and K % 4 == 0, "four numbers are an int64"
+    assert x.is_contiguous() and x.element_size() == 2 and K % 8 == 0, "eight inputs share a power"
     if gated:
         N //= 2
     block_k = min(INPUTS, next_power_of_2(K))

@@ -128,7 +128,7 @@ def linear_into(
         weight: int8 with a scale for each row, for which `can_multiply`.
     """
     (T, K), N, codes = x.shape, len(weight), weight.codes
-    assert out.is_contiguous()
+    assert x.stride(1) == 1 and out.is_contiguous(), "rows are read and written whole"
     rows, x_scales = in_bytes(x)
     tiles = tiles or choose_tiles(T, has_room(x))
     block_t, block_n, block_k = tiles.block_t, tiles.block_n, tiles.block_k

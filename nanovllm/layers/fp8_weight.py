@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.quantization import Fp8
-from nanovllm.utils.fp8 import FP8, LARGEST, LARGEST_INT8, Codes
+from nanovllm.utils.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
 
 
 class CodesShard(Shard):
@@ -66,13 +66,17 @@ class QuantizingShard(Shard):
         self._quantize(numbers, numbers)  # dummies
 
     def _quantize(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
-        """`numbers` by the largest of `rows`, which have those of the other ranks, too."""
-        largest = LARGEST if self.target.dtype == FP8 else LARGEST_INT8
-        most = rows.to(self.target.device).abs().amax(1, keepdim=True).float()
-        self.scales.copy_((most / largest).clamp(min=2.0**-100))
-        numbers = numbers.to(self.target.device, torch.float32) / self.scales
-        numbers.clamp_(-largest, largest)
-        self.target.copy_(numbers if self.target.dtype == FP8 else numbers.round_())
+        """`numbers` by the largest of `rows`, which have those of the other ranks, too; a part at a
+        time, as those of an LM head would take gigabytes in float32.
+        """
+        is_fp8, device = self.target.dtype == FP8, self.target.device
+        largest, step = LARGEST if is_fp8 else LARGEST_INT8, max(1, PART // rows.shape[1])
+        for begin in range(0, len(rows), step):
+            part = slice(begin, begin + step)
+            most = rows[part].to(device).abs().amax(1, keepdim=True).float()
+            scales = self.scales[part].copy_((most / largest).clamp(min=2.0**-100))
+            scaled = (numbers[part].to(device, torch.float32) / scales).clamp_(-largest, largest)
+            self.target[part].copy_(scaled if is_fp8 else scaled.round_())
 
 
 class Fp8Weight(QuantizedWeight):

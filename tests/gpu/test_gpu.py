@@ -157,7 +157,7 @@ def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size:
         metrics = llm.metrics()
     print(captured)
     assert {shape.decodes > 0 for shape in captured} == {False, True} and len(captured) > 3
-    assert metrics["num_cached_tokens"] or block_size == 256, "few prompts fill such a block"
+    assert metrics["num_cached_tokens"] or block_size == 256, "few prompts fill a block of 256"
     found = []
     for eager in (False, True):
         with LLM(

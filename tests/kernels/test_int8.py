@@ -10,7 +10,13 @@ from held_codes import record_launches
 
 from nanovllm.kernels import int8_linear
 from nanovllm.kernels.hopper import has_room
-from nanovllm.kernels.int8_linear import can_multiply, choose_tiles, linear_into
+from nanovllm.kernels.int8_linear import (
+    MOST_INPUTS,
+    can_multiply,
+    choose_tiles,
+    in_bytes,
+    linear_into,
+)
 from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.utils.fp8 import Codes
 
@@ -49,21 +55,41 @@ def test_products(T: int, N: int, K: int) -> None:
     assert (error <= bound * 1.01).all(), (error / bound).max()
 
 
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**12])
+def test_activations_are_the_nearest_integers(size: float) -> None:
+    """Of 16 bits, by the largest of a row."""
+    x = randn(5, 400)[:, :330] * size
+    codes, scales = in_bytes(x)
+    integers = 256 * codes[::2].long() + codes[1::2].long()
+    assert integers.abs().amax(1).tolist() == [32639] * 5
+    error = (integers * scales[:, None].double() - x.double()).abs()
+    assert (error <= 0.501 * scales[:, None]).all()
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["", "no room"])
 @pytest.mark.parametrize("T", [1, 40])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_stays_none(value: float, T: int) -> None:
+def test_what_is_no_number_stays_none(
+    value: float, T: int, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the tiles of GPUs without TMA, or without the room for the others."""
+    if not room:
+        monkeypatch.setattr(int8_linear, "has_room", lambda _: False)
+        monkeypatch.setattr(int8_linear, "can_describe", lambda _: False)
     x, weight = randn(T, 512), weight_of(64, 512)
     x[0, 300] = value
     out = torch.zeros(T, 64, dtype=HALF, device=DEVICE)
     linear_into(out, x, weight)
-    assert out[1:].isfinite().all()
     assert not out[0].isfinite().any()
+    wanted = x[1:].double() @ weight.numbers().double().T
+    torch.testing.assert_close(out[1:].double(), wanted, rtol=1.01 * UNIT, atol=1e-2)
 
 
 def test_zeros() -> None:
     out = torch.full((2, 64), torch.nan, dtype=HALF, device=DEVICE)
     linear_into(out, randn(2, 128) * 0, weight_of(64, 128))
     assert not out.any()
+    assert (in_bytes(randn(2, 128) * 0)[1] > 0).all()
 
 
 def test_products_of_every_number_of_rows_are_compiled_ahead(
@@ -93,4 +119,5 @@ def test_what_no_kernel_multiplies() -> None:
     assert can_multiply(device, HALF, 4096)
     assert not can_multiply(device, torch.float32, 4096)
     assert not can_multiply(device, HALF, 4088), "rows begin at multiples of 16 bytes"
-    assert not can_multiply(device, HALF, 2**17), "sums may not fit into int32"
+    assert can_multiply(device, HALF, MOST_INPUTS)
+    assert not can_multiply(device, HALF, MOST_INPUTS + 16), "sums may not fit into int32"

@@ -48,6 +48,7 @@ METADATA = {
 OF_SOME = {
     "_own_decode_kernel": {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"},
     "_fp8_tiles_kernel": {"scales_ptr"},
+    "_int8_tiles_kernel": {"scales_ptr"},
 }
 
 
@@ -209,14 +210,15 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     wanted = written()
     fp8 = {"_quantize_kernel", "_fp8_row_kernel", "_fp8_tiles_kernel"}
     int4 = {"_int4_row_kernel", "_int4_tiles_kernel", "_numbers_kernel"}
+    int8 = {"_bytes_kernel", "_int8_tiles_kernel"}
     if dtype == "float32":  # whose products are the library's
-        wanted -= {"_row_kernel", "_tiles_kernel"} | fp8 | int4
+        wanted -= {"_row_kernel", "_tiles_kernel"} | fp8 | int4 | int8
     elif card not in ROOMY:
         wanted -= {"_tiles_kernel", "_fp8_tiles_kernel"}
     if card not in CONVERT_FP8:
         wanted -= fp8
     if card == "gfx942":
-        wanted -= int4
+        wanted -= int4 | int8
     if card not in ("8.0", "8.6") or dtype == "float32":
         wanted.discard("_fp8_half_kernel")
     assert {kernel.name for kernel in kernels} == wanted

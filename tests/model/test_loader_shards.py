@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from checkpoints import copy_checkpoint, make_checkpoint
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
+from nanovllm.layers import fp8_weight
 from nanovllm.layers.base import Build
 from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import loader
 from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.quantization import WHILE_LOADING
+from nanovllm.quantization import WHILE_LOADING, Fp8
 
 HEADS = 8
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -90,11 +91,14 @@ def test_the_ranks_parts_make_the_checkpoint(path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_heads_in_int8_are_of_the_same_numbers(path: Path, size: int) -> None:
+def test_heads_in_int8_are_of_the_same_numbers(
+    path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether they are tied or not, and however many ranks divide them. Codes are the nearest, the
     scale a row's own; embeddings stay as they are.
     """
     pytest.importorskip("triton")
+    monkeypatch.setattr(fp8_weight, "PART", 500)  # several parts of rows
     saved = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
     embedding = saved["model.embed_tokens.weight"].half()
     numbers = saved.get("lm_head.weight", saved["model.embed_tokens.weight"]).double()
@@ -118,6 +122,29 @@ def test_heads_in_int8_are_of_the_same_numbers(path: Path, size: int) -> None:
     torch.testing.assert_close(
         torch.cat(logits, 1).double(), x.double() @ held.T, rtol=2e-3, atol=2e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("other", "in_int8"),
+    [
+        ({}, True),
+        ({"quantization": None}, False),
+        ({"quantization": Fp8((128, 128), "weight_scale_inv")}, False),
+        ({"quantization": Fp8((1, 0), "weight_scale", "compressed-tensors")}, False),
+        ({"dtype": torch.float32}, False),
+        ({"fused": False}, False),
+    ],
+    ids=str,
+)
+def test_which_heads_are_in_int8(other: dict[str, Any], in_int8: bool, path: Path) -> None:
+    """Those of models that are quantised while they are loaded, where our kernels multiply; these
+    are compiled ahead.
+    """
+    pytest.importorskip("triton")
+    how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
+    head = build(path, 0, 1, **how | other).lm_head
+    assert isinstance(head.weight, Int8Weight) == in_int8
+    assert bool(head.variants()) == in_int8
 
 
 class Watch:

@@ -133,19 +133,22 @@ def test_times_of_requests(path: Path) -> None:
 # -- the roofline ----------------------------------------------------------------------------------
 
 
-def test_least_time_of_steps_is_that_of_the_workload(path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1.25, 1, 1), (2, 0.53, 2)])
+def test_least_time_of_steps_is_that_of_the_workload(
+    sizes: tuple[float, float, float], path: Path
+) -> None:
     """For sequences that all start at once, what `limits.work` has for the whole of it."""
     config = model_config(H200["config"])
     prompts, outputs, hardware = [100, 300, 250], [4, 4, 4], limits.Hardware(4.3e12, 790e12)
-    sizes = limits.Itemsizes(2, 2, 2)
-    work = limits.work(config, sizes, prompts, outputs)
+    itemsizes = limits.Itemsizes(*sizes)
+    work = limits.work(config, itemsizes, prompts, outputs)
     steps = limits.Steps(
         np.array([650, 3, 3, 3]),
         np.array([3, 3, 3, 3]),
         {0: np.array([650, 653, 656, 659])},
         {0: np.array([sum(n * n / 2 for n in prompts), 653, 656, 659])},
     )
-    least = limits.least_step_seconds(config, sizes, steps, hardware)
+    least = limits.least_step_seconds(config, itemsizes, steps, hardware)
     prefill, decode = work.seconds(hardware)
     assert least[1:].sum() == pytest.approx(decode)
     assert least[0] == pytest.approx(prefill)
