@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import DEVICE
 from safetensors.torch import load_file, save_file
 
 from checkpoints import copy_checkpoint, make_checkpoint
@@ -100,11 +101,13 @@ def test_heads_in_int8_are_of_the_same_numbers(
     pytest.importorskip("triton")
     monkeypatch.setattr(fp8_weight, "PART", 500)  # several parts of rows
     saved = {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
-    embedding = saved["model.embed_tokens.weight"].half()
-    numbers = saved.get("lm_head.weight", saved["model.embed_tokens.weight"]).double()
+    embedding = saved["model.embed_tokens.weight"].half().to(DEVICE)
+    numbers = saved.get("lm_head.weight", saved["model.embed_tokens.weight"]).double().to(DEVICE)
     how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
-    models = [build(path, rank, size, **how) for rank in range(size)]
-    x = torch.randn(3, numbers.shape[1], generator=torch.Generator().manual_seed(1)).half()
+    with torch.device(DEVICE):  # where kernels run
+        models = [build(path, rank, size, **how) for rank in range(size)]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, numbers.shape[1], generator=generator).half().to(DEVICE)
     codes, scales, embedded, logits = [], [], [], []
     for model in models:
         load_model(model, path)
