@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
@@ -193,6 +194,7 @@ def put_in(card: Card) -> None:
     cuda.is_available = cuda.can_device_access_peer = lambda *args: True
     cuda.device_count = lambda: 8
     cuda.get_device_capability = lambda device=None: card.capability
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
     cuda.mem_get_info = lambda device=None: (64 << 30, 64 << 30)
     cuda.max_memory_allocated = cuda.memory_allocated = lambda device=None: 0
     cuda.device = cuda.stream = lambda _: contextlib.nullcontext()
@@ -287,6 +289,20 @@ def compile_attention(
     return backend.name
 
 
+def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
+    """The kernel that long prompts of 32 heads take; what a step's layers share afterwards."""
+    from nanovllm.kernels.paged_prefill import FEW_QUERIES, paged_prefill
+    from nanovllm.utils.kv_cache import KVCache
+
+    kind, shared = getattr(torch, dtype), dict[Any, Any]()
+    cache = KVCache.empty((4096, 256, 8, head_dim), kind, GPU)
+    q = torch.empty(1, 32, head_dim, dtype=kind, device=GPU)
+    table, [ends] = torch.zeros(2, 1, 2, dtype=torch.int32, device=GPU)
+    k = q[:, :8]
+    paged_prefill(q, k, k, cache, table, ends, ends, FEW_QUERIES + 1, True, 1.0, shared=shared)
+    return [*shared]
+
+
 def generate(model: str, **options: Any) -> list[Any]:
     """What an engine of a real model answers, by the controls."""
     from nanovllm import LLM, SamplingParams
@@ -300,6 +316,7 @@ def generate(model: str, **options: Any) -> list[Any]:
 KINDS: dict[str, Callable[..., Any]] = {
     "engine": compile_engine,
     "attention": compile_attention,
+    "long prompts": compile_long_prompts,
     "generate": generate,
 }
 

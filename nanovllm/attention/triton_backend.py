@@ -14,7 +14,8 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-MANY = 128  # queries that fill more than a tile of 64 rows, also where each has a KV head
+# Of queries: a tile of 64 rows, more than that also where each has a KV head, many for Hopper.
+NUMBERS = (1, 128, 257)
 
 
 class TritonStore(AttentionBackend):
@@ -70,6 +71,7 @@ class TritonBackend(TritonStore):
             context.max_seqlen_q,
             context.has_cached_context,
             **scoring._asdict(),
+            shared=context.shared,
         )
 
     def decode(
@@ -97,7 +99,7 @@ class TritonBackend(TritonStore):
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
-        """Prefill of a single token and of many, decode by each number of splits and of many
+        """Prefill of a token, of some and of many, decode by each number of splits and of many
         sequences, and of those that share prefixes.
         """
         _, _, num_kv_heads, head_dim = cache.k.shape
@@ -106,7 +108,7 @@ class TritonBackend(TritonStore):
         calls: list[Callable[[], object]] = []
         for scoring in scorings:
             how = scoring._asdict()
-            for n, has_cached in product((1, MANY), (True, False) if fp8 else (True,)):
+            for n, has_cached in product(NUMBERS, (True, False) if fp8 else (True,)):
                 args = q, k, k, cache, table, lens, lens, n, has_cached
                 calls.append(partial(self._prefill, *args, **how))
             most = max_context, scoring.window

@@ -1,5 +1,9 @@
-"""Attention of prompts, of any lengths, over the paged KV cache."""
+"""Attention of prompts, of any lengths, over the paged KV cache.
 
+Long ones on Hopper have a kernel of their own, `paged_hopper.py`, where it can take them.
+"""
+
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -7,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import (
+    VERSION,
     can_describe,
     describe,
     has_room,
@@ -24,9 +29,13 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
     weigh,
 )
+from nanovllm.utils.device import capability
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
+
+FEW_QUERIES = 256  # of a sequence, up to which the kernel for Hopper gains nothing
+hopper_kernel = True  # False: one kernel for all GPUs, for tests
 
 
 @triton.jit
@@ -258,6 +267,17 @@ def prefill_tiles(
     return max(rows, next_power_of_2(G)), keys, warps
 
 
+def takes_hopper_kernel(q: torch.Tensor, G: int, max_seqlen_q: int, block_size: int | None) -> bool:
+    """Whether `hopper_prefill` attends to keys in blocks of this size; None: they lie together."""
+    there = hopper_kernel and VERSION >= (3, 6) and q.is_cuda
+    if not there or capability(q.device.index)[0] != 9 or max_seqlen_q <= FEW_QUERIES:
+        return False
+    from nanovllm.kernels.paged_hopper import KEYS, ROWS
+
+    whole = block_size is None or block_size % KEYS == 0
+    return whole and q.element_size() == 2 and q.shape[-1] in (64, 128) and 2 * G <= ROWS
+
+
 def paged_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -272,6 +292,7 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence to its tokens, all in the cache.
 
@@ -284,6 +305,7 @@ def paged_prefill(
         max_seqlen_q: most queries of a sequence.
         has_cached_context: whether a sequence has more tokens than these queries.
         scale, window, softcap, sinks: see `Scoring`.
+        shared: what the layers of a step share, see `Context`.
 
     Returns:
         [T, Hq, D]
@@ -298,9 +320,17 @@ def paged_prefill(
     fp8 = cache.k.dtype == FP8
     from_cache = cache if fp8 and has_cached_context else (None,) * 4
     converts = from_cache[0] is not None
+    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
+    if not converts and takes_hopper_kernel(q, G, max_seqlen_q, None if fp8 else S):
+        from nanovllm.kernels.paged_hopper import hopper_prefill
+
+        hopper_prefill(
+            q, k_source, v_source, out, None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k,
+            S, scale, window, softcap, sinks, {} if shared is None else shared,
+        )  # fmt: skip
+        return out
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
     grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
-    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     stride_row = k_source.stride(0)
     tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None
     if tiles is not None:

@@ -81,6 +81,12 @@ def capability(index: int | None) -> tuple[int, int]:
 
 
 @functools.cache
+def num_multiprocessors(index: int | None) -> int:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
 def triton_refusal(device: torch.device) -> str | None:
     """Why our Triton kernels cannot run on `device`, or None if they can. Each choice between them
     and PyTorch's functions asks here, so that a GPU that cannot run some of them runs none.

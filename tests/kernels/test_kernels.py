@@ -43,6 +43,7 @@ from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_decode import decode_tiles
+from nanovllm.kernels.paged_prefill import FEW_QUERIES
 from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
@@ -679,7 +680,7 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
     for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
         calls = backend.variants(q, cache, longest, [Scoring(1.0)])
         prefills = [call.args[-2] for call in calls if call.func is backend._prefill]
-        assert prefills == [1, 128]
+        assert prefills == [1, 128, FEW_QUERIES + 1]
         decodes = [call for call in calls if call.func is backend._decode]
         sharing = [call for call in decodes if call.keywords.get("prefixes") is not None]
         assert len(sharing) == 2 and len(decodes) == 3 + len(splits)
@@ -692,7 +693,9 @@ def test_attention_of_every_batch_is_compiled_ahead() -> None:
     fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
     calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
     with_or_without = {call.args[-2:] for call in calls if call.func is backend._prefill}
-    assert with_or_without == {(n, cached) for n in (1, 128) for cached in (True, False)}
+    assert with_or_without == {
+        (n, cached) for n in (1, 128, FEW_QUERIES + 1) for cached in (True, False)
+    }
     for call in calls:
         call()
 

@@ -1,0 +1,158 @@
+"""The kernel that attends to long prompts on Hopper, which runs nowhere else: against float64, over
+a pool of which everything else is NaN; and when it is taken.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attention_cases import DEVICE, Case, close
+
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.kernels import paged_prefill
+
+CASES: dict[str, dict[str, Any]] = {
+    "prompts": {"q_lens": [300, 1, 129, 1000, 64]},
+    "cached": {"q_lens": [300, 17, 129, 600], "cached": [0, 100, 777, 513]},
+    "one": {"q_lens": [2500], "hq": 8, "hkv": 1},
+    "many": {"q_lens": [1] * 150 + [700], "hkv": 2},
+    "gqa-1": {"q_lens": [400, 130], "cached": [3, 0], "hq": 2},
+    "gqa-5": {"q_lens": [400, 130], "cached": [3, 0], "hq": 10},
+    "gqa-7": {"q_lens": [400, 130], "cached": [3, 0], "hq": 7, "hkv": 1},
+    "gqa-64": {"q_lens": [400, 130], "cached": [3, 0], "hq": 64, "hkv": 1},
+    "head-64": {"q_lens": [300, 1, 129, 500], "cached": [5, 0, 100, 900], "d": 64},
+    "window-1": {"q_lens": [400, 130], "cached": [300, 0], "window": 1},
+    "window-100": {"q_lens": [300, 17, 500], "cached": [700, 0, 90], "window": 100},
+    "window-128": {"q_lens": [600], "window": 128, "d": 64, "sinks": True},
+    "softcap": {"q_lens": [400, 130], "cached": [3, 0], "softcap": 5.0},
+    "sinks": {"q_lens": [400, 130], "cached": [3, 0], "sinks": True, "window": 300},
+    "blocks-128": {"q_lens": [400, 130], "cached": [300, 5], "block_size": 128},
+}
+
+
+def make_case(fp8: bool, dtype: torch.dtype, **how: Any) -> Case:
+    q_lens, cached = how.pop("q_lens"), how.pop("cached", None)
+    k_lens = q_lens if fp8 or cached is None else [*map(sum, zip(q_lens, cached, strict=True))]
+    return Case(q_lens, k_lens, fp8=fp8, dtype=dtype, **{"d": 128, "block_size": 256} | how)
+
+
+def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Tensor:
+    """With room for so many more tokens, which are NaN."""
+    context = case.context
+    TorchBackend().store_kvcache(case.k, case.v, case.cache, context.slot_mapping)
+    q, k, v = (
+        torch.cat([x, x.new_full((behind, *x.shape[1:]), torch.nan)])
+        for x in (case.q, case.k, case.v)
+    )
+    assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+    return paged_prefill.paged_prefill(
+        q,
+        k,
+        v,
+        case.cache,
+        context.block_tables,
+        context.cu_seqlens_q,
+        context.cu_seqlens_k,
+        context.max_seqlen_q,
+        context.has_cached_context,
+        **case.scoring._asdict(),
+        shared=shared,
+    )[: len(case.q)]
+
+
+needs_hopper = pytest.mark.skipif(
+    DEVICE == "cpu" or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_prefill(
+    name: str, fp8: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, as the layers of a step do; without it, the other kernel agrees."""
+    case, shared = make_case(fp8, dtype, **CASES[name]), {}
+    for _ in range(2):
+        out = attend(case, shared, behind=37)
+        close(out, case.wanted())
+        assert [int(counter) for counter in shared.values()] == [0], "the next layer begins at 0"
+    monkeypatch.setattr(paged_prefill, "hopper_kernel", False)
+    close(out, attend(case, others := {}))
+    assert not others
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_more_programs_than_tiles_and_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes what is left, until nothing is."""
+    from nanovllm.kernels import paged_hopper
+
+    case = make_case(False, torch.bfloat16, **CASES["cached"])
+    for number in (1, 7, 100, 100_000):
+        monkeypatch.setattr(paged_hopper, "num_multiprocessors", lambda index, n=number: n)
+        shared: dict[Hashable, Any] = {}
+        close(attend(case, shared), case.wanted())
+        assert int(shared["tiles"]) == 0
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_prompts_without_tokens() -> None:
+    """As in a step with room for more prompts: at the end, between others, and nothing else."""
+    case = make_case(False, torch.bfloat16, **CASES["cached"])
+    wanted, context = case.wanted(), case.context
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        ends = getattr(context, name)
+        object.__setattr__(context, name, ends[[0, 1, 1, 2, 2, 2, 3, 4, 4, 4]])
+    rows = [0, 0, 1, 1, 1, 2, 3, 3, 3]
+    object.__setattr__(context, "block_tables", context.block_tables[rows])
+    close(attend(case, {}, behind=500), wanted)
+
+
+def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many queries of 16 bits, heads of 64 or 128, whole tiles in a block, by a Triton that
+    knows Gluon.
+    """
+    pytest.importorskip("triton.experimental.gluon")
+
+    class Queries:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, d: int, dtype: torch.dtype, is_cuda: bool) -> None:
+            x = torch.empty(1, 1, d, dtype=dtype)
+            self.shape, self.element_size, self.is_cuda = x.shape, x.element_size, is_cuda
+
+    def taken(d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256) -> bool:  # type: ignore[no-untyped-def]
+        return paged_prefill.takes_hopper_kernel(Queries(d, dtype, is_cuda), G, n, block)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(paged_prefill, "VERSION", (3, 6))
+    monkeypatch.setattr(paged_prefill, "capability", lambda index: (9, 0))
+    assert taken() and taken(d=64, dtype=torch.float16, G=64, block=None) and taken(block=128)
+    assert not taken(d=96) and not taken(d=256) and not taken(dtype=torch.float32)
+    assert not taken(is_cuda=False) and not taken(G=65) and not taken(n=256)
+    assert not taken(block=64) and not taken(block=16)
+    for name, value in (
+        ("VERSION", (3, 5)),
+        ("capability", lambda index: (10, 0)),
+        ("hopper_kernel", False),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(paged_prefill, name, value)
+            assert not taken()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_fp8_of_earlier_steps_is_for_the_other_kernel() -> None:
+    """Which converts it."""
+    case, shared = Case([300], [400], fp8=True, d=128, block_size=256, dtype=torch.bfloat16), {}
+    close(attend(case, shared), case.wanted())
+    assert not shared
