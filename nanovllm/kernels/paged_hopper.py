@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.utils.device import num_multiprocessors
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
 LOG2E = 1.4426950408889634
@@ -86,15 +88,9 @@ def _posted(work, n):
     numbers, full, left = work
     mbarrier.wait(full.index(n % _STAGES), n // _STAGES & 1)
     i = n % _STAGES * _FACTS
-    facts = (
-        _number(numbers, i),
-        _number(numbers, i + 1),
-        _number(numbers, i + 2),
-        _number(numbers, i + 3),
-        _number(numbers, i + 4),
-        _number(numbers, i + 5),
-        _number(numbers, i + 6),
-    )
+    kv_head, query, end = _number(numbers, i), _number(numbers, i + 1), _number(numbers, i + 2)
+    position, k_len = _number(numbers, i + 3), _number(numbers, i + 4)
+    facts = kv_head, query, end, position, k_len, _number(numbers, i + 5), _number(numbers, i + 6)
     mbarrier.arrive(left.index(n % _STAGES))
     return facts
 
@@ -324,7 +320,7 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def describe(x: torch.Tensor, D: int) -> TensorDescriptor:
+def _describe(x: torch.Tensor, D: int) -> TensorDescriptor:
     """Of tiles of a head in a matrix of keys, or of values: [n, Hkv D]."""
     block, kind = [KEYS, D], gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
@@ -335,31 +331,33 @@ def hopper_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    block_tables: torch.Tensor | None,
+    cache: KVCache,
+    block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    S: int,
     scale: float,
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
     shared: dict[Hashable, Any],
-) -> None:
-    """As `paged_prefill`, into `out`: [T, Hq, D].
-
-    Args:
-        k, v: [n, Hkv D], of the cache; or without `block_tables` those of the queries' tokens, who
-            are all that their sequences have.
+) -> torch.Tensor:
+    """`paged_prefill`, where `takes_hopper_kernel`. Beside an FP8 cache it reads the step's own
+    keys and values, which are all that there are then.
     """
-    (T, Hq, D), Hkv, P = q.shape, k.shape[1] // q.shape[2], len(cu_seqlens_q) - 1
-    G = Hq // Hkv
-    if "tiles" not in shared:
+    (T, Hq, D), (S, Hkv), P = q.shape, cache.k.shape[1:3], len(cu_seqlens_q) - 1
+    out, G, fp8 = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        Hq // Hkv,
+        cache.k.dtype == FP8,
+    )
+    keys, values = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
+    if "tiles" not in shared:  # how many were taken: 0 before and after each kernel
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
-        q, describe(k, D), describe(v, D), out, shared["tiles"], block_tables, cu_seqlens_q,
-        cu_seqlens_k, sinks, num_items, P, scale * LOG2E, q.stride(0), out.stride(0),
-        0 if block_tables is None else block_tables.stride(0),
+        q, _describe(keys, D), _describe(values, D), out, shared["tiles"],
+        None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, sinks, num_items, P,
+        scale * LOG2E, q.stride(0), out.stride(0), block_tables.stride(0),
         G=G, HKV=Hkv, D=D, S=S, WINDOW=window, SOFTCAP=softcap, num_warps=4,
     )  # fmt: skip
+    return out

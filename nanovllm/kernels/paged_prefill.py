@@ -75,7 +75,7 @@ def _prefill_tile(
             v_exponents = tl.where(seen, v_exponents, 0)
         k = numbers_of(k, k_exponents[None, :], q.dtype)
         v = numbers_of(v, v_exponents[:, None], q.dtype)
-    visible = (keys[None, :] <= positions[:, None]) & seen[None, :]
+    visible = keys[None, :] <= tl.minimum(positions, k_len - 1)[:, None]
     if WINDOW:
         visible &= keys[None, :] > positions[:, None] - WINDOW
     s = tl.dot(q, k, input_precision="ieee")
@@ -267,15 +267,18 @@ def prefill_tiles(
     return max(rows, next_power_of_2(G)), keys, warps
 
 
-def takes_hopper_kernel(q: torch.Tensor, G: int, max_seqlen_q: int, block_size: int | None) -> bool:
-    """Whether `hopper_prefill` attends to keys in blocks of this size; None: they lie together."""
-    there = hopper_kernel and VERSION >= (3, 6) and q.is_cuda
-    if not there or capability(q.device.index)[0] != 9 or max_seqlen_q <= FEW_QUERIES:
+def takes_hopper_kernel(
+    q: torch.Tensor, cache: KVCache, max_seqlen_q: int, has_cached_context: bool
+) -> bool:
+    """Whether `hopper_prefill` attends to this, in tiles of 128 rows and keys that it need not
+    convert.
+    """
+    there = hopper_kernel and VERSION >= (3, 6) and q.is_cuda and max_seqlen_q > FEW_QUERIES
+    if not there or capability(q.device.index)[0] != 9:
         return False
-    from nanovllm.kernels.paged_hopper import KEYS, ROWS
-
-    whole = block_size is None or block_size % KEYS == 0
-    return whole and q.element_size() == 2 and q.shape[-1] in (64, 128) and 2 * G <= ROWS
+    (_, Hq, D), (_, S, Hkv, _) = q.shape, cache.k.shape
+    lies = not has_cached_context if cache.k.dtype == FP8 else S % 128 == 0
+    return lies and q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64
 
 
 def paged_prefill(
@@ -310,9 +313,37 @@ def paged_prefill(
     Returns:
         [T, Hq, D]
     """
-    _, Hq, D = q.shape
-    S, Hkv = cache.k.shape[1:3]
-    assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
+    assert q.stride()[1:] == (q.shape[2], 1), "the heads of a token must be adjacent"
+    if takes_hopper_kernel(q, cache, max_seqlen_q, has_cached_context):
+        from nanovllm.kernels.paged_hopper import hopper_prefill
+
+        return hopper_prefill(
+            q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, scale, window, softcap, sinks,
+            {} if shared is None else shared,
+        )  # fmt: skip
+    return _prefill(
+        q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, has_cached_context,
+        scale, window, softcap, sinks,
+    )  # fmt: skip
+
+
+def _prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    has_cached_context: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the kernel that all GPUs have."""
+    (_, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block. Where
@@ -320,17 +351,9 @@ def paged_prefill(
     fp8 = cache.k.dtype == FP8
     from_cache = cache if fp8 and has_cached_context else (None,) * 4
     converts = from_cache[0] is not None
-    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
-    if not converts and takes_hopper_kernel(q, G, max_seqlen_q, None if fp8 else S):
-        from nanovllm.kernels.paged_hopper import hopper_prefill
-
-        hopper_prefill(
-            q, k_source, v_source, out, None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k,
-            S, scale, window, softcap, sinks, {} if shared is None else shared,
-        )  # fmt: skip
-        return out
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
     grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
+    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     stride_row = k_source.stride(0)
     tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None
     if tiles is not None:

@@ -14,6 +14,8 @@ from attention_cases import DEVICE, Case, close
 
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.kernels import paged_prefill
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"q_lens": [300, 1, 129, 1000, 64]},
@@ -126,19 +128,24 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     class Queries:
         device = torch.device("cuda", 0)
 
-        def __init__(self, d: int, dtype: torch.dtype, is_cuda: bool) -> None:
-            x = torch.empty(1, 1, d, dtype=dtype)
+        def __init__(self, d: int, dtype: torch.dtype, is_cuda: bool, G: int) -> None:
+            x = torch.empty(1, G, d, dtype=dtype)
             self.shape, self.element_size, self.is_cuda = x.shape, x.element_size, is_cuda
 
-    def taken(d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256) -> bool:  # type: ignore[no-untyped-def]
-        return paged_prefill.takes_hopper_kernel(Queries(d, dtype, is_cuda), G, n, block)  # type: ignore[arg-type]
+    def taken(
+        d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256, fp8=False, has=True
+    ) -> bool:  # type: ignore[no-untyped-def]
+        cache = KVCache.empty((1, block, 1, d), FP8 if fp8 else dtype, torch.device("cpu"))
+        q: Any = Queries(d, dtype, is_cuda, G)
+        return paged_prefill.takes_hopper_kernel(q, cache, n, has)
 
     monkeypatch.setattr(paged_prefill, "VERSION", (3, 6))
     monkeypatch.setattr(paged_prefill, "capability", lambda index: (9, 0))
-    assert taken() and taken(d=64, dtype=torch.float16, G=64, block=None) and taken(block=128)
+    assert taken() and taken(d=64, dtype=torch.float16, G=64) and taken(block=128)
     assert not taken(d=96) and not taken(d=256) and not taken(dtype=torch.float32)
     assert not taken(is_cuda=False) and not taken(G=65) and not taken(n=256)
     assert not taken(block=64) and not taken(block=16)
+    assert not taken(fp8=True) and taken(fp8=True, has=False, block=16)
     for name, value in (
         ("VERSION", (3, 5)),
         ("capability", lambda index: (10, 0)),
