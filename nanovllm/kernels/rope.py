@@ -69,25 +69,29 @@ def _qk_norm_rope_store_kernel(
     raw1, raw2 = load_heads(ptr, inside, stride_part, HALF, PARTS, out_ptr.dtype.element_ty)
     y1, y2 = norm_rope(raw1, raw2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     out = out_ptr + t * stride_out + head * D + i
-    is_k, is_v, kv = (head >= HQ) & (head < HQ + HKV), head >= HQ + HKV, head - HQ
-    GOES_ON: tl.constexpr = PARTS > 1 or k_exponents_ptr is not None
-    if GOES_ON:  # backends read values here, too
-        y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
-    k1, k2, v1, v2, exponent = y1, y2, raw1, raw2, None
-    if k_exponents_ptr is not None:  # what is stored goes on
-        k1, k2, rounded1, rounded2, exponent = halves_to_fp8(y1, y2, inside)
-        y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
-        v1, v2 = k1, k2
-    changed = ~is_v | GOES_ON
-    changed = changed if inside is None else changed & inside
-    tl.store(out, y1, mask=changed)
-    tl.store(out + HALF, y2, mask=changed)
-    store_halves(
-        k_cache_ptr, k_exponents_ptr, k1, k2, exponent, slot, kv, i, is_k, inside, HKV, D, S
-    )
-    store_halves(
-        v_cache_ptr, v_exponents_ptr, v1, v2, exponent, slot, kv - HKV, i, is_v, inside, HKV, D, S
-    )
+    if (tl.program_id(1) + 1) * HEADS <= HQ:  # queries alone, which nobody stores
+        tl.store(out, y1, mask=inside)
+        tl.store(out + HALF, y2, mask=inside)
+    else:
+        is_k, is_v, kv = (head >= HQ) & (head < HQ + HKV), head >= HQ + HKV, head - HQ
+        GOES_ON: tl.constexpr = PARTS > 1 or k_exponents_ptr is not None
+        if GOES_ON:  # backends read values here, too
+            y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
+        k1, k2, v1, v2, exponent = y1, y2, raw1, raw2, None
+        if k_exponents_ptr is not None:  # what is stored goes on
+            k1, k2, rounded1, rounded2, exponent = halves_to_fp8(y1, y2, inside)
+            y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
+            v1, v2 = k1, k2
+        changed = ~is_v | GOES_ON
+        changed = changed if inside is None else changed & inside
+        tl.store(out, y1, mask=changed)
+        tl.store(out + HALF, y2, mask=changed)
+        store_halves(
+            k_cache_ptr, k_exponents_ptr, k1, k2, exponent, slot, kv, i, is_k, inside, HKV, D, S
+        )
+        store_halves(
+            v_cache_ptr, v_exponents_ptr, v1, v2, exponent, slot, kv - HKV, i, is_v, inside, HKV, D, S
+        )
 
 
 def qk_norm_rope_store(
