@@ -1,7 +1,7 @@
 """Exchange between the GPUs of a model, inside kernels.
 
-Each program exchanges one row, or one word: it writes its own into the memory of every rank
-(`PeerMemory`), its own included, and polls its own memory until the other ranks' rows are there.
+Each program exchanges one row, or one word: it writes its own into the memory of the other ranks
+(`PeerMemory`), and polls its own memory until their rows are there.
 With many rows, each row has an owner, one of the ranks, which adds it up and sends the sum to the
 others.
 
@@ -106,18 +106,21 @@ def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
 
 @triton.jit
 def _take_sum(
-    places, dtype: tl.constexpr, cols, mask, peers_ptr,
-    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    own, places, dtype: tl.constexpr, cols, mask, peers_ptr,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Receive a row from each rank, the first at `places`, and add them in float32."""
+    """Receive a row from each other rank, the first of all at `places`, and add them to this rank's
+    `own` in float32, in the order of ranks, so that sums are the same on all.
+    """
     # A few rows at a time: all of them would not fit the registers.
     AT_ONCE: tl.constexpr = 2 if SIZE == 2 or cols.shape[0] > 4096 else 4
     stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
     total = tl.zeros(cols.shape, tl.float32)
     for first in range(0, SIZE, AT_ONCE):
         giver = first + tl.arange(0, AT_ONCE)[:, None]
-        ptrs = places + giver * stride + cols[None, :]
-        given = _take(ptrs, (giver < SIZE) & mask[None, :], peers_ptr, SIZE)
+        wanted = (giver < SIZE) & (giver != RANK) & mask[None, :]
+        given = _take(places + giver * stride + cols[None, :], wanted, peers_ptr, SIZE)
+        given = tl.where(giver == RANK, own[None, :], given)
         total += tl.sum(given.to(dtype, bitcast=True).to(tl.float32), 0)
     return total.to(dtype)
 
@@ -133,13 +136,23 @@ def _give_row(
 
 
 @triton.jit
+def _give_others(
+    bits, peers_ptr, row, epoch, cols, mask,
+    ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    for to in tl.static_range(SIZE):
+        if to != RANK:
+            _give_row(bits, to, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
+
+
+@triton.jit
 def all_reduce_row(
     x, peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER: tl.constexpr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x: [BLOCK], in x's dtype, the same on all.
 
-    Each rank sends its row to all ranks and adds those it receives ("one-shot"). With BY_OWNER it
+    Each rank sends its row to the others and adds those it receives ("one-shot"). With BY_OWNER it
     sends the row to the owner, which adds and sends the sum back ("two-shot"): two trips, less
     data.
 
@@ -151,22 +164,19 @@ def all_reduce_row(
     places = _place(peers_ptr, RANK, 0, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
     if BY_OWNER:
         owner = row % SIZE
-        _give_row(bits, owner, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
         if owner == RANK:
-            bits = _bits(_take_sum(places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, SIZE))
-            for to in tl.static_range(SIZE):
-                if to != RANK:
-                    _give_row(
-                        bits, to, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE
-                    )
+            bits = _bits(
+                _take_sum(bits, places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, RANK, SIZE)
+            )
+            _give_others(bits, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
         else:
+            _give_row(bits, owner, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
             place = _place(peers_ptr, RANK, owner, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
             bits = _take(place + cols, mask, peers_ptr, SIZE)
         total = bits.to(x.dtype, bitcast=True)
     else:
-        for to in tl.static_range(SIZE):
-            _give_row(bits, to, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
-        total = _take_sum(places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, SIZE)
+        _give_others(bits, peers_ptr, row, epoch, cols, mask, ROW_BYTES, ROWS, RANK, SIZE)
+        total = _take_sum(bits, places, x.dtype, cols, mask, peers_ptr, ROW_BYTES, ROWS, RANK, SIZE)
     tl.store(epochs_ptr + row, epoch + 1)
     return total
 
