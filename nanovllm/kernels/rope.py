@@ -90,20 +90,9 @@ def _qk_norm_rope_store_kernel(
             k_cache_ptr, k_exponents_ptr, k1, k2, exponent, slot, kv, i, is_k, inside, HKV, D, S
         )
         store_halves(
-            v_cache_ptr,
-            v_exponents_ptr,
-            v1,
-            v2,
-            exponent,
-            slot,
-            kv - HKV,
-            i,
-            is_v,
-            inside,
-            HKV,
-            D,
+            v_cache_ptr, v_exponents_ptr, v1, v2, exponent, slot, kv - HKV, i, is_v, inside, HKV, D,
             S,
-        )
+        )  # fmt: skip
 
 
 def qk_norm_rope_store(
