@@ -290,16 +290,22 @@ def compile_attention(
 
 
 def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
-    """The kernel that long prompts of 32 heads take; what a step's layers share afterwards."""
+    """The kernel that long prompts of 32 heads take, of steps with and without decodes before them;
+    what a step's layers share afterwards.
+    """
     from nanovllm.kernels.paged_prefill import FEW_QUERIES, paged_prefill
     from nanovllm.utils.kv_cache import KVCache
 
     kind, shared = getattr(torch, dtype), dict[Any, Any]()
     cache = KVCache.empty((4096, 256, 8, head_dim), kind, GPU)
-    q = torch.empty(1, 32, head_dim, dtype=kind, device=GPU)
-    table, [ends] = torch.zeros(2, 1, 2, dtype=torch.int32, device=GPU)
-    k = q[:, :8]
-    paged_prefill(q, k, k, cache, table, ends, ends, FEW_QUERIES + 1, True, 1.0, shared=shared)
+    qkv = torch.empty(900, 48, head_dim, dtype=kind, device=GPU)
+    for decodes, prompts, width in ((0, 1, 16), (0, 4, 5), (3, 2, 7), (16, 16, 16)):
+        tables = torch.zeros(decodes + prompts, width, dtype=torch.int32, device=GPU)[decodes:]
+        cu_q, cu_k = torch.zeros(2, decodes + prompts + 1, dtype=torch.int32, device=GPU)
+        q, k, v = qkv[decodes:].split([32, 8, 8], 1)
+        ends = cu_q[decodes:], cu_k[decodes:]
+        args = q, k, v, cache, tables, *ends, FEW_QUERIES + 1, True, 1.0
+        paged_prefill(*args, shared=shared)
     return [*shared]
 
 

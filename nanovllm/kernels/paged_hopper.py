@@ -292,7 +292,10 @@ def _attend(
         gl.store(out_ptr + place, acc.to(dtype), there)
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_seqs", "stride_table"])
+@gluon.jit(
+    do_not_specialize=["num_items", "num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
 def _hopper_prefill_kernel(
     q_ptr, k_desc, v_desc, out_ptr, counter_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
     num_items, num_seqs, scale, stride_qt, stride_ot, stride_table,

@@ -131,7 +131,9 @@ def check_waits(cache: Path) -> None:
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "bfloat16"), rare(64, "float16")])
 def test_long_prompts_on_hopper(head_dim: int, dtype: str, tmp_path: Path) -> None:
-    """All registers that there are, and none in memory but what is written once."""
+    """All registers that there are, and none in memory but what is written once; one variant for
+    all numbers of decodes before the prompts: another would be compiled in the middle of a run.
+    """
     job = {"kind": "long prompts", "head_dim": head_dim, "dtype": dtype}
     assert run("9.0", [job], tmp_path) == [["tiles"]]
     (kernel,) = compiled(tmp_path)
