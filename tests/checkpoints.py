@@ -172,10 +172,15 @@ def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOut
         assert found and found == wanted
 
 
+@functools.cache
+def _logprobs(path: Path, ids: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference_model(path)(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
 def reference_logprobs(path: Path, token_ids: list[int]) -> torch.Tensor:
     """Log-probabilities after each token of a text by transformers: [n, V] float32."""
-    with torch.inference_mode():
-        return reference_model(path)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    return _logprobs(path, tuple(token_ids))
 
 
 def reference_hidden(path: Path, token_ids: list[int]) -> torch.Tensor:
@@ -215,6 +220,12 @@ def references(path: Path) -> list[list[int]]:
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     """The tokens of what `generate` returned."""
     return [output["token_ids"] for output in outputs]
+
+
+def assert_right(path: Path, outputs: list[RequestOutput]) -> None:
+    """They are `references`, for less: of a checkpoint that only one test has."""
+    assert [len(found) for found in tokens(outputs)] == LENGTHS
+    assert_greedy(path, PROMPTS, outputs)
 
 
 def add_all(llm: LLM) -> list[int]:

@@ -22,6 +22,7 @@ from checkpoints import (
     edit_json,
     greedy,
     llm_fixture,  # noqa: F401
+    rare,
     reference,
     references,
     run_steps,
@@ -215,7 +216,7 @@ def count_calls(calls, function, *args):
     return function(*args)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 def test_preemption_warns_once_and_changes_nothing(overlap, checkpoint, caplog, monkeypatch):
     """Defect 19: nothing told of it. Counted while it happens; one warning for each engine."""
     prompts, victims = [[i + 1] * 17 for i in range(4)], []

@@ -96,10 +96,11 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
     "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
 }
+RARE = ("whole", "chunks-of-1", "chunks-beside-decodes", "prefill-first")
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "whole", "chunks-of-1", "prefill-first"))
+@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, *RARE))
 def test_prompts_have_the_log_probabilities_of_transformers(
     name: str, overlap: bool, checkpoint: Any
 ) -> None:
@@ -170,7 +171,7 @@ def test_preempted_prompts_have_each_place_once(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("k", [1, 2, 5, 9])
+@pytest.mark.parametrize("k", [rare(1), 2, rare(5), 9])
 def test_failed_launch_is_repeated(
     k: int, overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,7 +211,7 @@ def test_batches_share_the_engine(tiny: str) -> None:
                 assert answered["num_generated_tokens"].tolist() == [max_tokens]
                 ended.append(name)
 
-        await asyncio.gather(answer("long", 400), answer("short", 2))
+        await asyncio.gather(answer("long", 100), answer("short", 2))
         return ended
 
     with RayGenerate(tiny, sampling_params=GREEDY, **OPTIONS) as generate:

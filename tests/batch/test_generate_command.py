@@ -17,7 +17,7 @@ SMALL = (
     *("--max-model-len", "128", "--num-kvcache-blocks", "64", "--kvcache-block-size", "16"),
 )
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
-COUNT = 90
+COUNT = 60
 
 
 @pytest.fixture(scope="module")

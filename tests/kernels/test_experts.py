@@ -98,7 +98,7 @@ def test_experts_are_those_of_float64(
 
 
 @pytest.mark.parametrize(
-    ("block", "M"), [(1, 384), (128, 384), (128, 336)], ids=["rows", "blocks", "part of a block"]
+    ("block", "M"), [(1, 256), (128, 256), (128, 208)], ids=["rows", "blocks", "part of a block"]
 )
 @pytest.mark.parametrize(
     ("T", "tiles"),

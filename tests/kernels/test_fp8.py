@@ -105,8 +105,8 @@ def check_product(
         (40, 128, 512, True, True),
         (130, 64, 512, True, True),
         (130, 128, 512, False, True),  # a tile and 32 more rows
-        (170, 192, 1024, True, False),  # and 64
-        (200, 128, 512, False, True),  # more rows than tiles are for
+        (170, 64, 512, True, False),  # and 64
+        (200, 64, 512, False, True),  # more rows than tiles are for
         (20, 144, 272, True, False),  # no whole tiles
         rare(256, 4096, 1024, True, True),
     ],

@@ -261,6 +261,7 @@ def test_the_oldest_triton_compiles_every_kernel(tmp_path: Path) -> None:
     assert compiled_by_it == written() - {"_fp8_half_kernel", "_hopper_prefill_kernel"}
 
 
+@pytest.mark.slow  # that PyTorch is chosen there is looked at in test_kernels.py
 def test_gpu_without_kernels_answers_as_a_cpu(tmp_path: Path) -> None:
     """Below 8.0 `auto` is PyTorch, and no kernel of ours is compiled for anything: sampling,
     controls, log-probabilities. A prefill of 16 bits wants 98,304 bytes there, of 65,536.

@@ -162,14 +162,14 @@ def test_extreme_logits_do_not_overflow():
     [pytest.param(16, id="one span", marks=pytest.mark.slow), pytest.param(4, id="three spans")],
 )
 def test_kernel_follows_the_softmax(span):
-    """100 draws of one request; the oracle, which draws the same, 50,000."""
+    """60 draws of one request; the oracle, which draws the same, 50,000."""
     n, V = 50_000, 12
     logits = np.random.default_rng(SEED).normal(0, 1.5, V)
     logits[[2, 3]], logits[7] = logits[1], -np.inf
     rows, temperatures = np.tile(logits, (n, 1)).astype(np.float32), np.full(n, 0.7)
     keys, positions = np.full((2, n), 17), np.arange(n)
     wanted, _ = oracle_draw(rows, temperatures, keys, positions, span)
-    few = slice(0, 100)
+    few = slice(0, 60)
     drawn = draw(rows[few], temperatures[few], keys[:, few], positions[few], span)
     assert (drawn == wanted[few]).mean() >= 0.99
     probs = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()

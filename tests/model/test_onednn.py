@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import PARAMS, PROMPTS, SMALL, make_checkpoint, references, tokens
+from checkpoints import PARAMS, PROMPTS, SMALL, assert_right, make_checkpoint
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
@@ -53,7 +53,7 @@ def test_engine_takes_it_unless_told_otherwise(
             assert model.model.layers[1].self_attn.qkv_proj.weight.data.is_mkldnn == fused
             assert not model.model.embed_tokens.weight.data.is_mkldnn
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-            assert tokens(outputs) == references(path)
+            assert_right(path, outputs)
 
 
 @needs_onednn

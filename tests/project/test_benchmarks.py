@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import accuracy, cpu_vs_transformers, roofline, startup, timeline, workloads
+from benchmarks import (
+    accuracy,
+    cpu_vs_transformers,
+    roofline,
+    sampling_controls,
+    startup,
+    timeline,
+    workloads,
+)
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits
@@ -379,6 +387,20 @@ def test_plot_compares_like_with_like(
         with pytest.raises(SystemExit):
             run(plot.main, monkeypatch, str(file), "--output", str(tmp_path / "picture.png"))
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_sampling_controls_are_measured_beside_none(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_controls, "PROMPT", 20)
+    monkeypatch.setattr(sampling_controls, "OUTPUT", 4)
+    args = ("--model", tiny, "--device", "cpu", "--num-seqs", "2", "--repeat", "1")
+    kept = ("--only", "one", "--save", str(tmp_path / "saved"))
+    run(sampling_controls.main, monkeypatch, *args, *kept)
+    [result] = saved(tmp_path / "saved")
+    assert result["results"].keys() == {"none", "one"}
+    assert all(row["median"] > 0 for row in result["results"].values())
+    assert result["results"]["none"]["cost"] == 0
 
 
 def test_accuracy_against_transformers(

@@ -69,7 +69,8 @@ NOT_HERE = {
 # Scripts of tasks have tests of their own, which run them.
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size: test_benchmarks.py.
-SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers")
+SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers", "accuracy")
+SLOW += ("sampling_controls",)
 
 
 def name_of(page: Path) -> str:

@@ -215,6 +215,7 @@ def test_error_does_not_name_a_rank_that_ended_before(inject, checkpoint, monkey
     assert caught.value.rank == 2
 
 
+@pytest.mark.slow  # four ranks: of two, `test_defect_13` has one that dies while the other waits
 def test_a_death_ends_the_wait_for_a_rank_that_is_stuck(checkpoint):
     """Rank 0 waits for ranks that do not answer, while another one dies."""
     llm = LLM(checkpoint, **TP4)

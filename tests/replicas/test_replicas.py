@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import SMALL, checkpoint_fixture, with_rare  # noqa: F401
+from checkpoints import SMALL, checkpoint_fixture, rare, with_rare  # noqa: F401
 from faults import (
     DEADLINE,
     FAULTS,
@@ -336,6 +336,7 @@ def id_of_start(found):
     return max((each.process.pid for each in found._replicas.values()), default=0)
 
 
+@pytest.mark.slow  # restarts take seconds, and deaths beside requests are noticed likewise
 def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
     process = disturbed.executor._replicas[1].process
     process.kill()
@@ -567,21 +568,24 @@ def test_forked_process_has_no_engine(two):
 # -- timelines -------------------------------------------------------------------------------------
 
 
-def test_replicas_record_to_one_file(checkpoint, tmp_path):
+@pytest.mark.parametrize("dies", [False, rare(True)], ids=["", "started again"])
+def test_replicas_record_to_one_file(dies, checkpoint, tmp_path):
     """Each as a process of its own, by one clock; one that is started again, too."""
     path, prompts = tmp_path / "trace.json", [[i, i + 1] for i in range(18)]
     with LLM(checkpoint, **PLAIN, trace=str(path)) as llm:
         llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
         killed_at = time.perf_counter() * 1e6  # the clock of all processes
-        os.kill(pids(llm)[0], signal.SIGKILL)
-        within_deadline(lambda: until_restarted(llm))
+        if dies:
+            os.kill(pids(llm)[0], signal.SIGKILL)
+            within_deadline(lambda: until_restarted(llm))
         again = llm.generate(prompts, DRAWN, use_tqdm=False)
         seconds = sum(output.metrics.total_seconds for output in again)
     events = json.loads(path.read_text())
     names = [e for e in events if e["name"] == "process_name"]
     assert sorted((e["pid"], e["args"]["name"]) for e in names) == [
-        *((0, "replica 0"), (0, "replica 0"), (1, "replica 1"))
+        *[(0, "replica 0")] * (2 if dies else 1),
+        (1, "replica 1"),
     ]
     early = [e for e in events if e.get("cat") == "step" and e["ts"] < killed_at]
     assert {e["pid"] for e in early} == {0, 1}

@@ -186,7 +186,7 @@ def test_tokens_do_not_depend_on_the_batch(
     [
         {"overlap": True},
         rare({"mixed_steps": False}),
-        {"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16},
+        rare({"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16}),
     ],
     ids=repr,
 )
@@ -246,9 +246,14 @@ def test_a_rank_without_tokens(path: Path, oracle: Oracle, wanted: list[Completi
     assert vocabularies[0] > 0 == vocabularies[-1]
 
 
+@pytest.mark.parametrize("ranks", ["threads", rare("processes")])
 @pytest.mark.usefixtures("low_guesses")
-def test_workers_are_told_the_tokens(path: Path, wanted: list[Completion]) -> None:
-    """With processes, which know no controls."""
+def test_workers_are_told_the_tokens(
+    ranks: str, path: Path, wanted: list[Completion], request: pytest.FixtureRequest
+) -> None:
+    """Plans are all that they get, pickled: they know no controls."""
+    if ranks == "threads":
+        request.getfixturevalue("threads")
     with LLM(path, tensor_parallel_size=2, overlap=True, **{**SMALL, **SMALL_POOL}) as llm:
         check_all(generate(llm, REQUESTS), wanted)
         assert llm.metrics()["num_preemptions"] > 0
