@@ -188,7 +188,7 @@ SLOW = pytest.mark.slow
     ("by", "times"),
     [
         pytest.param("generate", 150, marks=SLOW),
-        ("steps", 40),
+        ("steps", 25),
         pytest.param("steps", 150, marks=SLOW),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 import torch
 from host import make_scheduler, make_seq
 
-from checkpoints import PARAMS, PROMPTS, SMALL, checkpoint_fixture, greedy  # noqa: F401
+from checkpoints import PARAMS, PROMPTS, SMALL, checkpoint_fixture, greedy, rare  # noqa: F401
 from faults import fail_at
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
 from nanovllm.engine import timeline, trace_file
@@ -118,7 +118,7 @@ def assert_valid(events):
 # -- what is in it ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [rare(False), True])
 def test_counts_are_those_of_metrics(overlap, checkpoint, tmp_path):
     """With preemptions, hits, several completions and aborted requests."""
     path = tmp_path / "run.json"

@@ -106,6 +106,14 @@ CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
 }
 
 
+RARE = (
+    "data_parallel",
+    "embeddings",
+    "scoring",
+    "synthetic_data",
+)  # take seconds; CI runs all of these
+
+
 @pytest.fixture(name="run", scope="module")
 def run_fixture() -> Iterator[Runner]:
     runner = Runner()
@@ -113,7 +121,7 @@ def run_fixture() -> Iterator[Runner]:
     runner.close()
 
 
-@pytest.mark.parametrize("name", with_rare(CHECKS, "data_parallel"))  # replicas take seconds
+@pytest.mark.parametrize("name", with_rare(CHECKS, *RARE))
 def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner) -> None:
     args, output = first_command(name)
     printed = run(name, *args, directory=tmp_path)

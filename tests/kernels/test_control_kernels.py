@@ -206,7 +206,7 @@ def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind in ("equal", "extremes") or len(set(kept.sum(1).tolist())) > n // 2
 
 
-@pytest.mark.parametrize("num_logprobs", [0, 5, 20])
+@pytest.mark.parametrize("num_logprobs", [0, rare(5), 20])
 @pytest.mark.parametrize("V", [pytest.param(40, marks=pytest.mark.slow), 4097, LARGE])
 @pytest.mark.parametrize("kind", ["random", "ties", "peaked", "few", "16 bits"])
 def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from attention_cases import DEVICE
 
+from checkpoints import rare
+
 pytest.importorskip("triton")
 
 from nanovllm.kernels import experts as experts_kernels
@@ -97,12 +99,15 @@ def test_experts_are_those_of_float64(
     assert error < torch.finfo(dtype).eps, error
 
 
+SCALES = [(1, 256), (128, 256), (128, 208)]  # of rows, of blocks, and with part of a block
+SIZES = [(1, None), (9, SMALL_TILES), (30, FEW), (40, SOME), (99, MANY)]
+CASES = [(*size, *scale) for size in SIZES for scale in SCALES]
+USUAL = [(1, 1, 256), (1, 128, 208), (9, 128, 208), (30, 128, 256), (40, 1, 256)]
+
+
 @pytest.mark.parametrize(
-    ("block", "M"), [(1, 256), (128, 256), (128, 208)], ids=["rows", "blocks", "part of a block"]
-)
-@pytest.mark.parametrize(
-    ("T", "tiles"),
-    [(1, None), (9, SMALL_TILES), (30, FEW), (40, SOME), pytest.param(99, MANY, marks=SLOW)],
+    ("T", "tiles", "block", "M"),
+    [case if (case[0], *case[2:]) in USUAL else rare(*case) for case in CASES],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16])
 def test_experts_in_8_bits_are_those_of_float64(

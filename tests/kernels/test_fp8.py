@@ -93,22 +93,31 @@ def check_product(
     assert (error <= bound).all(), (error / bound).max()
 
 
-@X_BLOCKS
+PRODUCTS = [
+    (1, 80, 528, False, True),
+    (1, 70, 5000, False, False),  # a row in two steps
+    (1, 70, 5000, True, True),  # and in two parts
+    (2, 64, 512, False, True),
+    (17, 192, 1024, True, False),
+    (40, 128, 512, True, True),
+    (130, 64, 512, True, True),
+    (130, 128, 512, False, True),  # a tile and 32 more rows
+    (170, 64, 512, True, False),  # and 64
+    (200, 64, 512, False, True),  # more rows than tiles are for
+    (20, 144, 272, True, False),  # no whole tiles
+    (256, 4096, 1024, True, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("T", "N", "K", "partial", "has_bias"),
+    ("T", "N", "K", "partial", "has_bias", "x_block"),
     [
-        (1, 80, 528, False, True),
-        (1, 70, 5000, False, False),  # a row in two steps
-        (1, 70, 5000, True, True),  # and in two parts
-        (2, 64, 512, False, True),
-        (17, 192, 1024, True, False),
-        (40, 128, 512, True, True),
-        (130, 64, 512, True, True),
-        (130, 128, 512, False, True),  # a tile and 32 more rows
-        (170, 64, 512, True, False),  # and 64
-        (200, 64, 512, False, True),  # more rows than tiles are for
-        (20, 144, 272, True, False),  # no whole tiles
-        rare(256, 4096, 1024, True, True),
+        # With blocks, more rows than a tile has are more tiles.
+        rare(*case, x_block)
+        if case[0] == 256 or x_block * case[0] > 128 * 128
+        else (*case, x_block)
+        for case in PRODUCTS
+        for x_block in (0, 128)
     ],
 )
 def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block: int) -> None:

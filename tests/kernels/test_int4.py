@@ -116,11 +116,14 @@ def test_products(
         check_product(whole, x, numbers, bias, dtype)
 
 
-@pytest.mark.parametrize("way", ["", "partial", "gated"])
+BLOCKS, STEPS, BOTH = (256, 4096, 3), (512, 256, 396), (768, 256, 3)
+USUAL = [(*BLOCKS, ""), (*STEPS, "partial"), (*BOTH, ""), (*BOTH, "gated")]
+EACH = [(*shape, way) for shape in (BLOCKS, STEPS, BOTH) for way in ("", "partial", "gated")]
+
+
 @pytest.mark.parametrize(
-    ("K", "block_k", "programs"),
-    [(256, 4096, 3), (512, 256, 396), (768, 256, 3)],
-    ids=["blocks", "steps", "blocks and steps"],
+    ("K", "block_k", "programs", "way"),
+    [each if each in USUAL else rare(*each) for each in EACH],
 )
 def test_a_program_for_one_row_has_several(
     K: int, block_k: int, programs: int, way: str, monkeypatch: pytest.MonkeyPatch

@@ -70,7 +70,7 @@ NOT_HERE = {
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size: test_benchmarks.py.
 SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers", "accuracy")
-SLOW += ("sampling_controls",)
+SLOW += ("sampling_controls", "--num-seqs 1024", "--attention-backend B", "llama-3.1-8b")
 
 
 def name_of(page: Path) -> str:

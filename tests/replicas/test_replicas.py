@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import SMALL, checkpoint_fixture, rare, with_rare  # noqa: F401
+from checkpoints import SMALL, checkpoint_fixture, with_rare  # noqa: F401
 from faults import (
     DEADLINE,
     FAULTS,
@@ -273,7 +273,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("case", with_rare(STREAMED, "drawn", "penalties", "form"))
+@pytest.mark.parametrize("case", with_rare(STREAMED, *STREAMED))
 def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
     """In the middle of sequences: nothing is told twice, nothing is missing."""
     params = replace(STREAMED[case], detokenize=True)
@@ -476,14 +476,20 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
 # -- start and end ---------------------------------------------------------------------------------
 
 
-def test_mistakes_are_plain_errors_and_leave_nothing(checkpoint, tmp_path):
+def test_mistakes_are_plain_errors_and_leave_nothing(tmp_path):
     before = traces()
     with pytest.raises(ValueError, match="`data_parallel_size` must be between 1 and 64, got 0"):
         LLM(TINY, data_parallel_size=0)
-    with pytest.raises(ValueError, match="flash_attn"):  # only a replica can find this
-        within_deadline(lambda: LLM(checkpoint, attention_backend="flash_attn", **PLAIN))
     with pytest.raises(ValueError, match="neither"):
         LLM(str(tmp_path / "none"), **DP2)
+    assert traces() == before
+
+
+@pytest.mark.slow
+def test_mistakes_that_replicas_find_are_plain_errors(checkpoint):
+    before = traces()
+    with pytest.raises(ValueError, match="flash_attn"):
+        within_deadline(lambda: LLM(checkpoint, attention_backend="flash_attn", **PLAIN))
     assert traces() == before
 
 
@@ -568,24 +574,22 @@ def test_forked_process_has_no_engine(two):
 # -- timelines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dies", [False, rare(True)], ids=["", "started again"])
-def test_replicas_record_to_one_file(dies, checkpoint, tmp_path):
+@pytest.mark.slow  # of one engine, test_timeline.py has it
+def test_replicas_record_to_one_file(checkpoint, tmp_path):
     """Each as a process of its own, by one clock; one that is started again, too."""
     path, prompts = tmp_path / "trace.json", [[i, i + 1] for i in range(18)]
     with LLM(checkpoint, **PLAIN, trace=str(path)) as llm:
         llm.generate(prompts, GREEDY, use_tqdm=False)
         metrics = llm.metrics()
         killed_at = time.perf_counter() * 1e6  # the clock of all processes
-        if dies:
-            os.kill(pids(llm)[0], signal.SIGKILL)
-            within_deadline(lambda: until_restarted(llm))
+        os.kill(pids(llm)[0], signal.SIGKILL)
+        within_deadline(lambda: until_restarted(llm))
         again = llm.generate(prompts, DRAWN, use_tqdm=False)
         seconds = sum(output.metrics.total_seconds for output in again)
     events = json.loads(path.read_text())
     names = [e for e in events if e["name"] == "process_name"]
     assert sorted((e["pid"], e["args"]["name"]) for e in names) == [
-        *[(0, "replica 0")] * (2 if dies else 1),
-        (1, "replica 1"),
+        *((0, "replica 0"), (0, "replica 0"), (1, "replica 1"))
     ]
     early = [e for e in events if e.get("cat") == "step" and e["ts"] < killed_at]
     assert {e["pid"] for e in early} == {0, 1}

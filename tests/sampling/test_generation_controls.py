@@ -212,7 +212,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # one of each kind
 }
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *map(rare, ("gemma2", "mistral", "olmo2"))])
+@pytest.mark.parametrize("family", [*map(rare, FAMILIES)])
 @pytest.mark.usefixtures("low_guesses")
 def test_other_families(family: str, tmp_path: Path) -> None:
     """Soft-capped logits, sparse layers, windows, norms behind layers: every control, preempted."""
@@ -232,6 +232,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     check_all(outputs, wanted)
 
 
+@pytest.mark.slow  # test_tensor_parallel.py has unequal parts of the vocabulary
 @pytest.mark.usefixtures("threads")
 def test_a_rank_without_tokens(path: Path, oracle: Oracle, wanted: list[Completion]) -> None:
     """The last of four has no part of the vocabulary."""
@@ -325,7 +326,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_rare(THEIRS, "bias", "min-tokens"))
+@pytest.mark.parametrize("name", with_rare(THEIRS, *THEIRS.keys() - {"all"}))
 def test_greedy_tokens_are_those_of_generate(name: str, llm: LLM, oracle: Oracle) -> None:
     mine, theirs = THEIRS[name]
     prompts = [[5, 77, 33], [9] * 20, [*SHARED, 4], [1, 2, 3, 4], list(range(30, 60))]
@@ -370,7 +371,7 @@ def test_the_embedded_checkpoint(tiny: str, reference: Any, overlap: bool) -> No
 @pytest.mark.usefixtures("low_guesses")
 def test_bad_words_do_not_come(tiny: str, overlap: bool) -> None:
     """Of several tokens, the first of which the device alone may know when the last is drawn."""
-    prompts = [list(f"{i}+{j}=".encode()) for i in (127, 999, 405) for j in (345, 1, 250)]
+    prompts = [list(f"{i}+{j}=".encode()) for i in (127, 999) for j in (345, 1, 250)]
     plain = params_of(16, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {
         "device": "cpu", "overlap": overlap, "num_kvcache_blocks": 5, "kvcache_block_size": 16,
@@ -445,7 +446,7 @@ def test_min_tokens_up_to_the_last(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(("blocks", "most", "overlap"), [(32, 128, False), (3, 48, True)])
+@pytest.mark.parametrize(("blocks", "most", "overlap"), [rare(32, 128, False), (3, 48, True)])
 def test_without_max_tokens_the_model_or_the_pool_ends_it(
     path: Path, oracle: Oracle, blocks: int, most: int, overlap: bool
 ) -> None:
@@ -624,7 +625,7 @@ def test_a_failed_step_can_be_repeated(
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 11])
+@pytest.mark.parametrize("k", [rare(1), 2, rare(5), 11])
 def test_ctrl_c_between_launch_and_books(
     k: int, llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
