@@ -258,7 +258,7 @@ def test_wrong_grammar_is_told_at_the_call(tiny_llm):
 
 @pytest.mark.parametrize(
     ("k", "after", "error"),
-    [(1, False, RuntimeError("out of memory")), (3, True, KeyboardInterrupt())],
+    [rare(1, False, RuntimeError("out of memory")), (3, True, KeyboardInterrupt())],
     ids=["first", "after-third"],
 )
 @pytest.mark.parametrize("point", sorted(set(FAULT_POINTS) - {"output"}))

@@ -91,6 +91,7 @@ def test_killed_and_started_again_each_row_is_there_once(
     assert path.stat() == found, "nothing was left to do"
 
 
+@pytest.mark.slow  # parts and their ends are in test_sink.py
 def test_killed_parquet_is_whole_too(command, tmp_path, rows, expected):
     path = tmp_path / "out.parquet"
     options = ("--input", rows, "--output", path, *GREEDY)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, first_command
 
-from checkpoints import with_rare
 from nanovllm import LLM, TINY
 
 MOST_LINES = 60
@@ -106,14 +105,6 @@ CHECKS: dict[str, Callable[[Path, str, Runner], None]] = {
 }
 
 
-RARE = (
-    "data_parallel",
-    "embeddings",
-    "scoring",
-    "synthetic_data",
-)  # take seconds; CI runs all of these
-
-
 @pytest.fixture(name="run", scope="module")
 def run_fixture() -> Iterator[Runner]:
     runner = Runner()
@@ -121,7 +112,8 @@ def run_fixture() -> Iterator[Runner]:
     runner.close()
 
 
-@pytest.mark.parametrize("name", with_rare(CHECKS, *RARE))
+@pytest.mark.slow  # they take seconds each; CI runs them
+@pytest.mark.parametrize("name", CHECKS)
 def test_script_prints_what_its_page_says(name: str, tmp_path: Path, run: Runner) -> None:
     args, output = first_command(name)
     printed = run(name, *args, directory=tmp_path)

@@ -226,6 +226,7 @@ def test_held_out_additions(tiny: str) -> None:
     assert {o.outputs[0].finish_reason for o in outputs} == {"stop"}
 
 
+@pytest.mark.slow  # test_generation_controls.py compares each draw with an oracle
 def test_samples_follow_the_reference_distribution(tmp_path: Path) -> None:
     """Chi-square over 4,000 draws for each temperature, with greedy requests in the batch."""
     model = str(make_checkpoint(tmp_path, initializer_range=0.2))

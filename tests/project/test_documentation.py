@@ -68,7 +68,7 @@ NOT_HERE = {
 }
 # Scripts of tasks have tests of their own, which run them.
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
-# Of these the default tests run the same at smaller size: test_benchmarks.py.
+# Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
 SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers", "accuracy")
 SLOW += ("sampling_controls", "--num-seqs 1024", "--attention-backend B", "llama-3.1-8b")
 

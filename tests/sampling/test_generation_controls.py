@@ -637,7 +637,7 @@ def test_ctrl_c_between_launch_and_books(
     assert_idle(llm)
 
 
-NUM_INTERRUPTS = 40
+NUM_INTERRUPTS = 20
 
 
 def test_ctrl_c_at_any_line(llm: LLM, oracle: Oracle) -> None:

@@ -149,7 +149,7 @@ PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b 
     ("form", "texts"),
     [
         rare({"choice": CHOICES}, CHOICES),
-        ({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
+        rare({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
         rare({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
         rare({"grammar": 'start: "y" x?\nx: "e" ("s" | "llow")'}, ["y", "yes", "yellow"]),
         pytest.param(
@@ -470,7 +470,7 @@ def test_endless_text_does_not_hang():
 LANGUAGE = ["a", "ab", "a!b", "ac!", "!d", "é!"]  # of which all but two need a "!"
 
 
-@pytest.mark.parametrize("eos", [[33, 256, 258], rare([33]), rare([33, 98])], ids=str)
+@pytest.mark.parametrize("eos", [rare([33, 256, 258]), [33], rare([33, 98])], ids=str)
 def test_ends_that_spell_text_are_no_text(eos, caplog):
     """Each mask is that of the texts, by brute force; a text that needs such a token ends early."""
     compiler = GrammarCompiler(get_tokenizer("tiny"), len(get_tokenizer("tiny")) + PADDING, eos)
