@@ -14,8 +14,7 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-# Of queries: a tile of 64 rows, more than that also where each has a KV head, many for Hopper.
-NUMBERS = (1, 128, 257)
+NUMBERS = (1, 128, 257)  # of queries: in tiles of 64 rows, of more, and by the kernel for Hopper
 
 
 class TritonStore(AttentionBackend):
@@ -60,8 +59,7 @@ class TritonBackend(TritonStore):
         self._many_programs = MANY_PROGRAMS
 
     def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
-        assert context.cu_seqlens_q is not None
-        assert context.cu_seqlens_k is not None
+        assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
         return self._prefill(
             *qkv,
             cache,
@@ -111,10 +109,9 @@ class TritonBackend(TritonStore):
             for n, has_cached in product(NUMBERS, (True, False) if fp8 else (True,)):
                 args = q, k, k, cache, table, lens, lens, n, has_cached
                 calls.append(partial(self._prefill, *args, **how))
-            most = max_context, scoring.window
-            most_splits = self._choose_num_splits(1, num_kv_heads, head_dim, *most)
+            most = self._choose_num_splits(1, num_kv_heads, head_dim, max_context, scoring.window)
             many = -(-self._many_programs // num_kv_heads)
-            for batch, splits in ((1, most_splits), (many, 1)):
+            for batch, splits in ((1, most), (many, 1)):
                 empty = lens.new_zeros(batch)  # context lengths
                 queries, tables = q.repeat(batch, 1, 1), table.repeat(batch, 1)
                 decode = partial(self._decode, queries, cache, tables, empty, **how)

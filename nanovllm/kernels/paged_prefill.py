@@ -270,9 +270,7 @@ def prefill_tiles(
 def takes_hopper_kernel(
     q: torch.Tensor, cache: KVCache, max_seqlen_q: int, has_cached_context: bool
 ) -> bool:
-    """Whether `hopper_prefill` attends to this, in tiles of 128 rows and keys that it need not
-    convert.
-    """
+    """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts."""
     there = hopper_kernel and VERSION >= (3, 6) and q.is_cuda and max_seqlen_q > FEW_QUERIES
     if not there or capability(q.device.index)[0] != 9:
         return False

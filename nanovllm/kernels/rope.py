@@ -63,7 +63,6 @@ def _qk_norm_rope_store_kernel(
     slot = tl.load(slots_ptr + t).to(tl.int64)
     cos_sin = cos_sin_ptr + tl.load(positions_ptr + t).to(tl.int64) * D + i
     cos_sin = tl.load(cos_sin, inside), tl.load(cos_sin + HALF, inside)
-
     wait(PDL)
     ptr = qkv_ptr + t * stride_t + head * D + i
     raw1, raw2 = load_heads(ptr, inside, stride_part, HALF, PARTS, out_ptr.dtype.element_ty)
