@@ -35,6 +35,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 FEW_QUERIES = 256  # of a sequence, up to which the kernel for Hopper gains nothing
+TRITONS = (3, 6), (3, 9)  # from and to, whose Gluon that kernel is written in: it changes
 hopper_kernel = True  # False: one kernel for all GPUs, for tests
 
 
@@ -143,15 +144,8 @@ def prefill_span(
                     D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
                 )  # fmt: skip
                 exponents = following
-    elif not MASKED:
-        for start in range(begin, end, BLOCK_N):
-            m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, None, None, table_ptr,
-                first_row, kv_head, start, k_len, positions, stride_row, scale,
-                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
-            )  # fmt: skip
     else:
-        for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
             m, l, acc = _prefill_tile(
                 q, m, l, acc, k_source, v_source, None, None, table_ptr,
                 first_row, kv_head, start, k_len, positions, stride_row, scale,
@@ -271,12 +265,13 @@ def takes_hopper_kernel(
     q: torch.Tensor, cache: KVCache, max_seqlen_q: int, has_cached_context: bool
 ) -> bool:
     """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts."""
-    there = hopper_kernel and VERSION >= (3, 6) and q.is_cuda and max_seqlen_q > FEW_QUERIES
-    if not there or capability(q.device.index)[0] != 9:
+    known = hopper_kernel and TRITONS[0] <= VERSION <= TRITONS[1]
+    if not known or not q.is_cuda or capability(q.device.index)[0] != 9:
         return False
     (_, Hq, D), (_, S, Hkv, _) = q.shape, cache.k.shape
     lies = not has_cached_context if cache.k.dtype == FP8 else S % 128 == 0
-    return lies and q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64
+    fits = q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64
+    return lies and fits and max_seqlen_q > FEW_QUERIES
 
 
 def paged_prefill(

@@ -148,6 +148,7 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not taken(fp8=True) and taken(fp8=True, has=False, block=16)
     for name, value in (
         ("VERSION", (3, 5)),
+        ("VERSION", (3, 10)),
         ("capability", lambda index: (10, 0)),
         ("hopper_kernel", False),
     ):
