@@ -223,7 +223,9 @@ def _weigh(
 
 @gluon.jit
 def _clear(values, start, k_len, D: gl.constexpr):
-    """Zero those behind a sequence's last: they may be NaN. Each group does so for itself."""
+    """Zero the values behind a sequence's last: they may be NaN. Each group does so for itself;
+    both write what is there, or 0.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     key = start + gl.arange(0, _KEYS, gl.SliceLayout(1, LAYOUT))
     values.store(gl.where(gl.expand_dims(key < k_len, 1), values.load(LAYOUT), 0.0))
@@ -285,7 +287,7 @@ def _attend(
         n, k_n = n + 1, k_n + 1
         facts = _posted(work, n)
         q = _load_queries(q_ptr, facts, stride_qt, GROUP, G, D, QUERIES)
-        acc = warpgroup_mma_wait(0, [acc_later])
+        acc, p = warpgroup_mma_wait(0, [acc_later, p])
         mbarrier.arrive(v_left)
         place, there = _places(query, end, kv_head, stride_ot, GROUP, G, D, SUMS)
         acc /= gl.expand_dims(gl.convert_layout(l, OF_ROWS), 1)
@@ -348,11 +350,8 @@ def hopper_prefill(
     keys and values, which are all that there are then.
     """
     (T, Hq, D), (S, Hkv), P = q.shape, cache.k.shape[1:3], len(cu_seqlens_q) - 1
-    out, G, fp8 = (
-        torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        Hq // Hkv,
-        cache.k.dtype == FP8,
-    )
+    G, fp8 = Hq // Hkv, cache.k.dtype == FP8
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, Hq, D]
     keys, values = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
     if "tiles" not in shared:  # how many were taken: 0 before and after each kernel
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)

@@ -1,7 +1,7 @@
 """Exchange between the GPUs of a model, inside kernels.
 
 Each program exchanges one row, or one word: it writes its own into the memory of the other ranks
-(`PeerMemory`), and polls its own memory until their rows are there.
+(`PeerMemory`; a word into its own, too), and polls its own memory until theirs are there.
 With many rows, each row has an owner, one of the ranks, which adds it up and sends the sum to the
 others.
 
@@ -150,7 +150,7 @@ def all_reduce_row(
     x, peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER: tl.constexpr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x: [BLOCK], in x's dtype, the same on all.
+    """The sum over ranks of x: [BLOCK], 0 beyond the mask, in x's dtype, the same on all.
 
     Each rank sends its row to the others and adds those it receives ("one-shot"). With BY_OWNER it
     sends the row to the owner, which adds and sends the sum back ("two-shot"): two trips, less

@@ -338,6 +338,7 @@ def test_fill_in(T: int) -> None:
     ("T", "hq", "hkv", "d"),
     [
         (1, 4, 2, 32),
+        (1, 6, 1, 32),  # a program has queries and keys
         *((5, *heads) for heads in ((3, 3, 16), (8, 1, 128))),
         rare(5, 6, 2, 64),
         rare(257, 6, 2, 64),  # many tokens take more heads in a program

@@ -159,9 +159,9 @@ def test_a_table_is_not_read_behind_its_end() -> None:
         assert ctypes.CDLL(None).mprotect(behind, page, 0) == 0
         assert own_decode(torch.randn(1, 4, 32), how, *args, num_splits=16).isfinite().all()
 
-    process = multiprocessing.get_context("fork").Process(target=decode)
+    process = multiprocessing.get_context("fork").Process(target=decode, daemon=True)
     process.start()
-    process.join()
+    process.join(60)
     assert process.exitcode == 0
 
 

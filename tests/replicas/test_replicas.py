@@ -273,7 +273,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("case", with_rare(STREAMED, *STREAMED))
+@pytest.mark.parametrize("case", with_rare(STREAMED, *STREAMED.keys() - {"several"}))
 def test_stream_goes_on_elsewhere_from_what_was_told(case, disturbed, one):
     """In the middle of sequences: nothing is told twice, nothing is missing."""
     params = replace(STREAMED[case], detokenize=True)
