@@ -140,20 +140,19 @@ def test_an_engine_takes_it_with_graphs_and_without(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(paged_hopper, "hopper_prefill", spy)
     sums = "".join(f"{i}+{3 * i}={4 * i}\n" for i in range(20, 99))
     prompts = [sums[:400] + "\n127+345=", sums[:600] + "\nreverse: hello ="]
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
     options: dict[str, Any] = {"dtype": "bfloat16", "kvcache_block_size": 256}
     options |= {"num_kvcache_blocks": 20, "enable_prefix_caching": False}
 
-    def run(**how: Any) -> list[tuple[list[int], float]]:
+    def run(**how: Any) -> list[dict[int, float]]:
         calls.clear()
         found = []
         with LLM(TINY, **options, **how) as llm:
             warm_up = len(calls)
             for prompt in prompts * 3:
                 [output] = llm.generate([prompt], params, use_tqdm=False)
-                [completion] = output.outputs
-                assert completion.cumulative_logprob is not None
-                found.append((completion.token_ids, completion.cumulative_logprob))
+                [likeliest] = output.outputs[0].logprobs
+                found.append({token: each.logprob for token, each in likeliest.items()})
             graphs = llm.model_runner.graphs if llm.model_runner else None
             captured = {shape for shape in graphs.captured if shape.tokens} if graphs else set()
         assert bool(captured) == (how == {}), "other runs have no graphs with prompts"
@@ -164,8 +163,10 @@ def test_an_engine_takes_it_with_graphs_and_without(monkeypatch: pytest.MonkeyPa
     for switched_on in (True, False):
         monkeypatch.setattr(paged_prefill, "hopper_kernel", switched_on)
         for found, own in zip(run(enforce_eager=True), wanted, strict=True):
-            assert found[0] == own[0]
-            assert abs(found[1] - own[1]) < 0.15, "0.05 for each token, as bfloat16 rounds"
+            errors = [abs(found[token] - own[token]) for token in found.keys() & own.keys()]
+            print(max(errors))
+            # In bfloat16 those of these prompts err by 0.08 in the mean: two, by twice that.
+            assert len(errors) > 10 and sum(errors) < 0.16 * len(errors)
 
 
 def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
