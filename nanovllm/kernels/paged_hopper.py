@@ -36,7 +36,7 @@ _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)  # of a ring
 _FACTS = gl.constexpr(8)  # room for those of a tile
 _LOG2E, _LOWEST = gl.constexpr(LOG2E), gl.constexpr(-1e30)
-_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before 3.7
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
 
 
 @gluon.jit
