@@ -34,9 +34,7 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-FEW_QUERIES = (
-    256  # of a sequence, or a step's that a graph replays: the kernel for Hopper gains none
-)
+FEW_QUERIES = 256  # of a sequence; for no more the kernel for Hopper is no faster
 TRITONS = (3, 6), (3, 9)  # from and to, whose Gluon that kernel is written in: it changes
 hopper_kernel = True  # False: one kernel for all GPUs, for tests
 
