@@ -26,16 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from nanovllm.kernels.paged_attention import LOG2E, LOWEST
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
-LOG2E = 1.4426950408889634
 _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)  # of a ring
 _FACTS = gl.constexpr(8)  # room for those of a tile
-_LOG2E, _LOWEST = gl.constexpr(LOG2E), gl.constexpr(-1e30)
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
 
 
@@ -189,7 +188,7 @@ def _before_keys(sinks_ptr, kv_head, row, G: gl.constexpr):
     m = gl.full([_HALF], float("-inf"), gl.float32, row.type.layout)
     l = gl.full([_HALF], 0.0, gl.float32, row.type.layout)
     if sinks_ptr is not None:
-        m = gl.load(sinks_ptr + kv_head * G + row % G).to(gl.float32) * _LOG2E
+        m = gl.load(sinks_ptr + kv_head * G + row % G).to(gl.float32) * LOG2E
         l += 1.0
     return m, l
 
@@ -202,7 +201,7 @@ def _weigh(
 ):  # fmt: skip
     """As `paged_attention.weigh`, of keys from `start` on, for rows of a tile at `position`."""
     if SOFTCAP > 0:
-        CAP: gl.constexpr = SOFTCAP * _LOG2E
+        CAP: gl.constexpr = SOFTCAP * LOG2E
         s = CAP - 2 * CAP / (gl.exp2(s * (scale * 2 / SOFTCAP)) + 1)  # CAP * tanh
         scale = 1.0
     masked = start + _KEYS - 1 > position + GROUP * _HALF // G  # the first row does not see all
@@ -215,7 +214,7 @@ def _weigh(
         if WINDOW:
             visible &= key > gl.expand_dims(positions - WINDOW, 1)
         s = gl.where(visible, s, float("-inf"))
-    m_new = gl.maximum(gl.maximum(m, gl.max(s, 1) * scale), _LOWEST)  # a row may have seen no key
+    m_new = gl.maximum(gl.maximum(m, gl.max(s, 1) * scale), LOWEST)  # a row may have seen no key
     p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
     correction = gl.exp2(m - m_new)
     return m_new, l * correction + gl.sum(p, 1), p, correction
@@ -359,7 +358,7 @@ def hopper_prefill(
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
         q, _describe(keys, D), _describe(values, D), out, shared["tiles"],
         None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, sinks, num_items, P,
-        scale * LOG2E, q.stride(0), out.stride(0), block_tables.stride(0),
+        scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
         G=G, HKV=Hkv, D=D, S=S, WINDOW=window, SOFTCAP=softcap, num_warps=4,
     )  # fmt: skip
     return out
