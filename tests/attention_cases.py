@@ -1,5 +1,6 @@
 """Attention cases for all backends, over a pool of which everything else is NaN."""
 
+import pytest
 import torch
 
 from nanovllm.attention.base import QKV, AttentionBackend, Scoring
@@ -11,6 +12,10 @@ from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
+needs_hopper = pytest.mark.skipif(
+    not HAS_CUDA or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.0",
+)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 

@@ -309,6 +309,26 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
     return [*shared]
 
 
+def compile_gated_products(dtype: str) -> None:
+    """Of an MLP, for few rows and for many."""
+    from nanovllm.kernels.activation import FEW_ROWS, takes_hopper_kernel
+    from nanovllm.kernels.gated_hopper import hopper_gated
+    from nanovllm.utils.fp8 import FP8, Codes
+
+    kind, K = getattr(torch, dtype), 1024
+
+    def matrix(rows: int) -> Any:
+        numbers = torch.empty(rows, K, dtype=kind, device=GPU)
+        scales = torch.empty(rows, 1, device=GPU)
+        return Codes(numbers, scales, (1, K)) if kind == FP8 else numbers
+
+    weight, half = matrix(512), torch.bfloat16 if kind == FP8 else kind
+    for rows in (FEW_ROWS + 1, 16384):
+        x = matrix(rows)
+        assert takes_hopper_kernel(x, weight, None)
+        hopper_gated(x, weight, half, False, None)
+
+
 def generate(model: str, **options: Any) -> list[Any]:
     """What an engine of a real model answers, by the controls."""
     from nanovllm import LLM, SamplingParams
@@ -323,6 +343,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "engine": compile_engine,
     "attention": compile_attention,
     "long prompts": compile_long_prompts,
+    "gated products": compile_gated_products,
     "generate": generate,
 }
 

@@ -1,13 +1,25 @@
-"""The gate of an MLP, act(gate) * up, in one pass."""
+"""The gate of an MLP, act(gate) * up, in one pass.
+
+On Hopper the product before it can do that itself, `gated_hopper.py`.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.fp8 import empty_codes, store_codes
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.kernels.hopper import (
+    can_describe,
+    has_own_kernels,
+    launch_dependents,
+    pdl_options,
+    spare_rows,
+    wait,
+)
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
+
+FEW_ROWS = 256  # for no more the product for Hopper is no faster
 
 
 @triton.jit
@@ -91,6 +103,23 @@ def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
 def gate(x: torch.Tensor, gelu: bool, x_block: int | None) -> torch.Tensor | Codes:
     """`act_and_mul`, as a product that likes blocks of `x_block` takes it; None: as numbers."""
     return act_and_mul(x, gelu) if x_block is None else quantized_act_and_mul(x, gelu, x_block)
+
+
+def takes_hopper_kernel(
+    x: torch.Tensor | Codes, weight: torch.Tensor | Codes, bias: torch.Tensor | None
+) -> bool:
+    """Whether `hopper_gated` has the product of x and a weight of gates and what they gate: in
+    whole tiles, of 16 bits or FP8 with scales of rows.
+    """
+    if len(x) <= FEW_ROWS or bias is not None:
+        return False
+    if isinstance(weight, Codes):
+        if weight.block[0] > 1:
+            return False
+        weight = weight.codes
+    rows, (N, K) = x.codes if isinstance(x, Codes) else x, weight.shape
+    fits = weight.element_size() <= 2 and N % 256 == K * weight.element_size() % 128 == 0
+    return has_own_kernels(weight) and fits and can_describe(rows)
 
 
 def _launch(

@@ -30,9 +30,11 @@ except ImportError:  # a build without NVIDIA's part
 
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
+TRITONS = (3, 6), (3, 9)  # from and to, in whose Gluon our kernels for Hopper are: it changes
 TILE_ROWS = 128  # of activations, in the largest tile
 _AHEAD = tl.constexpr(256)  # weights of a row that are read before the wait (measured on an H200)
 
+own_kernels = True  # False: those that all GPUs have in place of Hopper's, for tests
 dependent_launch = True  # False runs kernels strictly one after another, for profiles and tests
 
 
@@ -72,6 +74,12 @@ def pdl_options(x: torch.Tensor) -> dict[str, Any]:
     if on and capability(x.device.index) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def has_own_kernels(x: torch.Tensor) -> bool:
+    """Whether x's device takes the kernels for Hopper, in which warps have duties of their own."""
+    known = own_kernels and TRITONS[0] <= VERSION <= TRITONS[1]
+    return known and x.is_cuda and capability(x.device.index)[0] == 9
 
 
 def has_room(x: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ and its queries by the keys of the next, while the group weighs what they were m
 a counter until none is left, so that all end together, and the copies for a tile begin while the
 one before is computed.
 
-It is written in Gluon, in which Triton's kernels name layouts, barriers and warps: as Triton itself
-orders a kernel, tensor cores wait for softmax. `paged_prefill` has what this does not take.
+It is written in Gluon (see `rings.py`): as Triton itself orders a kernel, tensor cores wait for
+softmax. `paged_prefill` has what this does not take.
 """
 
 from collections.abc import Hashable
@@ -20,13 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST
+from nanovllm.kernels.rings import async_load, describe, leave, make_ring, wait_full, wait_left
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
@@ -35,45 +34,24 @@ ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV h
 _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)
 _STAGES = gl.constexpr(2)  # of a ring
 _FACTS = gl.constexpr(8)  # room for those of a tile
-_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
-
-
-@gluon.jit
-def _ring(buffers):
-    """Buffers [STAGES, ...], with barriers: which are full, and which both groups have left."""
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    left = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(left.index(i), count=2)
-    return buffers, full, left
-
-
-@gluon.jit
-def _wait_full(ring, n):
-    """Wait until a buffer is full for the n-th time: the buffer, and the barrier to leave it by."""
-    mbarrier.wait(ring[1].index(n % _STAGES), n // _STAGES & 1)
-    return ring[0].index(n % _STAGES), ring[2].index(n % _STAGES)
 
 
 @gluon.jit
 def _fill(desc, row, column, ring, n, SIZE: gl.constexpr):
     """Copy a tile of SIZE bytes when there is room for the n-th."""
-    full = ring[1].index(n % _STAGES)
-    mbarrier.wait(ring[2].index(n % _STAGES), n // _STAGES & 1 ^ 1)
-    mbarrier.expect(full, SIZE)
-    _async_load(desc, [row, column], full, ring[0].index(n % _STAGES))
+    i = wait_left(ring, n)
+    mbarrier.expect(ring[1].index(i), SIZE)
+    async_load(desc, [row, column], ring[1].index(i), ring[0].index(i))
 
 
 @gluon.jit
 def _post(work, n, facts):
     """Tell the groups the facts of the n-th tile of queries, integers."""
-    numbers, full, left = work
-    mbarrier.wait(left.index(n % _STAGES), n // _STAGES & 1 ^ 1)
+    place = wait_left(work, n)
     for i in gl.static_range(len(facts)):
         fact = gl.full([1], facts[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-        numbers.index(n % _STAGES * _FACTS + i).store(fact)
-    mbarrier.arrive(full.index(n % _STAGES))
+        work[0].index(place * _FACTS + i).store(fact)
+    mbarrier.arrive(work[1].index(place))
 
 
 @gluon.jit
@@ -84,13 +62,11 @@ def _number(numbers, i):
 @gluon.jit
 def _posted(work, n):
     """The n-th facts that were posted."""
-    numbers, full, left = work
-    mbarrier.wait(full.index(n % _STAGES), n // _STAGES & 1)
-    i = n % _STAGES * _FACTS
+    numbers, i = work[0], wait_full(work, n) * _FACTS
     kv_head, query, end = _number(numbers, i), _number(numbers, i + 1), _number(numbers, i + 2)
     position, k_len = _number(numbers, i + 3), _number(numbers, i + 4)
     facts = kv_head, query, end, position, k_len, _number(numbers, i + 5), _number(numbers, i + 6)
-    mbarrier.arrive(left.index(n % _STAGES))
+    leave(work, n)
     return facts
 
 
@@ -253,41 +229,41 @@ def _attend(
     while facts[6] > 0:
         kv_head, query, end, position, k_len, begin, tiles = facts
         start = (tiles - 1) * _KEYS
-        k, k_left = _wait_full(keys, k_n)
+        k = keys[0].index(wait_full(keys, k_n))
         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False)
-        mbarrier.arrive(k_left)
+        leave(keys, k_n)
         m, l = _before_keys(sinks_ptr, kv_head, row, G)
         m, l, p, _ = _weigh(
             s, m, l, scale, position, row, k_len, start, GROUP, G, WINDOW, SOFTCAP, SCORES
         )
         p = gl.convert_layout(p.to(dtype), WEIGHTS)
         acc = gl.zeros([_HALF, D], gl.float32, SUMS)
-        v, v_left = _wait_full(values, k_n)
+        v = values[0].index(wait_full(values, k_n))
         if start + _KEYS > k_len:
             _clear(v, start, k_len, D)
         for _ in range(begin + 1, tiles):
             start -= _KEYS
-            k, k_left = _wait_full(keys, k_n + 1)
+            k = keys[0].index(wait_full(keys, k_n + 1))
             s_later = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            v, v_left = _wait_full(values, k_n)
+            v = values[0].index(wait_full(values, k_n))
             acc_later = warpgroup_mma(p, v, acc, is_async=True)
             s = warpgroup_mma_wait(1, [s_later])
-            mbarrier.arrive(k_left)
+            leave(keys, k_n + 1)
             m, l, p_new, correction = _weigh(
                 s, m, l, scale, position, row, k_len, start, GROUP, G, WINDOW, SOFTCAP, SCORES
             )
             acc, p = warpgroup_mma_wait(0, [acc_later, p])
-            mbarrier.arrive(v_left)
+            leave(values, k_n)
             acc *= gl.expand_dims(gl.convert_layout(correction, OF_ROWS), 1)
             p = gl.convert_layout(p_new.to(dtype), WEIGHTS)
             k_n += 1
-        v, v_left = _wait_full(values, k_n)
+        v = values[0].index(wait_full(values, k_n))
         acc_later = warpgroup_mma(p, v, acc, is_async=True)
         n, k_n = n + 1, k_n + 1
         facts = _posted(work, n)
         q = _load_queries(q_ptr, facts, stride_qt, GROUP, G, D, QUERIES)
         acc, p = warpgroup_mma_wait(0, [acc_later, p])
-        mbarrier.arrive(v_left)
+        leave(values, k_n - 1)
         place, there = _places(query, end, kv_head, stride_ot, GROUP, G, D, SUMS)
         acc /= gl.expand_dims(gl.convert_layout(l, OF_ROWS), 1)
         gl.store(out_ptr + place, acc.to(dtype), there)
@@ -305,9 +281,11 @@ def _hopper_prefill_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    keys = _ring(gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, D], k_desc.layout))
-    values = _ring(gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, D], v_desc.layout))
-    work = _ring(gl.allocate_shared_memory(gl.int32, [_STAGES * _FACTS, 1], ONE))
+    keys = make_ring(gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, D], k_desc.layout), _STAGES)
+    values = make_ring(
+        gl.allocate_shared_memory(dtype, [_STAGES, _KEYS, D], v_desc.layout), _STAGES
+    )
+    work = make_ring(gl.allocate_shared_memory(gl.int32, [_STAGES * _FACTS, 1], ONE), _STAGES)
     fence_async_shared()
     rings = keys, values, work
     gl.warp_specialize(
@@ -322,13 +300,6 @@ def _hopper_prefill_kernel(
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
     )  # fmt: skip
-
-
-def _describe(x: torch.Tensor, D: int) -> TensorDescriptor:
-    """Of tiles of a head in a matrix of keys, or of values: [n, Hkv D]."""
-    block, kind = [KEYS, D], gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 def hopper_prefill(
@@ -356,7 +327,7 @@ def hopper_prefill(
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
-        q, _describe(keys, D), _describe(values, D), out, shared["tiles"],
+        q, describe(keys, KEYS, D), describe(values, KEYS, D), out, shared["tiles"],
         None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, sinks, num_items, P,
         scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
         G=G, HKV=Hkv, D=D, S=S, WINDOW=window, SOFTCAP=softcap, num_warps=4,

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import (
-    VERSION,
     can_describe,
     describe,
+    has_own_kernels,
     has_room,
     launch_dependents,
     pdl_options,
@@ -29,14 +29,11 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
     weigh,
 )
-from nanovllm.utils.device import capability
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
 FEW_QUERIES = 256  # of a sequence; for no more the kernel for Hopper is no faster
-TRITONS = (3, 6), (3, 9)  # from and to, whose Gluon that kernel is written in: it changes
-hopper_kernel = True  # False: one kernel for all GPUs, for tests
 
 
 @triton.jit
@@ -265,13 +262,10 @@ def takes_hopper_kernel(
     q: torch.Tensor, cache: KVCache, max_seqlen_q: int, has_cached_context: bool
 ) -> bool:
     """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts."""
-    known = hopper_kernel and TRITONS[0] <= VERSION <= TRITONS[1]
-    if not known or not q.is_cuda or capability(q.device.index)[0] != 9:
-        return False
     (_, Hq, D), (_, S, Hkv, _) = q.shape, cache.k.shape
     lies = not has_cached_context if cache.k.dtype == FP8 else S % 128 == 0
     fits = q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64
-    return lies and fits and max_seqlen_q > FEW_QUERIES
+    return has_own_kernels(q) and lies and fits and max_seqlen_q > FEW_QUERIES
 
 
 def paged_prefill(

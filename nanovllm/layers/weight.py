@@ -14,6 +14,7 @@ from torch import nn
 from nanovllm.layers.activation import act_and_mul
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.int4 import Int4Codes
 
 NO_CODES = "`x_block` is None"
 
@@ -38,6 +39,11 @@ class Weight(nn.Module):
         super().__init__()
         self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=dtype), False)
         self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
+
+    @property
+    def codes(self) -> torch.Tensor | Codes | Int4Codes:
+        """All of it, as kernels take it."""
+        return self.data
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -80,12 +86,17 @@ class Weight(nn.Module):
         """
         if not self.fused:
             return act_and_mul(self.multiply(x, bias), gelu)
-        from nanovllm.kernels.activation import gate
+        from nanovllm.kernels.activation import gate, takes_hopper_kernel
 
         if len(x) == 1 and isinstance(x, torch.Tensor):
             row = self.multiply_row_gated(x, bias, gelu)
             if row is not None:
                 return row
+        codes = self.codes
+        if not isinstance(codes, Int4Codes) and takes_hopper_kernel(x, codes, bias):
+            from nanovllm.kernels.gated_hopper import hopper_gated
+
+            return hopper_gated(x, codes, self.dtype, gelu, x_block)
         return gate(self.multiply(x, bias), gelu, x_block)
 
     def multiply_row_gated(

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import DEVICE, Case, close
+from attention_cases import Case, close, needs_hopper
 
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.kernels import paged_prefill
+from nanovllm.kernels import hopper, paged_prefill
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 
@@ -67,12 +67,6 @@ def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Te
     )[: len(case.q)]
 
 
-needs_hopper = pytest.mark.skipif(
-    DEVICE == "cpu" or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a GPU of compute capability 9.0",
-)
-
-
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,7 +84,7 @@ def test_hopper_prefill(
         # Weights and results are rounded to 8 bits (bfloat16), each by 2^-9 / 3^0.5 in the mean.
         assert (out.double() - wanted).norm() < 4e-3 * wanted.norm()
         assert [int(counter) for counter in shared.values()] == [0], "the next layer begins at 0"
-    monkeypatch.setattr(paged_prefill, "hopper_kernel", False)
+    monkeypatch.setattr(hopper, "own_kernels", False)
     close(out, attend(case, others := {}))
     assert not others
 
@@ -156,12 +150,12 @@ def test_an_engine_takes_it_with_graphs_and_without(monkeypatch: pytest.MonkeyPa
             graphs = llm.model_runner.graphs if llm.model_runner else None
             captured = {shape for shape in graphs.captured if shape.tokens} if graphs else set()
         assert bool(captured) == (how == {}), "other runs have no graphs with prompts"
-        assert (len(calls) > warm_up) == paged_prefill.hopper_kernel
+        assert (len(calls) > warm_up) == hopper.own_kernels
         return found
 
     wanted = run()
     for switched_on in (True, False):
-        monkeypatch.setattr(paged_prefill, "hopper_kernel", switched_on)
+        monkeypatch.setattr(hopper, "own_kernels", switched_on)
         for found, own in zip(run(enforce_eager=True), wanted, strict=True):
             errors = [abs(found[token] - own[token]) for token in found.keys() & own.keys()]
             print(max(errors))
@@ -189,8 +183,8 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         q: Any = Queries(d, dtype, is_cuda, G)
         return paged_prefill.takes_hopper_kernel(q, cache, n, has)
 
-    monkeypatch.setattr(paged_prefill, "VERSION", (3, 6))
-    monkeypatch.setattr(paged_prefill, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(hopper, "VERSION", (3, 6))
+    monkeypatch.setattr(hopper, "capability", lambda index: (9, 0))
     assert taken() and taken(d=64, dtype=torch.float16, G=64) and taken(block=128)
     assert not taken(d=96) and not taken(d=256) and not taken(dtype=torch.float32)
     assert not taken(is_cuda=False) and not taken(G=65) and not taken(n=256)
@@ -200,10 +194,10 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         ("VERSION", (3, 5)),
         ("VERSION", (3, 10)),
         ("capability", lambda index: (10, 0)),
-        ("hopper_kernel", False),
+        ("own_kernels", False),
     ):
         with monkeypatch.context() as changed:
-            changed.setattr(paged_prefill, name, value)
+            changed.setattr(hopper, name, value)
             assert not taken()
 
 

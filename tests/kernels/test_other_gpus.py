@@ -26,8 +26,7 @@ from triton import knobs
 
 from checkpoints import rare
 from nanovllm import LLM, TINY, SamplingParams
-from nanovllm.kernels.hopper import VERSION
-from nanovllm.kernels.paged_prefill import TRITONS
+from nanovllm.kernels.hopper import TRITONS, VERSION
 
 ROOT = Path(__file__).parents[2]
 ROOMY = ("9.0", "10.0")
@@ -145,6 +144,21 @@ def test_long_prompts_on_hopper(head_dim: int, dtype: str, tmp_path: Path) -> No
     assert kernel.name == "_hopper_prefill_kernel" and kernel.spilled <= 8
     assert re.search(r"setmaxnreg.dec[^;]*\b240;", kernel.text), "of the 256 while others wait"
     assert re.search(r"setmaxnreg.inc[^;]*\b240;", kernel.text) and "wgmma" in kernel.text
+
+
+@pytest.mark.skipif(not KNOWS_GLUON, reason="this Triton has another Gluon")
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", rare("bfloat16"), rare("float16")])
+def test_gated_products_on_hopper(dtype: str, tmp_path: Path) -> None:
+    """One variant for all numbers of rows; a group's 64 x 256 sums are registers, to which tensor
+    cores add without a pause, and none lies in memory.
+    """
+    run("9.0", [{"kind": "gated products", "dtype": dtype}], tmp_path)
+    kernels = [each for each in compiled(tmp_path) if each.name == "_hopper_gated_kernel"]
+    [kernel] = kernels
+    check("9.0", "bfloat16", kernels)
+    width = 32 if dtype.startswith("float8") else 16
+    products = re.findall(r"wgmma.mma_async.*?(m\d+n\d+k\d+)", kernel.text)
+    assert products == [f"m64n256k{width}"] * 8 and kernel.spilled == 0
 
 
 @pytest.mark.parametrize("card", [rare("8.9"), rare("9.0"), rare("12.0")])

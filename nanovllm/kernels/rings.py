@@ -1,0 +1,65 @@
+"""Rings of buffers in shared memory, which a copying warp fills and two groups of warps empty.
+
+A ring is a tuple: buffers [STAGES, ...] (or a tuple of those), the barriers that say which are
+full, and those that say which both groups have left. The n-th use of a ring is of buffer
+n % STAGES.
+
+This is Gluon, in which Triton's kernels name layouts, barriers and warps.
+"""
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanovllm.utils.fp8 import FP8
+
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+GROUPS = gl.constexpr(2)
+
+
+@gluon.jit
+def make_ring(buffers, STAGES: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(left.index(i), count=GROUPS)
+    return buffers, full, left
+
+
+@gluon.jit
+def wait_full(ring, n):
+    """Wait until a buffer is full for the n-th use: its number."""
+    STAGES: gl.constexpr = ring[1].shape[0]
+    mbarrier.wait(ring[1].index(n % STAGES), n // STAGES & 1)
+    return n % STAGES
+
+
+@gluon.jit
+def leave(ring, n):
+    """Allow the buffer of the n-th use to be filled again."""
+    STAGES: gl.constexpr = ring[1].shape[0]
+    mbarrier.arrive(ring[2].index(n % STAGES))
+
+
+@gluon.jit
+def wait_left(ring, n):
+    """Wait until there is room for the n-th use: the number of its buffer."""
+    STAGES: gl.constexpr = ring[1].shape[0]
+    mbarrier.wait(ring[2].index(n % STAGES), n // STAGES & 1 ^ 1)
+    return n % STAGES
+
+
+def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix is 0, and
+    nothing is written there.
+    """
+    block, kind = [rows, columns], KINDS[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

@@ -1,0 +1,129 @@
+"""The product for Hopper that activates what it multiplies, which runs nowhere else: against
+float64; and when it is taken.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from attention_cases import DEVICE, needs_hopper
+
+from nanovllm.kernels import activation, gated_hopper, hopper
+from nanovllm.kernels.activation import FEW_ROWS, takes_hopper_kernel
+from nanovllm.kernels.fp8 import quantize
+from nanovllm.layers.weight import Weight
+from nanovllm.utils.fp8 import FP8, Codes
+
+SEED = 9
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def numbers_of(x: torch.Tensor | Codes) -> torch.Tensor:
+    return (x.numbers() if isinstance(x, Codes) else x).double()
+
+
+def check_gated(
+    out: torch.Tensor | Codes, x: torch.Tensor | Codes, weight: torch.Tensor | Codes, gelu: bool
+) -> None:
+    """Sums err as in `test_fp8.check_product`, or by float32; |act| grows by at most 1.13 times as
+    much, and both activations are at most their argument. Then 16 bits, or FP8.
+    """
+    numbers, matrix = numbers_of(x), numbers_of(weight)
+    gates, ups = (numbers @ matrix.T).chunk(2, 1)
+    wanted = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * ups
+    most_gates, most_ups = (numbers.abs() @ matrix.abs().T).chunk(2, 1)
+    step = 2.0**-9 if isinstance(x, Codes) else 2.0**-16
+    bound = step * (1.13 * most_gates * ups.abs() + most_ups * gates.abs())
+    bound += step**2 * most_gates * most_ups + 2.0**-8 * wanted.abs() + 1e-6
+    if isinstance(out, Codes):
+        bound += 2.0**-4 * wanted.abs() + 2.0**-10 * out.scales
+    error = (numbers_of(out) - wanted).abs()
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("T", "I", "K"),
+    [
+        (257, 128, 128),  # the last tile has one row, and a program one step
+        (1000, 384, 1024),
+        (512, 3072, 1024),
+        (5000, 256, 192 * 8),  # fewer tiles of rows than stay in the cache
+        (4096, 2560, 9728),  # more
+    ],
+)
+def test_hopper_gated(
+    T: int, I: int, K: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one program for each multiprocessor, by few that take many tiles, and by each its own."""
+    dtype = torch.bfloat16 if kind == FP8 else kind
+    behind = randn(T + 200, K, seed=1, dtype=dtype)
+    behind[T:] = torch.nan
+    x: torch.Tensor | Codes = behind[:T]
+    weight: torch.Tensor | Codes = randn(2 * I, K, seed=2, dtype=dtype) * 2 / K**0.5
+    if kind == FP8:
+        assert isinstance(weight, torch.Tensor)
+        weight = quantize(weight * torch.logspace(-1, 1, 2 * I, device=DEVICE)[:, None], 0)
+    for number, gelu, x_block in ((None, False, None), (3, True, 0), (10**6, False, 128)):
+        with monkeypatch.context() as changed:
+            if number is not None:
+                changed.setattr(gated_hopper, "num_multiprocessors", lambda index, n=number: n)
+            assert takes_hopper_kernel(x, weight, None)
+            out = gated_hopper.hopper_gated(x, weight, dtype, gelu, x_block)
+        assert isinstance(out, Codes) == (x_block is not None)
+        given = quantize(x, 0) if kind == FP8 and isinstance(x, torch.Tensor) else x
+        check_gated(out, given, weight, gelu)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many rows; and without it, the result agrees."""
+    weight = Weight(512, 256, torch.bfloat16, fused=True)
+    weight.data.data = randn(512, 256, seed=3, dtype=torch.bfloat16) / 16
+    x = randn(FEW_ROWS + 1, 256, seed=4, dtype=torch.bfloat16)
+    calls, hopper_gated = [], gated_hopper.hopper_gated
+
+    def spy(x: torch.Tensor, *args: Any) -> Any:
+        calls.append(len(x))
+        return hopper_gated(x, *args)
+
+    monkeypatch.setattr(gated_hopper, "hopper_gated", spy)
+    for rows, switched_on in ((FEW_ROWS + 1, True), (FEW_ROWS + 1, False), (FEW_ROWS, True)):
+        monkeypatch.setattr(hopper, "own_kernels", switched_on)
+        check = weight.multiply_gated(x[:rows])
+        torch.testing.assert_close(check, activation.act_and_mul(F.linear(x[:rows], weight.data)))
+    assert calls == [FEW_ROWS + 1]
+
+
+def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many rows of 16 bits or FP8 with scales of rows, whole tiles, and no bias."""
+
+    def taken(
+        T: int = FEW_ROWS + 1, N: int = 512, K: int = 128, dtype: Any = torch.bfloat16,
+        bias: torch.Tensor | None = None, rows: int = 1,
+    ) -> bool:  # fmt: skip
+        x: Any = torch.empty(T, K, dtype=dtype)
+        weight: Any = torch.empty(N, K, dtype=dtype)
+        if dtype == FP8:
+            x = Codes(x, torch.empty(T, 1), (1, K))
+            weight = Codes(weight, torch.empty(N // rows, 1), (rows, K))
+        return takes_hopper_kernel(x, weight, bias)
+
+    monkeypatch.setattr(activation, "has_own_kernels", lambda x: True)
+    assert taken() and taken(K=64) and taken(dtype=torch.float16) and taken(dtype=FP8)
+    assert not taken(T=FEW_ROWS) and not taken(N=384) and not taken(K=96)
+    assert not taken(K=64, dtype=FP8) and not taken(dtype=torch.float32)
+    assert not taken(bias=torch.empty(512)) and not taken(dtype=FP8, rows=128)
+    monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
+    assert not taken()
