@@ -2,7 +2,7 @@
 the library's with a kernel behind it.
 
 Of the shapes of Qwen3-0.6B, 1.7B, 8B, half of 8B's (two GPUs) and 14B, in bf16 and in FP8; the
-results are FP8 there, too. Microseconds, median.
+results are FP8 there, too. Microseconds, median, by CUDA graphs.
 
     python benchmarks/gated_product.py
 """
@@ -29,7 +29,7 @@ SHAPES = {  # gates, inputs
     "8B": (12288, 4096),
     "14B": (17408, 5120),
 }
-ROWS = (256, 512, 1024, 2048, 4096, 16384)
+ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def weight_of(gates: int, inputs: int, fp8: bool) -> Weight:
@@ -55,7 +55,7 @@ def measure(weight: Weight, rows: int) -> dict[str, float]:
     for name, own in (("two kernels", False), ("one", True)):
         hopper.own_kernels = own
         call = lambda: weight.multiply_gated(x, x_block=x_block)  # noqa: E731
-        found[name] = 1000 * triton.testing.do_bench(call, 25, 100, return_mode="median")
+        found[name] = 1000 * triton.testing.do_bench_cudagraph(call, 20, return_mode="median")
     return found
 
 

@@ -17,6 +17,7 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 FEW_ROWS = 256  # for no more the product for Hopper is no faster
@@ -78,10 +79,13 @@ def _act_and_mul_kernel(
         store_codes(out.to(tl.float32), out_ptr, scales_ptr, row, begin, I, BLOCK, X_BLOCK)
 
 
-def act_and_mul(x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+def act_and_mul(
+    x: torch.Tensor, gelu: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
     T, I = x.shape[0], x.shape[1] // 2
-    out = spare_rows(T, I, like=x)
+    if out is None:
+        out = spare_rows(T, I, like=x)
     _launch(x, gelu, out, None, min(1024, next_power_of_2(I)))
     return out
 
@@ -120,6 +124,22 @@ def takes_hopper_kernel(
     rows, (N, K) = x.codes if isinstance(x, Codes) else x, weight.shape
     fits = weight.element_size() <= 2 and N % 256 == K * weight.element_size() % 128 == 0
     return has_own_kernels(weight) and fits and can_describe(rows)
+
+
+def gated_product(
+    x: torch.Tensor | Codes,
+    weight: torch.Tensor | Codes | Int4Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`hopper_gated`, if it has this."""
+    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(x, weight, bias):
+        return None
+    from nanovllm.kernels.gated_hopper import hopper_gated
+
+    return hopper_gated(x, weight, dtype, gelu, out)
 
 
 def _launch(

@@ -147,15 +147,16 @@ def hopper_gated(
     weight: torch.Tensor | Codes,
     dtype: torch.dtype,
     gelu: bool,
-    x_block: int | None,
-) -> torch.Tensor | Codes:
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`act(gate) * up`, where `activation.takes_hopper_kernel`.
 
     Args:
         x: [T, K]; with a weight of codes, they have a scale for each row, too.
         weight: [2 I, K], the gates first.
         dtype: of results.
-        gelu, x_block: see `activation.gate`.
+        gelu: see `activation.gate`.
+        out: for them, [T, I].
 
     Returns:
         [T, I]
@@ -166,7 +167,8 @@ def hopper_gated(
         x_scales, scales, x, weight = x.scales, weight.scales, x.codes, weight.codes
     assert isinstance(x, torch.Tensor)
     (T, K), I = x.shape, len(weight) // 2
-    out = torch.empty(T, I, dtype=dtype, device=x.device)
+    if out is None:
+        out = torch.empty(T, I, dtype=dtype, device=x.device)
     block, row_tiles, gate_tiles = BYTES // x.element_size(), cdiv(T, ROWS), I // GATES
     group = max(1, IN_CACHE // (ROWS * K * x.element_size()))
     _hopper_gated_kernel[(min(num_multiprocessors(x.device.index), row_tiles * gate_tiles),)](
@@ -174,4 +176,4 @@ def hopper_gated(
         x_scales, scales, T, row_tiles, gate_tiles, group, I, K, BLOCK=block, GELU=gelu,
         num_warps=4,
     )  # fmt: skip
-    return out if x_block is None else quantize(out, x_block)
+    return out

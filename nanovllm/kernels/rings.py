@@ -7,6 +7,7 @@ n % STAGES.
 This is Gluon, in which Triton's kernels name layouts, barriers and warps.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix is 0, and
     nothing is written there.
     """
-    block, kind = [rows, columns], KINDS[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    layout = _layout_of(rows, columns, x.dtype)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+
+
+@functools.cache
+def _layout_of(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], KINDS[dtype])
