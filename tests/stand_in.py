@@ -311,7 +311,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
 
 def compile_gated_products(dtype: str) -> None:
     """Of an MLP, for few rows and for many."""
-    from nanovllm.kernels.activation import FEW_ROWS, takes_hopper_kernel
+    from nanovllm.kernels.activation import MANY, takes_hopper_kernel
     from nanovllm.kernels.gated_hopper import hopper_gated
     from nanovllm.utils.fp8 import FP8, Codes
 
@@ -323,7 +323,7 @@ def compile_gated_products(dtype: str) -> None:
         return Codes(numbers, scales, (1, K)) if kind == FP8 else numbers
 
     weight, half = matrix(512), torch.bfloat16 if kind == FP8 else kind
-    for rows in (FEW_ROWS + 1, 16384):
+    for rows in (MANY + 1, 16384):
         x = matrix(rows)
         assert takes_hopper_kernel(x, weight, None)
         hopper_gated(x, weight, half, False, None)

@@ -20,7 +20,7 @@ from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-FEW_ROWS = 256  # for no more the product for Hopper is no faster
+MANY = 2048  # bytes of a column of inputs from which the product for Hopper is faster
 
 
 @triton.jit
@@ -115,15 +115,12 @@ def takes_hopper_kernel(
     """Whether `hopper_gated` has the product of x and a weight of gates and what they gate: in
     whole tiles, of 16 bits or FP8 with scales of rows.
     """
-    if len(x) <= FEW_ROWS or bias is not None:
+    if bias is not None or (isinstance(weight, Codes) and weight.block[0] > 1):
         return False
-    if isinstance(weight, Codes):
-        if weight.block[0] > 1:
-            return False
-        weight = weight.codes
-    rows, (N, K) = x.codes if isinstance(x, Codes) else x, weight.shape
-    fits = weight.element_size() <= 2 and N % 256 == K * weight.element_size() % 128 == 0
-    return has_own_kernels(weight) and fits and can_describe(rows)
+    rows, matrix = (y.codes if isinstance(y, Codes) else y for y in (x, weight))
+    (N, K), size = matrix.shape, matrix.element_size()
+    fits = size <= 2 and N % 256 == K * size % 128 == 0 and len(x) * size >= MANY
+    return fits and has_own_kernels(matrix) and can_describe(rows)
 
 
 def gated_product(

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from attention_cases import DEVICE, needs_hopper
 
 from nanovllm.kernels import activation, gated_hopper, hopper
-from nanovllm.kernels.activation import FEW_ROWS, takes_hopper_kernel
+from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.layers.weight import Weight
 from nanovllm.utils.fp8 import FP8, Codes
@@ -53,7 +53,7 @@ def check_gated(
 @pytest.mark.parametrize(
     ("T", "I", "K"),
     [
-        (257, 128, 128),  # the last tile has one row, and a program one step
+        (1, 128, 128),  # the last tile has one row, and a program one step
         (1000, 384, 1024),
         (512, 3072, 1024),
         (5000, 256, 192 * 8),  # fewer tiles of rows than stay in the cache
@@ -78,7 +78,6 @@ def test_hopper_gated(
         with monkeypatch.context() as changed:
             if number is not None:
                 changed.setattr(gated_hopper, "num_multiprocessors", lambda index, n=number: n)
-            assert takes_hopper_kernel(x, weight, None)
             out = gated_hopper.hopper_gated(x, weight, dtype, gelu, room[:T])
         check_gated(out, given, weight, gelu)
         assert room[T:].isnan().all() and out.data_ptr() == room.data_ptr()
@@ -90,7 +89,7 @@ def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many rows; and without it, the result agrees."""
     weight = Weight(512, 256, torch.bfloat16, fused=True)
     weight.data.data = randn(512, 256, seed=3, dtype=torch.bfloat16) / 16
-    x = randn(FEW_ROWS + 1, 256, seed=4, dtype=torch.bfloat16)
+    x = randn(MANY // 2, 256, seed=4, dtype=torch.bfloat16)
     calls, hopper_gated = [], gated_hopper.hopper_gated
 
     def spy(x: torch.Tensor, *args: Any) -> Any:
@@ -98,18 +97,18 @@ def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return hopper_gated(x, *args)
 
     monkeypatch.setattr(gated_hopper, "hopper_gated", spy)
-    for rows, switched_on in ((FEW_ROWS + 1, True), (FEW_ROWS + 1, False), (FEW_ROWS, True)):
+    for rows, switched_on in ((len(x), True), (len(x), False), (len(x) - 1, True)):
         monkeypatch.setattr(hopper, "own_kernels", switched_on)
         check = weight.multiply_gated(x[:rows])
         torch.testing.assert_close(check, activation.act_and_mul(F.linear(x[:rows], weight.data)))
-    assert calls == [FEW_ROWS + 1]
+    assert calls == [len(x)]
 
 
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many rows of 16 bits or FP8 with scales of rows, whole tiles, and no bias."""
 
     def taken(
-        T: int = FEW_ROWS + 1, N: int = 512, K: int = 128, dtype: Any = torch.bfloat16,
+        T: int = MANY // 2, N: int = 512, K: int = 128, dtype: Any = torch.bfloat16,
         bias: torch.Tensor | None = None, rows: int = 1,
     ) -> bool:  # fmt: skip
         x: Any = torch.empty(T, K, dtype=dtype)
@@ -120,9 +119,10 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return takes_hopper_kernel(x, weight, bias)
 
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: True)
-    assert taken() and taken(K=64) and taken(dtype=torch.float16) and taken(dtype=FP8)
-    assert not taken(T=FEW_ROWS) and not taken(N=384) and not taken(K=96)
-    assert not taken(K=64, dtype=FP8) and not taken(dtype=torch.float32)
-    assert not taken(bias=torch.empty(512)) and not taken(dtype=FP8, rows=128)
+    assert taken() and taken(K=64) and taken(dtype=torch.float16)
+    assert taken(T=MANY, dtype=FP8) and not taken(T=MANY - 1, dtype=FP8)
+    assert not taken(T=MANY // 2 - 1) and not taken(N=384) and not taken(K=96)
+    assert not taken(T=MANY, K=64, dtype=FP8) and not taken(dtype=torch.float32)
+    assert not taken(bias=torch.empty(512)) and not taken(T=MANY, dtype=FP8, rows=128)
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
     assert not taken()
