@@ -24,6 +24,7 @@ from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph
@@ -71,7 +72,7 @@ def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, f
     has_exponents = cache.k.dtype == FP8
     size = 2 * HKV * (D * cache.k.itemsize + has_exponents)  # of a token
     times = {"bytes": float(size * sum(lens))}
-    decode = partial(paged_decode, q, cache, tables, context_lens, D**-0.5)
+    decode = partial(paged_decode, q, cache, tables, context_lens, Scoring(D**-0.5))
     shared: dict[Hashable, object] = {}  # by the layers of a step
     for splits in (1, 2, 4, 8, 16, 32):
         times[f"splits {splits}"] = microseconds(partial(decode, num_splits=splits, shared=shared))

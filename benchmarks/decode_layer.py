@@ -32,9 +32,11 @@ from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.qk_norm_rope import QKNormRope
+from nanovllm.utils.scoring import Scoring
 
 LAYERS, M, I, HQ, HKV, D = 12, 4096, 12288, 32, 8, 128
 BLOCK, MAX_CONTEXT = 256, 4096
+SCORING = Scoring(D**-0.5)
 SHORTEST, LONGEST = 100, 1100  # tokens of several sequences
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
@@ -84,11 +86,11 @@ class Layers:
                 qkv = one_row(x, qkv_weight, None).view(1, -1, D)
                 if attention == "one":
                     heads = own_decode(
-                        qkv, how, cache, DTYPE, *where, MAX_CONTEXT, D**-0.5, shared=shared
+                        qkv, how, cache, DTYPE, *where, MAX_CONTEXT, SCORING, shared=shared
                     )
                 elif attention == "two":
                     qkv = qk_norm_rope_store(qkv, how, cache, DTYPE)
-                    heads = paged_decode(qkv[:, : self.hq], cache, *where, D**-0.5, shared=shared)
+                    heads = paged_decode(qkv[:, : self.hq], cache, *where, SCORING, shared=shared)
                 else:
                     heads = qkv[:, : self.hq]
                 x = one_row(heads.flatten(1), out_weight, None)
@@ -128,7 +130,7 @@ class Layers:
                     qkv = qkv.view(*qkv.shape[:-1], -1, D)
                     qkv = qk_norm_rope_store(qkv, how, cache, DTYPE)
                     heads = paged_decode(
-                        qkv[:, : self.hq], cache, tables, lens, D**-0.5, shared=shared
+                        qkv[:, : self.hq], cache, tables, lens, SCORING, shared=shared
                     )
                 x = multiply(quantize(heads.flatten(1), 0), out_weight)
                 codes, residual = normed(x, residual)

@@ -20,6 +20,7 @@ from benchmarks.decode_attention import random_cache
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 HKV, D, S, NUM_BLOCKS = 8, 128, 256, 700
 CASES = (  # prompts, tokens of each, tokens cached before them
@@ -47,7 +48,7 @@ def measure(hq: int, prompts: int, tokens: int, cached: int, cache: KVCache) -> 
     cu_q, cu_k = ((steps * n).int() for n in (tokens, tokens + cached))
     operations = 4 * prompts * (tokens * cached + tokens**2 / 2) * hq * D
     k = torch.randn(prompts * tokens, HKV, D, device="cuda", dtype=torch.bfloat16)
-    args = (q, k, k, cache, tables, cu_q, cu_k, tokens, cached > 0, D**-0.5)
+    args = (q, k, k, cache, tables, cu_q, cu_k, tokens, cached > 0, Scoring(D**-0.5))
     results = [tflops(lambda: paged_prefill(*args), operations)]
     if cache.k.dtype == FP8:
         return results

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from nanovllm.attention.base import QKV, AttentionBackend, Scoring
+from nanovllm.attention.base import QKV, AttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.utils.context import Context
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
+from nanovllm.utils.scoring import Scoring
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -272,9 +272,10 @@ def compile_attention(
 ) -> str:
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
-    from nanovllm.attention.base import AttentionNeeds, Scoring
+    from nanovllm.attention.base import AttentionNeeds
     from nanovllm.utils.fp8 import FP8
     from nanovllm.utils.kv_cache import KVCache
+    from nanovllm.utils.scoring import Scoring
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
@@ -295,6 +296,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
     """
     from nanovllm.kernels.paged_prefill import FEW_QUERIES, paged_prefill
     from nanovllm.utils.kv_cache import KVCache
+    from nanovllm.utils.scoring import Scoring
 
     kind, shared = getattr(torch, dtype), dict[Any, Any]()
     cache = KVCache.empty((4096, 256, 8, head_dim), kind, GPU)
@@ -304,7 +306,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
         cu_q, cu_k = torch.zeros(2, decodes + prompts + 1, dtype=torch.int32, device=GPU)
         q, k, v = qkv[decodes:].split([32, 8, 8], 1)
         ends = cu_q[decodes:], cu_k[decodes:]
-        args = q, k, v, cache, tables, *ends, FEW_QUERIES + 1, True, 1.0
+        args = q, k, v, cache, tables, *ends, FEW_QUERIES + 1, True, Scoring(1.0)
         paged_prefill(*args, shared=shared)
     return [*shared]
 
@@ -324,9 +326,8 @@ def compile_gated_products(dtype: str) -> None:
 
     weight, half = matrix(512), torch.bfloat16 if kind == FP8 else kind
     for rows in (MANY + 1, 16384):
-        x = matrix(rows)
-        assert takes_hopper_kernel(x, weight, None)
-        hopper_gated(x, weight, half, False, None)
+        assert takes_hopper_kernel(rows, weight, None)
+        hopper_gated(matrix(rows), weight, half, False)
 
 
 def generate(model: str, **options: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.utils.context import Context
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,6 @@ class AttentionNeeds:
     softcap: bool = False  # see `Scoring`
     sinks: bool = False
     fp8: bool = False  # keys and values in 8 bits, see `KVCache`
-
-
-class Scoring(NamedTuple):
-    """How queries score keys.
-
-    Attributes:
-        scale: multiplies the products.
-        window: tokens that a token sees, itself and those before it; 0: all.
-        softcap: scores are `softcap * tanh(score / softcap)`; 0: as they are.
-        sinks: [Hq], scores of a key that each head sees beside its own, and that has no value.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
 
 
 class QKV(NamedTuple):

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import triton_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 NUMBERS = (1, 128, 257)  # of queries: in tiles of 64 rows, of more, and by the kernel for Hopper
@@ -68,8 +69,8 @@ class TritonBackend(TritonStore):
             context.cu_seqlens_k,
             context.max_seqlen_q,
             context.has_cached_context,
-            **scoring._asdict(),
-            shared=context.shared,
+            scoring,
+            context.shared,
         )
 
     def decode(
@@ -81,7 +82,7 @@ class TritonBackend(TritonStore):
             cache,
             context.block_tables[:n],
             context.context_lens[:n],
-            **scoring._asdict(),
+            scoring,
             prefixes=None if scoring.window else context.prefixes,
             shared=context.shared,
         )
@@ -105,16 +106,15 @@ class TritonBackend(TritonStore):
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
         for scoring in scorings:
-            how = scoring._asdict()
             for n, has_cached in product(NUMBERS, (True, False) if fp8 else (True,)):
-                args = q, k, k, cache, table, lens, lens, n, has_cached
-                calls.append(partial(self._prefill, *args, **how))
+                args = q, k, k, cache, table, lens, lens, n, has_cached, scoring
+                calls.append(partial(self._prefill, *args))
             most = self._choose_num_splits(1, num_kv_heads, head_dim, max_context, scoring.window)
             many = -(-self._many_programs // num_kv_heads)
             for batch, splits in ((1, most), (many, 1)):
                 empty = lens.new_zeros(batch)  # context lengths
                 queries, tables = q.repeat(batch, 1, 1), table.repeat(batch, 1)
-                decode = partial(self._decode, queries, cache, tables, empty, **how)
+                decode = partial(self._decode, queries, cache, tables, empty, scoring)
                 numbers = [1 << i for i in range(splits.bit_length())]
                 calls += [partial(decode, num_splits=num_splits) for num_splits in numbers]
                 if not scoring.window:  # full batches share prefixes

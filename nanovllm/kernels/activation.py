@@ -3,6 +3,8 @@
 On Hopper the product before it can do that itself, `gated_hopper.py`.
 """
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -110,17 +112,18 @@ def gate(x: torch.Tensor, gelu: bool, x_block: int | None) -> torch.Tensor | Cod
 
 
 def takes_hopper_kernel(
-    x: torch.Tensor | Codes, weight: torch.Tensor | Codes, bias: torch.Tensor | None
+    num_rows: int, weight: torch.Tensor | Codes | Int4Codes, bias: torch.Tensor | None
 ) -> bool:
-    """Whether `hopper_gated` has the product of x and a weight of gates and what they gate: in
-    whole tiles, of 16 bits or FP8 with scales of rows.
+    """Whether `hopper_gated` has products of so many rows with a weight of gates and what they
+    gate: in whole tiles, of 16 bits or FP8 with scales of rows.
     """
-    if bias is not None or (isinstance(weight, Codes) and weight.block[0] > 1):
+    if isinstance(weight, Codes) and weight.block[0] == 1:
+        weight = weight.codes
+    if bias is not None or not isinstance(weight, torch.Tensor):
         return False
-    rows, matrix = (y.codes if isinstance(y, Codes) else y for y in (x, weight))
-    (N, K), size = matrix.shape, matrix.element_size()
-    fits = size <= 2 and N % 256 == K * size % 128 == 0 and len(x) * size >= MANY
-    return fits and has_own_kernels(matrix) and can_describe(rows)
+    (N, K), size = weight.shape, weight.element_size()
+    fits = size <= 2 and N % 256 == K * size % 128 == 0 and num_rows * size >= MANY
+    return fits and has_own_kernels(weight)
 
 
 def gated_product(
@@ -132,11 +135,20 @@ def gated_product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`hopper_gated`, if it has this."""
-    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(x, weight, bias):
+    described = can_describe(x.codes if isinstance(x, Codes) else x)
+    if not takes_hopper_kernel(len(x), weight, bias) or not described:
         return None
     from nanovllm.kernels.gated_hopper import hopper_gated
 
+    assert not isinstance(weight, Int4Codes)
     return hopper_gated(x, weight, dtype, gelu, out)
+
+
+def variants(
+    weight: torch.Tensor | Codes | Int4Codes, bias: torch.Tensor | None, gelu: bool
+) -> dict[Hashable, int]:
+    """As `kernels.linear.variants`, of `gated_product`."""
+    return {(MANY, gelu): MANY} if takes_hopper_kernel(MANY, weight, bias) else {}
 
 
 def _launch(

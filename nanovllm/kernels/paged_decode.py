@@ -22,6 +22,7 @@ from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 # Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
 # for heads and groups of queries up to these. Sums of larger groups spill. Larger heads take four
@@ -107,10 +108,7 @@ def paged_decode(
     cache: KVCache,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
     prefixes: Prefixes | None = None,
     num_splits: int | None = None,
     shared: dict[Hashable, Any] | None = None,
@@ -121,7 +119,6 @@ def paged_decode(
         q: [B, Hq, D], the heads of a token adjacent.
         block_tables: [B, W] int32.
         context_lens: [B] int32; rows with 0 are padding, their output is undefined.
-        scale, window, softcap, sinks: see `Scoring`.
         prefixes: what several of them begin with, to be read once; not with a window.
         num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
         shared: what the layers of a step share, see `Context`.
@@ -134,7 +131,7 @@ def paged_decode(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
     if num_splits is None:
-        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, window)
+        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, scoring.window)
     outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
@@ -144,12 +141,13 @@ def paged_decode(
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
     seen: Seen | tuple[None, ...] = (None,) * 4
     if prefixes is not None:
-        seen = paged_prefix(q, cache, block_tables, prefixes, scale, softcap, sinks)
+        seen = paged_prefix(q, cache, block_tables, prefixes, scoring)
     _decode_kernel[(Hkv, B, num_splits)](
-        q, k_cache, v_cache, *cache[2:], *outputs, block_tables, context_lens, sinks, *seen,
-        scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
-        G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap, BLOCK_N=BLOCK_N,
-        SPLITS=num_splits, PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2],
+        q, k_cache, v_cache, *cache[2:], *outputs, block_tables, context_lens, scoring.sinks, *seen,
+        scoring.scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
+        G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
+        BLOCK_N=BLOCK_N, SPLITS=num_splits,
+        PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2],
         AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair,
         LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),

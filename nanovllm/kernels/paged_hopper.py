@@ -29,6 +29,7 @@ from nanovllm.kernels.rings import async_load, describe, leave, make_ring, wait_
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
 _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)
@@ -310,10 +311,7 @@ def hopper_prefill(
     block_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
     shared: dict[Hashable, Any],
 ) -> torch.Tensor:
     """`paged_prefill`, where `takes_hopper_kernel`. Beside an FP8 cache it reads the step's own
@@ -328,8 +326,8 @@ def hopper_prefill(
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
         q, describe(keys, KEYS, D), describe(values, KEYS, D), out, shared["tiles"],
-        None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, sinks, num_items, P,
-        scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
-        G=G, HKV=Hkv, D=D, S=S, WINDOW=window, SOFTCAP=softcap, num_warps=4,
+        None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, scoring.sinks, num_items, P,
+        scoring.scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
+        G=G, HKV=Hkv, D=D, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap, num_warps=4,
     )  # fmt: skip
     return out

@@ -36,6 +36,7 @@ from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.qk_norm_rope import QKNormRope
+from nanovllm.utils.scoring import Scoring
 
 MOST_ROWS = 16  # for which this is faster (measured on an H200)
 FEW_PROGRAMS = 32  # of a split, for which larger tiles are
@@ -248,10 +249,7 @@ def own_decode(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     max_context: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
     num_splits: int | None = None,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
@@ -274,7 +272,7 @@ def own_decode(
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
     fp8, left = cache.k.dtype == FP8, G <= MOST_LEFT
     if num_splits is None:
-        num_splits = choose_num_splits(B, Hkv, D, max_context, window)
+        num_splits = choose_num_splits(B, Hkv, D, max_context, scoring.window)
     outputs = empty_outputs(qkv, Hkv * G, Hkv, num_splits, shared, dtype)
     BLOCK_N, num_warps, num_stages = own_tiles(dtype, fp8, left, B * Hkv <= FEW_PROGRAMS)
     k_cache, v_cache, pair = cache.k, cache.v, 1
@@ -282,11 +280,12 @@ def own_decode(
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2
     q_weight, k_weight, eps = how.norms or (None, None, 0.0)
     _own_decode_kernel[(Hkv, B, num_splits)](
-        qkv, k_cache, v_cache, *cache, *outputs, block_tables, context_lens, sinks,
+        qkv, k_cache, v_cache, *cache, *outputs, block_tables, context_lens, scoring.sinks,
         q_weight, k_weight, how.cos_sin, how.positions, how.slot_mapping, eps,
-        scale * LOG2E.value, qkv.stride(0), qkv.stride(-3), Hkv * D // pair, block_tables.stride(0),
-        G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S, WINDOW=window,
-        SOFTCAP=softcap, BLOCK_N=BLOCK_N, SPLITS=num_splits,
+        scoring.scale * LOG2E.value, qkv.stride(0), qkv.stride(-3), Hkv * D // pair,
+        block_tables.stride(0),
+        G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S,
+        WINDOW=scoring.window, SOFTCAP=scoring.softcap, BLOCK_N=BLOCK_N, SPLITS=num_splits,
         AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair, LEFT=left,
         PARTS=parts, PLUS_ONE=how.plus_one, CVT=qkv.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(qkv),

@@ -32,6 +32,7 @@ from nanovllm.kernels.paged_attention import (
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more the kernel for Hopper is no faster
 
@@ -278,10 +279,7 @@ def paged_prefill(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     has_cached_context: bool,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of each sequence to its tokens, all in the cache.
@@ -294,7 +292,6 @@ def paged_prefill(
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         max_seqlen_q: most queries of a sequence.
         has_cached_context: whether a sequence has more tokens than these queries.
-        scale, window, softcap, sinks: see `Scoring`.
         shared: what the layers of a step share, see `Context`.
 
     Returns:
@@ -305,12 +302,12 @@ def paged_prefill(
         from nanovllm.kernels.paged_hopper import hopper_prefill
 
         return hopper_prefill(
-            q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, scale, window, softcap, sinks,
+            q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, scoring,
             {} if shared is None else shared,
         )  # fmt: skip
     return _prefill(
         q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, has_cached_context,
-        scale, window, softcap, sinks,
+        scoring,
     )  # fmt: skip
 
 
@@ -324,10 +321,7 @@ def _prefill(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     has_cached_context: bool,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """By the kernel that all GPUs have."""
     (_, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
@@ -349,9 +343,9 @@ def _prefill(
     num_stages = 2 if D > 128 or fp8 else 3
     _prefill_kernel[grid](
         q, k_source, v_source, *from_cache, out, block_tables, cu_seqlens_q,
-        cu_seqlens_k, sinks, scale * LOG2E.value,
+        cu_seqlens_k, scoring.sinks, scoring.scale * LOG2E.value,
         q.stride(0), out.stride(0), stride_row, Hkv * D, block_tables.stride(0),
-        G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=window, SOFTCAP=softcap,
+        G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None, FRESH=fp8,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip

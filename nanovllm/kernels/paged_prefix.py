@@ -16,6 +16,7 @@ from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
+from nanovllm.utils.scoring import Scoring
 
 ROWS = 64  # of a tile: queries times heads that share a KV head
 PROGRAMS = 512  # that run at once
@@ -125,9 +126,7 @@ def paged_prefix(
     cache: KVCache,
     block_tables: torch.Tensor,
     prefixes: Prefixes,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> Seen:
     """What decodes see of the prefixes that they share.
 
@@ -135,7 +134,7 @@ def paged_prefix(
         q: [B, Hq, D], the heads of a token adjacent.
         block_tables: [B, W] int32.
         prefixes: of these decodes, in tiles of `members_of_tile`.
-        scale, softcap, sinks: see `Scoring`; a sink counts as seen.
+        scoring: without a window; a sink counts as seen.
     """
     B, Hq, D = q.shape
     S, Hkv = cache.k.shape[1:3]
@@ -157,9 +156,9 @@ def paged_prefix(
     if not fp8 and S >= BLOCK_N:
         tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     _prefix_kernel[(Hkv, num_tiles, splits)](
-        q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes, sinks,
-        scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
-        G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes,
+        scoring.sinks, scoring.scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
+        G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=scoring.softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         SPLITS=splits, DESCRIBED=tiles is not None, num_warps=num_warps,
         num_stages=1 if spills else 2 if wide or fp8 else 3, **pdl_options(q),
     )  # fmt: skip

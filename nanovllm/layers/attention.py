@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from nanovllm.attention.base import QKV, Scoring
+from nanovllm.attention.base import QKV
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
@@ -15,6 +15,7 @@ from nanovllm.utils.context import Context, get_context
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, rounded
 from nanovllm.utils.qk_norm_rope import QKNormRope
+from nanovllm.utils.scoring import Scoring
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
@@ -126,8 +127,8 @@ class Attention(Layer):
         from nanovllm.kernels.paged_own import own_decode
 
         tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
-        facts = {**self.scoring._asdict(), "shared": context.shared}
-        return own_decode(qkv, how, cache, self.build.dtype, tables, lens, longest, **facts)
+        where = cache, self.build.dtype, tables, lens, longest
+        return own_decode(qkv, how, *where, self.scoring, shared=context.shared)
 
     def variants(self) -> dict[Hashable, Callable[[], object]]:
         if not self.build.fused:

@@ -146,6 +146,10 @@ class Weight(nn.Module):
                 self.multiply(x, bias, partial)
 
         rows = self.rows_of_variants(bias is not None, partial, (gated, x_block))
+        if gated and self.fused:
+            from nanovllm.kernels import activation
+
+            rows |= activation.variants(self.codes, bias, gelu)
         return {key: functools.partial(multiply, T) for key, T in rows.items()}
 
     def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:

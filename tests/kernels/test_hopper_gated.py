@@ -111,12 +111,10 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         T: int = MANY // 2, N: int = 512, K: int = 128, dtype: Any = torch.bfloat16,
         bias: torch.Tensor | None = None, rows: int = 1,
     ) -> bool:  # fmt: skip
-        x: Any = torch.empty(T, K, dtype=dtype)
         weight: Any = torch.empty(N, K, dtype=dtype)
         if dtype == FP8:
-            x = Codes(x, torch.empty(T, 1), (1, K))
             weight = Codes(weight, torch.empty(N // rows, 1), (rows, K))
-        return takes_hopper_kernel(x, weight, bias)
+        return takes_hopper_kernel(T, weight, bias)
 
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: True)
     assert taken() and taken(K=64) and taken(dtype=torch.float16)
@@ -124,5 +122,8 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(T=MANY // 2 - 1) and not taken(N=384) and not taken(K=96)
     assert not taken(T=MANY, K=64, dtype=FP8) and not taken(dtype=torch.float32)
     assert not taken(bias=torch.empty(512)) and not taken(T=MANY, dtype=FP8, rows=128)
+    weight = torch.empty(512, 128, dtype=torch.bfloat16)
+    assert activation.variants(weight, None, True) == {(MANY, True): MANY}, "to be compiled ahead"
+    assert not activation.variants(weight.float(), None, True)
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
     assert not taken()

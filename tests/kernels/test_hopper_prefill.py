@@ -62,8 +62,8 @@ def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Te
         context.cu_seqlens_k,
         context.max_seqlen_q,
         context.has_cached_context,
-        **case.scoring._asdict(),
-        shared=shared,
+        case.scoring,
+        shared,
     )[: len(case.q)]
 
 

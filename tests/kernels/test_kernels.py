@@ -31,7 +31,7 @@ from attention_cases import (
 )
 
 from nanovllm.attention import select_backend
-from nanovllm.attention.base import QKV, AttentionNeeds, Scoring
+from nanovllm.attention.base import QKV, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
@@ -64,6 +64,7 @@ from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
 from nanovllm.utils.qk_norm_rope import QKNormRope
+from nanovllm.utils.scoring import Scoring
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 
@@ -211,7 +212,7 @@ def test_what_products_read_goes_on_to_the_end_of_a_tile() -> None:
         pytest.skip("neither a Hopper GPU nor an interpreter that knows descriptors")
     tables, lens = torch.ones(2, 70, 1, dtype=torch.int32, device=DEVICE)
     attended = paged_decode.paged_decode(
-        x.view(70, 16, 16), KVCache(*cache), tables - 1, lens[:, 0], 1.0
+        x.view(70, 16, 16), KVCache(*cache), tables - 1, lens[:, 0], Scoring(1.0)
     ).flatten(1)
     normed, _ = add_rms_norm(x, x, x[0], 1e-6)
     for out in (rms_norm(x, x[0], 1e-6), normed, act_and_mul(x), attended):
@@ -547,7 +548,7 @@ def test_split_decode(num_splits: int, seed: int, dtype: torch.dtype) -> None:
     decode = functools.partial(
         paged_decode.paged_decode,
         *args,
-        **case.scoring._asdict(),
+        case.scoring,
         num_splits=num_splits,
         shared=shared,
     )
@@ -584,7 +585,7 @@ def test_decode_in_tiles_of_many_sequences(
     monkeypatch.setattr(paged_decode, "decode_tiles", tiles)
     for programs in (6, 7):
         monkeypatch.setattr(paged_decode, "MANY_PROGRAMS", programs)
-        out = paged_decode.paged_decode(*args, **case.scoring._asdict(), num_splits=1)
+        out = paged_decode.paged_decode(*args, case.scoring, num_splits=1)
         close(out, case.wanted())
     assert asked == [True, False]
     q = case.q.to(torch.float16)
@@ -687,7 +688,7 @@ def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPa
     q, cache = randn(1, 16, 128, dtype=HALF), KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
     for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
         calls = backend.variants(q, cache, longest, [Scoring(1.0)])
-        prefills = [call.args[-2] for call in calls if call.func is backend._prefill]
+        prefills = [call.args[-3] for call in calls if call.func is backend._prefill]
         assert prefills == [1, 128, FEW_QUERIES + 1]
         decodes = [call for call in calls if call.func is backend._decode]
         sharing = [call for call in decodes if call.keywords.get("prefixes") is not None]
@@ -700,7 +701,7 @@ def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPa
         assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
     fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
     calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
-    with_or_without = {call.args[-2:] for call in calls if call.func is backend._prefill}
+    with_or_without = {call.args[-3:-1] for call in calls if call.func is backend._prefill}
     assert with_or_without == {
         (n, cached) for n in (1, 128, FEW_QUERIES + 1) for cached in (True, False)
     }

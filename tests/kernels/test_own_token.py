@@ -25,6 +25,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.rope import RopeParameters
 from nanovllm.utils.kv_cache import KVCache, dequantize, rounded
 from nanovllm.utils.qk_norm_rope import QKNormRope
+from nanovllm.utils.scoring import Scoring
 
 LONGEST = 400
 
@@ -106,7 +107,7 @@ def test_a_decode_of_a_projection(seed: int, dtype: torch.dtype) -> None:
     tokens, context = Projected(case, rng, seed % 3 > 0, fp8), case.context
     before, shared = bytes_of(case.cache), {}
     args = tokens.given, tokens.how, case.cache, dtype, context.block_tables, context.context_lens
-    facts = {**case.scoring._asdict(), "num_splits": num_splits, "shared": shared}
+    facts = {"scoring": case.scoring, "num_splits": num_splits, "shared": shared}
     close(own_decode(*args, LONGEST, **facts), case.wanted())
     assert len(shared) == (num_splits > 1)
     assert not any(arrived.any() for arrived in shared.values()), "the next layer begins at 0"
@@ -137,7 +138,7 @@ def test_decodes_of_projections_in_16_bits(B: int, S: int, num_splits: int, fp8:
     tokens, before, context = Projected(case, rng, True, fp8), bytes_of(case.cache), case.context
     args = case.cache, dtype, context.block_tables, context.context_lens, LONGEST
     out = own_decode(
-        tokens.given, tokens.how, *args, **case.scoring._asdict(), num_splits=num_splits, shared={}
+        tokens.given, tokens.how, *args, case.scoring, num_splits=num_splits, shared={}
     )
     close(out, case.wanted())
     check_cache(case.cache, before, tokens)
@@ -153,7 +154,7 @@ def test_a_table_is_not_read_behind_its_end() -> None:
     cache = KVCache(torch.randn(width, 64, 1, 32), torch.randn(width, 64, 1, 32))
     lens = torch.tensor([513], dtype=torch.int32)  # 17 tiles
     how = QKNormRope(None, False, torch.randn(600, 32), lens - 1, lens - 1)
-    args = cache, torch.float32, torch.from_numpy(table)[None], lens, 1024, 0.2
+    args = cache, torch.float32, torch.from_numpy(table)[None], lens, 1024, Scoring(0.2)
 
     def decode() -> None:
         assert ctypes.CDLL(None).mprotect(behind, page, 0) == 0

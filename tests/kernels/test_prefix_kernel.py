@@ -10,7 +10,6 @@ from attention_cases import DEVICE, DTYPES, close, poisoned_cache, randn
 pytest.importorskip("triton")
 
 from checkpoints import rare
-from nanovllm.attention.base import Scoring
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.prefixes import find_shared_prefixes
 from nanovllm.kernels.paged_decode import paged_decode
@@ -18,6 +17,7 @@ from nanovllm.kernels.paged_prefix import members_of_tile, paged_prefix
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import dequantize, quantize
+from nanovllm.utils.scoring import Scoring
 
 WAYS = "plain", "capped", "sinks", "fp8"
 COMMON = [("plain", 16, 4, 32), ("sinks", 128, 1, 32), ("fp8", 16, 1, 80), ("fp8", 16, 4, 256)]
@@ -108,8 +108,8 @@ def test_shared_prefixes(
     q = randn(B, hq, d, dtype=dtype)
     args = torch.tensor(block_tables, device=DEVICE), torch.tensor(context_lens, device=DEVICE)
     # What they share is not read again: it may be anything for the second kernel.
-    out = paged_decode(q, cache, *args, *scoring, prefixes=on_device, num_splits=num_splits)
+    out = paged_decode(q, cache, *args, scoring, prefixes=on_device, num_splits=num_splits)
     for i, x in enumerate(rows):
         close(out[i], expected(q[i], x[0], x[1], scoring).to(dtype))
-    seen = paged_prefix(q, cache, args[0], on_device, scoring.scale, scoring.softcap, sinks)
+    seen = paged_prefix(q, cache, args[0], on_device, scoring)
     assert seen.m[0].isfinite().any() and (seen.l[0] >= 0).all()
