@@ -106,9 +106,11 @@ def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
     return out
 
 
-def gate(x: torch.Tensor, gelu: bool, x_block: int | None) -> torch.Tensor | Codes:
+def gate(
+    x: torch.Tensor, gelu: bool, x_block: int | None, out: torch.Tensor | None = None
+) -> torch.Tensor | Codes:
     """`act_and_mul`, as a product that likes blocks of `x_block` takes it; None: as numbers."""
-    return act_and_mul(x, gelu) if x_block is None else quantized_act_and_mul(x, gelu, x_block)
+    return act_and_mul(x, gelu, out) if x_block is None else quantized_act_and_mul(x, gelu, x_block)
 
 
 def takes_hopper_kernel(

@@ -137,7 +137,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         if isinstance(x, Gathered):
             out = x.rows.new_empty(len(x.rows), len(self.weight.data) // 2)
             for rows in x.parts():
-                self.weight.multiply_gated_into(out[rows], x.rows[rows], self.bias, self.gelu)
+                self.weight.multiply_gated(x.rows[rows], self.bias, self.gelu, out=out[rows])
             return out
         assert isinstance(x, (torch.Tensor, Codes)), "rows are normalised before they come here"
         return self.weight.multiply_gated(x, self.bias, self.gelu, self.next_block)

@@ -80,23 +80,24 @@ class Weight(nn.Module):
         bias: torch.Tensor | None = None,
         gelu: bool = False,
         x_block: int | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | Codes:
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
-        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it.
+        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or `out`.
         """
         if not self.fused:
             return act_and_mul(self.multiply(x, bias), gelu)
         from nanovllm.kernels.activation import gate, gated_product
         from nanovllm.kernels.fp8 import quantize
 
-        if len(x) == 1 and isinstance(x, torch.Tensor):
+        if len(x) == 1 and isinstance(x, torch.Tensor) and out is None:
             row = self.multiply_row_gated(x, bias, gelu)
             if row is not None:
                 return row
-        out = gated_product(x, self.codes, self.dtype, bias, gelu)
-        if out is None:
-            return gate(self.multiply(x, bias), gelu, x_block)
-        return out if x_block is None else quantize(out, x_block)
+        gated = gated_product(x, self.codes, self.dtype, bias, gelu, out)
+        if gated is None:
+            return gate(self.multiply(x, bias), gelu, x_block, out)
+        return gated if x_block is None else quantize(gated, x_block)
 
     def multiply_row_gated(
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
@@ -106,17 +107,6 @@ class Weight(nn.Module):
         from nanovllm.kernels.row import one_row
 
         return one_row(x, self.data, bias, gated=True, gelu=gelu) if x.dtype in HALF else None
-
-    def multiply_gated_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None, gelu: bool
-    ) -> None:
-        """`multiply_gated` of many rows into `out`: [T, N / 2], for `fused` layers."""
-        from nanovllm.kernels.activation import act_and_mul, gated_product
-
-        if gated_product(x, self.codes, self.dtype, bias, gelu, out) is None:
-            product = out.new_empty(len(x), 2 * out.shape[1])
-            self.multiply_into(product, x, bias)
-            act_and_mul(product, gelu, out)
 
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None

@@ -4,7 +4,7 @@ import functools
 import itertools
 import random
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from nanovllm.attention.base import QKV, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.distributed.bulk import Gathered
 from nanovllm.distributed.group import Group
 from nanovllm.kernels import hopper, paged_decode, paged_prefill
 from nanovllm.kernels import linear as linear_kernels
@@ -272,8 +273,29 @@ def test_gated_linear(T: int, N: int, K: int, has_bias: bool) -> None:
     gate, up = product.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
     out = holding(weight).multiply_gated(x, bias)
+    room = torch.full((T + 1, N), torch.nan, dtype=HALF, device=DEVICE)
+    assert holding(weight).multiply_gated(x, bias, out=room[:T]) is not None
+    for found in (out, room[:T]):
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found.double(), wanted, atol=3e-2, rtol=2e-2)
+    assert room[T:].isnan().all()
+
+
+def test_gates_of_rows_as_they_arrive() -> None:
+    class Exchange:
+        def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
+            yield from (slice(3, 4), slice(0, 3), slice(num_rows, num_rows))
+
+    with torch.device(DEVICE):
+        build = Build(HALF, True, Group(), TorchBackend(), 64)
+        layer = MergedColumnParallelLinear(512, {"gate": 64, "up": 64}, False, build)
+    rows, matrix = randn(4, 512, dtype=HALF), layer.weight.data
+    matrix.copy_(randn(128, 512, dtype=HALF, seed=1) / 512**0.5)
+    exchange: Any = Exchange()
+    out = layer.gated(Gathered(rows, 1, exchange))
+    gate, up = (rows.double() @ matrix.double().T).chunk(2, -1)
     assert isinstance(out, torch.Tensor)
-    torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=2e-2)
+    close(out, torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 4))
