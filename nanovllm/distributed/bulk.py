@@ -3,8 +3,9 @@
 The T rows of a step are divided into parts, and each rank owns one (sequence parallelism;
 Korthikanti et al., 2022). A row-parallel product computes the other ranks' parts first, and the
 GPU's copy engines send each part to its owner while the next is computed (`scatter`). The owner
-sums and normalises its part, and sends it to all others (`gather`) while the column-parallel
-product that follows begins with the part that is there already. Copies take no multiprocessor time.
+sums and normalises its part, quantises it where the product that follows likes that, and sends it
+to all others (`gather`) while that column-parallel product begins with the part that is there
+already. Copies take no multiprocessor time.
 
 Single buffering is safe. `received` and `outgoing` are overwritten only after the owner's
 normalised rows have arrived, which proves that the owner has read the last partial results. `rows`
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.distributed.peer_memory import PeerRegion, Share
+from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.utils.integers import cdiv
 
 FLAG_BYTES = 8
 ROUND = 16  # rows of a part are a multiple of it
@@ -42,12 +45,12 @@ class Gathered(NamedTuple):
     """Normalised rows of all ranks; those of other ranks may still be arriving.
 
     Attributes:
-        rows: [T, M]; a part may be read once `parts` has yielded it.
+        rows: [T, M], numbers or codes; a part may be read once `parts` has yielded it.
         epoch: the number of the exchange.
         exchange: delivers them.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | Codes
     epoch: int
     exchange: "BulkExchange"
 
@@ -61,10 +64,16 @@ class Gathered(NamedTuple):
         part = part_of(self.exchange.rank, self.exchange.size, len(self.rows))
         return range(part.start, part.stop)
 
+    def new_empty(self, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for results of all rows: [T, width], uninitialised."""
+        rows = self.rows.codes if isinstance(self.rows, Codes) else self.rows
+        return rows.new_empty(len(rows), width, dtype=dtype)
+
     def whole(self) -> torch.Tensor:
         """All rows [T, M], after waiting for them; the next step overwrites them."""
         for _ in self.parts():
             pass
+        assert isinstance(self.rows, torch.Tensor), "codes are for products"
         return self.rows
 
 
@@ -82,6 +91,8 @@ class BulkExchange:
     Its region holds flags of what has arrived from each rank, partial results, and rows:
 
         flags [2, size] int64 | received [size, max_part, M] | rows [max_rows, M]
+
+    Codes take less than half of the bytes of `rows`, and their scales begin at the half.
 
     Args:
         rank, size: which of how many ranks this is.
@@ -106,14 +117,14 @@ class BulkExchange:
         self.rank, self.size, self._epoch = rank, size, 0
         self._order = [(rank + 1 + i) % size for i in range(size)]  # the others first, then this
         max_part = self._part(0, max_rows).stop
-        self._part_bytes = max_part * hidden_size * dtype.itemsize
-        row_bytes = hidden_size * dtype.itemsize
-        num_bytes = FLAG_BYTES * 2 * size + size * self._part_bytes + max_rows * row_bytes
+        num_rows = size * max_part + max_rows
+        num_bytes = FLAG_BYTES * 2 * size + num_rows * hidden_size * dtype.itemsize
         self.region = PeerRegion(rank, device, num_bytes, 0, abort, share)
         rows = self.region.words[2 * size :].view(dtype).view(-1, hidden_size)
         # [size, max_part, M]: the ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
+        self._codes: Codes | None = None  # the same, as codes
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
         # One stream for each peer, so that copies overlap; with priority, so that setting a flag
         # does not queue behind the programs of a product.
@@ -141,22 +152,37 @@ class BulkExchange:
             out = buffer[: rows.stop - rows.start]
             compute(rows, out)
             if owner != self.rank:
-                self._push(out, owner, self.rank * self._part_bytes, 0)
+                self._push([(out, self._received[self.rank])], owner, 0)
         self._wait(0, [peer for peer in self._order if peer != self.rank], self._epoch)
         own = self._part(self.rank, num_rows)
         return Scattered(self._received[:, : own.stop - own.start], num_rows, self)
 
-    def own_rows(self, num_rows: int) -> torch.Tensor:
-        """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`."""
-        return self._rows[self._part(self.rank, num_rows)]
+    def _all_rows(self, num_rows: int, x_block: int | None) -> torch.Tensor | Codes:
+        """The buffer for the normalised rows of all ranks; those of a step's layers are alike."""
+        if x_block is None:
+            return self._rows[:num_rows]
+        M = self._rows.shape[1]
+        width, made = x_block or M, self._codes
+        if made is None or (len(made), made.block[1]) != (num_rows, width):
+            data = self._rows.view(torch.uint8).view(2, -1)
+            codes, scales = data[0].view(FP8), data[1].view(torch.float32)
+            scales = scales[: num_rows * cdiv(M, width)].view(num_rows, -1)
+            made = self._codes = Codes(codes[: num_rows * M].view(num_rows, M), scales, (1, width))
+        return made
 
-    def gather(self, num_rows: int) -> Gathered:
+    def own_rows(self, num_rows: int, x_block: int | None = None) -> torch.Tensor | Codes:
+        """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`: codes
+        with a scale for each `x_block` numbers of a row, 0: for all; None: numbers.
+        """
+        return self._all_rows(num_rows, x_block)[self._part(self.rank, num_rows)]
+
+    def gather(self, num_rows: int, x_block: int | None = None) -> Gathered:
         """Send this rank's normalised rows to all others."""
-        own, part = self.own_rows(num_rows), self._part(self.rank, num_rows)
-        offset = self.size * self._part_bytes + part.start * own.stride(0) * own.itemsize
+        own = self.own_rows(num_rows, x_block)
+        parts = [own.codes, own.scales] if isinstance(own, Codes) else [own]
         for peer in self._order[:-1]:
-            self._push(own, peer, offset, 1)
-        return Gathered(self._rows[:num_rows], self._epoch, self)
+            self._push([(part, part) for part in parts], peer, 1)
+        return Gathered(self._all_rows(num_rows, x_block), self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
         """The parts of `num_rows` gathered rows, each after its arrival: this rank's first, then in
@@ -175,22 +201,23 @@ class BulkExchange:
             flag = flags + FLAG_BYTES * (kind * self.size + peer)
             wait_for(flag, epoch, self.region.abort_address)
 
-    def _push(self, rows: torch.Tensor, peer: int, offset: int, kind: int) -> None:
-        """Copy rows into a peer's region and then set its flag, concurrently with our kernels."""
+    def _push(self, tensors: list[tuple[torch.Tensor, torch.Tensor]], peer: int, kind: int) -> None:
+        """Copy tensors into a peer's region, each to where the other of its pair lies in ours, and
+        then set its flag, concurrently with our kernels.
+        """
         from nanovllm.kernels.peers import signal
 
         copies = self._copies[peer]
         copies.wait_stream(torch.cuda.current_stream())
-        flags = self.region.addresses[peer]
-        data = flags + FLAG_BYTES * 2 * self.size
+        theirs, ours = self.region.addresses[peer], self.region.addresses[self.rank]
         with torch.cuda.stream(copies):
-            if len(rows):  # the last parts of a small step may be empty
-                self.region.call(
-                    "cuMemcpyDtoDAsync_v2",
-                    ctypes.c_uint64(data + offset),
-                    ctypes.c_uint64(rows.data_ptr()),
-                    ctypes.c_size_t(rows.nbytes),
-                    ctypes.c_void_p(copies.cuda_stream),
-                )
-            flag = flags + FLAG_BYTES * (kind * self.size + self.rank)
-            signal(flag, self._epoch)
+            for source, place in tensors:
+                if len(source):  # the last parts of a small step may be empty
+                    self.region.call(
+                        "cuMemcpyDtoDAsync_v2",
+                        ctypes.c_uint64(theirs + place.data_ptr() - ours),
+                        ctypes.c_uint64(source.data_ptr()),
+                        ctypes.c_size_t(source.nbytes),
+                        ctypes.c_void_p(copies.cuda_stream),
+                    )
+            signal(theirs + FLAG_BYTES * (kind * self.size + self.rank), self._epoch)

@@ -82,21 +82,17 @@ def _launch(
     eps: float,
     plus_one: bool,
     peers: "PeerMemory | None",
-    out: torch.Tensor | None,
+    out: torch.Tensor | Codes | None,
     x_block: int | None,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     T, M = x.numel() // max(1, parts) // x.shape[-1], x.shape[-1]
     if parts <= 1:
         x = x.contiguous()
     shape = (T, M) if parts or peers is not None else x.shape
-    normed: torch.Tensor | Codes
-    results: tuple[torch.Tensor, torch.Tensor | None]
     if out is None and x_block is not None and T > 1:
-        normed = empty_codes(T, M, x_block, x.device)
-        results = normed.codes, normed.scales
-    else:
-        normed = spare_rows(*shape, like=weight) if out is None else out
-        results = normed, None
+        out = empty_codes(T, M, x_block, x.device)
+    normed = spare_rows(*shape, like=weight) if out is None else out
+    results = (normed.codes, normed.scales) if isinstance(normed, Codes) else (normed, None)
     sums = residual is not None or peers is not None or parts > 0
     total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
     BLOCK = max(x_block or 0, next_power_of_2(M))
@@ -130,7 +126,7 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     peers: "PeerMemory | None" = None,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | Codes | None = None,
     plus_one: bool = False,
     x_block: int | None = None,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:

@@ -93,8 +93,9 @@ class RMSNorm(Layer):
         results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks; or
         `Scattered`: then the sum is of this rank's rows, and the first result being gathered.
         """
+        eps, plus_one, x_block = self.eps, self.plus_one, self.x_block
         if isinstance(x, Scattered):
-            return normalise_owned_rows(x, residual, self.weight, self.eps, self.plus_one)
+            return normalise_owned_rows(x, residual, self.weight, eps, plus_one, x_block)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
         residual = kept(residual, x.shape[-2], self.build.group)
         if residual is None and x.dim() == 2:
@@ -103,7 +104,6 @@ class RMSNorm(Layer):
             from nanovllm.kernels.norm import add_rms_norm
 
             peers = self.build.group.peers if x.dim() == 3 else None
-            eps, plus_one, x_block = self.eps, self.plus_one, self.x_block
             return add_rms_norm(x, residual, self.weight, eps, peers, None, plus_one, x_block)
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual

@@ -99,7 +99,7 @@ class ColumnParallelLinear(LinearBase):
         """[T, in] -> [T, out]"""
         if not isinstance(x, Gathered):
             return super().forward(x)
-        out = x.rows.new_empty(len(x.rows), len(self.weight.data))
+        out = x.new_empty(len(self.weight.data), self.build.dtype)
         for rows in x.parts():
             self.weight.multiply_into(out[rows], x.rows[rows], self.bias)
         return out
@@ -135,7 +135,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def gated(self, x: Hidden) -> torch.Tensor | Codes:
         """`act(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
-            out = x.rows.new_empty(len(x.rows), len(self.weight.data) // 2)
+            out = x.new_empty(len(self.weight.data) // 2, self.build.dtype)
             for rows in x.parts():
                 self.weight.multiply_gated(x.rows[rows], self.bias, self.gelu, out=out[rows])
             return out

@@ -1,0 +1,168 @@
+"""Large steps on several GPUs, on a CPU: what ranks send each other, where it arrives, and what
+products make of it. One rank after another does its part of a layer, so a wait is checked when all
+have sent.
+"""
+
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.distributed import bulk
+from nanovllm.distributed.bulk import BulkExchange, Gathered, part_of
+from nanovllm.distributed.group import Group
+from nanovllm.kernels import peers
+from nanovllm.layers.base import Build
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
+from nanovllm.layers.shard import Part
+from nanovllm.layers.spread import Owned
+from nanovllm.quantization import Fp8
+from nanovllm.utils.fp8 import Codes
+
+SEED = 10
+MOST_ROWS, M, EPS = 130, 256, 1e-6
+DTYPE = torch.float16  # as the interpreter, whose is exact
+
+
+class Machine:
+    """Regions in the memory of a CPU, and the flags that somebody waits for."""
+
+    def __init__(self) -> None:
+        self.words: list[torch.Tensor] = []
+        self.addresses: list[int] = []
+        self.awaited: list[tuple[int, int]] = []
+
+    def region(self, rank: int, device: torch.device, num_bytes: int, *_: object) -> Any:
+        """Stands for `PeerRegion`."""
+        region = type("Region", (), {})()
+        region.words = torch.full((num_bytes // 8,), -1, dtype=torch.int64)  # NaN, read as numbers
+        region.words.view(torch.uint8)[: 8 * bulk.FLAG_BYTES] = 0
+        self.words.append(region.words)
+        self.addresses.append(region.words.data_ptr())
+        region.addresses, region.abort_address, region.call = self.addresses, 0, self.call
+        return region
+
+    def call(self, name: str, to: Any, source: Any, num_bytes: Any, stream: object) -> None:
+        assert name == "cuMemcpyDtoDAsync_v2"
+        end = to.value + num_bytes.value
+        assert any(
+            words.data_ptr() <= to.value and end <= words.data_ptr() + words.nbytes
+            for words in self.words
+        )
+        ctypes.memmove(to.value, source.value, num_bytes.value)
+
+    def signal(self, flag: int, epoch: int) -> None:
+        ctypes.c_int64.from_address(flag).value = epoch
+
+    def wait_for(self, flag: int, epoch: int, abort: int) -> None:
+        self.awaited.append((flag, epoch))
+
+    def check_waits(self) -> None:
+        """All that was waited for has come."""
+        for flag, epoch in self.awaited:
+            assert ctypes.c_int64.from_address(flag).value == epoch
+        assert self.awaited
+        self.awaited.clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(bulk, "PeerRegion", machine.region)
+    monkeypatch.setattr(peers, "signal", machine.signal)
+    monkeypatch.setattr(peers, "wait_for", machine.wait_for)
+
+    class Stream:
+        cuda_stream = 0
+
+        def __init__(self, device: torch.device, priority: int) -> None: ...
+
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return machine
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed)).to(DTYPE)
+
+
+@pytest.mark.parametrize("x_block", [None, 0, 128])
+@pytest.mark.parametrize(("size", "num_rows"), [(2, 130), (2, 17), (3, 100), (4, 49)])
+def test_rows_of_large_steps(
+    size: int, num_rows: int, x_block: int | None, machine: Machine
+) -> None:
+    """Of two layers: the second overwrites what the first has sent, and its residual is divided.
+    With 17 rows a rank has a single one, with 49 one of four has 1 and another none.
+    """
+    block = None if x_block is None else (128, 128) if x_block else (1, 0)
+    how = Build(DTYPE, True, Group(), TorchBackend(), 64)
+    build = how if block is None else how._replace(quantization=Fp8(block, "scale"))
+    abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
+    exchanges = [
+        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
+        for rank in range(size)
+    ]
+    project = ColumnParallelLinear(Part.whole(M), {"": Part.whole(128)}, False, build)
+    gated = MergedColumnParallelLinear(M, {"gate": 128, "up": 128}, False, build)
+    for i, layer in enumerate((project, gated)):
+        numbers = randn(*layer.weight.data.shape, seed=i)
+        layer.weight.data.copy_(numbers if block is None else (numbers.float() * 50))
+        if block is not None:
+            layer.weight.scales.fill_(0.02)  # type: ignore[operator]
+    norm = RMSNorm(M, EPS, build, x_block=x_block)
+    assert project.x_block == gated.x_block == x_block
+    norm.weight.copy_(randn(M, seed=2))
+    parts = [part_of(rank, size, num_rows) for rank in range(size)]
+    whole = torch.zeros(num_rows, M, dtype=torch.float64)
+    own: list[Owned | None] = [None] * size
+    for turn in range(2):
+        results = [randn(num_rows, M, seed=10 * turn + 3 + rank) for rank in range(size)]
+        scattered = [
+            exchange.scatter(num_rows, lambda rows, out, x=x: out.copy_(x[rows]))
+            for exchange, x in zip(exchanges, results, strict=True)
+        ]
+        machine.check_waits()
+        whole += sum(x.double() for x in results)
+        gathered: list[Gathered] = []
+        for rank, x in enumerate(scattered):
+            normed, total = norm.add_forward(x, own[rank])
+            assert isinstance(normed, Gathered) and isinstance(total, Owned)
+            gathered.append(normed)
+            own[rank] = total
+            close(total.rows[: len(total.held)], whole[parts[rank]])
+        factor = (whole.square().mean(1, keepdim=True) + EPS).rsqrt() * norm.weight
+        wanted, largest = whole * factor, whole.abs().max()
+        for rank, x in enumerate(gathered):
+            assert isinstance(x.rows, Codes) == (x_block is not None)
+            first, *others = x.parts()
+            assert first == parts[rank] and all(part in others for part in parts if part != first)
+            machine.check_waits()
+            # Sums, and rows before and behind weights, are rounded by 2^-11.
+            rows, bound = x.rows, 2.0**-9 * (wanted.abs() + largest * factor.abs())
+            if isinstance(rows, Codes):
+                rows, bound = rows.numbers(), bound + 2.0**-4 * wanted.abs() + 1e-5
+            assert ((rows - wanted).abs() <= bound).all()
+            for layer in (project, gated):
+                matrix = layer.weight.data.double() * (1 if block is None else 0.02)
+                product = rows.double() @ matrix.T
+                out = layer.gated(x) if layer is gated else layer(x)
+                assert isinstance(out, torch.Tensor)
+                if layer is gated:
+                    gates, ups = product.chunk(2, 1)
+                    product = torch.nn.functional.silu(gates) * ups
+                close(out, product)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """In float16."""
+    atol = 4e-3 * float(wanted.abs().max())
+    torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=atol)
