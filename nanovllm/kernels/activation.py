@@ -22,7 +22,9 @@ from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MANY = 2048  # bytes of a column of inputs from which the product for Hopper is faster
+# From so many bytes of an input's column on the product for Hopper is faster: of 1,024 rows in 16
+# bits, of 2,048 in FP8 (docs/experiments.md, 44).
+MANY = 2048
 
 
 @triton.jit
@@ -136,21 +138,20 @@ def gated_product(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`hopper_gated`, if it has this."""
-    described = can_describe(x.codes if isinstance(x, Codes) else x)
-    if not takes_hopper_kernel(len(x), weight, bias) or not described:
+    """`hopper_gated`, where it can be had; the others are a product and `gate` behind it."""
+    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, bias):
         return None
     from nanovllm.kernels.gated_hopper import hopper_gated
 
-    assert not isinstance(weight, Int4Codes)
-    return hopper_gated(x, weight, dtype, gelu, out)
+    described = can_describe(x.codes if isinstance(x, Codes) else x)
+    return hopper_gated(x, weight, dtype, gelu, out) if described else None
 
 
 def variants(
     weight: torch.Tensor | Codes | Int4Codes, bias: torch.Tensor | None, gelu: bool
 ) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of `gated_product`."""
-    return {(MANY, gelu): MANY} if takes_hopper_kernel(MANY, weight, bias) else {}
+    return {(MANY, type(weight), gelu): MANY} if takes_hopper_kernel(MANY, weight, bias) else {}
 
 
 def _launch(

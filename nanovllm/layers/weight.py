@@ -83,7 +83,7 @@ class Weight(nn.Module):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | Codes:
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
-        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or `out`.
+        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or in `out`.
         """
         if not self.fused:
             return act_and_mul(self.multiply(x, bias), gelu)

@@ -123,7 +123,8 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(T=MANY, K=64, dtype=FP8) and not taken(dtype=torch.float32)
     assert not taken(bias=torch.empty(512)) and not taken(T=MANY, dtype=FP8, rows=128)
     weight = torch.empty(512, 128, dtype=torch.bfloat16)
-    assert activation.variants(weight, None, True) == {(MANY, True): MANY}, "to be compiled ahead"
+    key = MANY, torch.Tensor, True
+    assert activation.variants(weight, None, True) == {key: MANY}, "to be compiled ahead"
     assert not activation.variants(weight.float(), None, True)
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
     assert not taken()
