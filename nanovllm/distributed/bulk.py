@@ -9,8 +9,8 @@ already. Copies take no multiprocessor time.
 
 Single buffering is safe. `received` and `outgoing` are overwritten only after the owner's
 normalised rows have arrived, which proves that the owner has read the last partial results. `rows`
-is overwritten, by numbers or by codes, which lie elsewhere in it, only after all ranks' next partial
-results have arrived, which they computed from these rows.
+is overwritten, by numbers or by codes, which lie elsewhere in it, only after all ranks' next
+partial results have arrived, which they computed from these rows.
 """
 
 import ctypes
