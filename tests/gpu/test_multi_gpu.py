@@ -102,13 +102,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("mode", ["all", "nccl"])
+@pytest.mark.parametrize("mode", ["all", "nccl", "fp8"])
 @pytest.mark.parametrize("size", [*SIZES, pytest.param(8, marks=fewer_than(8))])
 def test_log_probabilities_of_large_and_small_steps(
     size: int, mode: str, wide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 0.05 of transformers in bf16: steps of thousands of rows, whose sums hide behind the
-    products, of a few hundred, and graph decode; of so many that owners sum, on more than two."""
+    products, of a few hundred, and graph decode; of so many that owners sum, on more than two. With
+    three bits of mantissa, where bf16 has seven, within 16 times as much.
+    """
     from nanovllm.kernels.peers import sums_by_owner
 
     rng = random.Random(SEED)
@@ -124,8 +126,9 @@ def test_log_probabilities_of_large_and_small_steps(
     monkeypatch.setattr(ParallelLMHead, "forward", tapped)
     reference = Qwen3ForCausalLM.from_pretrained(wide, torch_dtype=torch.bfloat16).cuda()
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    worst = 0.0
-    options = {**SMALL, **MODES[mode], "overlap": False, "tensor_parallel_size": size}
+    worst, most = 0.0, 0.8 if mode == "fp8" else 0.05
+    how = {"quantization": "fp8"} if mode == "fp8" else MODES[mode]
+    options = {**SMALL, **how, "overlap": False, "tensor_parallel_size": size}
     batches = [
         [900, 700, 650, 333],
         [3000],
@@ -138,7 +141,7 @@ def test_log_probabilities_of_large_and_small_steps(
     ]
     with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
         peers = llm.model_runner.group.peers
-        assert (mode == "all" and size > 2) == sums_by_owner(peers, 100)
+        assert (mode != "nccl" and size > 2) == sums_by_owner(peers, 100)
         for lengths in batches:
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
             for prompt in prompts:
@@ -158,10 +161,10 @@ def test_log_probabilities_of_large_and_small_steps(
                     wanted = reference(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
                 steps = torch.arange(len(out), device="cuda")
                 worst = max(worst, float((got - wanted)[steps, out].abs().max()))
-                assert float((wanted.max(-1).values - wanted[steps, out]).max()) < 0.05
+                assert float((wanted.max(-1).values - wanted[steps, out]).max()) < most
         assert llm.metrics()["num_graph_replays"] > 0
     print(size, mode, "largest difference of a log-probability:", worst)
-    assert worst < 0.05
+    assert worst < most
 
 
 @pytest.mark.parametrize("size", SIZES)
