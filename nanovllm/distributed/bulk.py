@@ -92,7 +92,7 @@ class BulkExchange:
 
         flags [2, size] int64 | received [size, max_part, M] | rows [max_rows, M]
 
-    Codes take less than half of the bytes of `rows`, and their scales begin at the half.
+    Codes take at most half of the bytes of `rows`, and their scales begin at the half.
 
     Args:
         rank, size: which of how many ranks this is.
@@ -124,7 +124,7 @@ class BulkExchange:
         # [size, max_part, M]: the ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
-        self._codes: Codes | None = None  # the same, as codes
+        self._codes: Codes | None = None  # the same, as the last layer wanted it
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
         # One stream for each peer, so that copies overlap; with priority, so that setting a flag
         # does not queue behind the programs of a product.
@@ -150,7 +150,8 @@ class BulkExchange:
             rows = self._part(owner, num_rows)
             buffer = self._received[owner] if owner == self.rank else self._outgoing[owner]
             out = buffer[: rows.stop - rows.start]
-            compute(rows, out)
+            if len(out):
+                compute(rows, out)
             if owner != self.rank:
                 self._push([(out, self._received[self.rank])], owner, 0)
         self._wait(0, [peer for peer in self._order if peer != self.rank], self._epoch)
@@ -158,7 +159,7 @@ class BulkExchange:
         return Scattered(self._received[:, : own.stop - own.start], num_rows, self)
 
     def _all_rows(self, num_rows: int, x_block: int | None) -> torch.Tensor | Codes:
-        """The buffer for the normalised rows of all ranks; those of a step's layers are alike."""
+        """The buffer for the normalised rows of all ranks."""
         if x_block is None:
             return self._rows[:num_rows]
         M = self._rows.shape[1]
@@ -185,13 +186,15 @@ class BulkExchange:
         return Gathered(self._all_rows(num_rows, x_block), self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
-        """The parts of `num_rows` gathered rows, each after its arrival: this rank's first, then in
-        the order in which the others send theirs.
+        """The parts of `num_rows` gathered rows that have rows, each after its arrival: this rank's
+        first, then in the order in which the others send theirs.
         """
         for owner in reversed(self._order):
             if owner != self.rank:
                 self._wait(1, [owner], epoch)
-            yield self._part(owner, num_rows)
+            part = self._part(owner, num_rows)
+            if part.start < part.stop:
+                yield part
 
     def _wait(self, kind: int, peers: list[int], epoch: int) -> None:
         from nanovllm.kernels.peers import wait_for

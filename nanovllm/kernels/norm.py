@@ -91,6 +91,7 @@ def _launch(
     shape = (T, M) if parts or peers is not None else x.shape
     if out is None and x_block is not None and T > 1:
         out = empty_codes(T, M, x_block, x.device)
+    assert not isinstance(out, Codes) or out.block[1] == (x_block or M), "`x_block` is of `out`"
     normed = spare_rows(*shape, like=weight) if out is None else out
     results = (normed.codes, normed.scales) if isinstance(normed, Codes) else (normed, None)
     sums = residual is not None or peers is not None or parts > 0

@@ -26,7 +26,7 @@ from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
 
 SEED = 10
-MOST_ROWS, M, EPS = 130, 256, 1e-6
+MOST_ROWS, M, EPS = 130, 512, 1e-6
 DTYPE = torch.float16  # as the interpreter, whose is exact
 
 
@@ -96,12 +96,12 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("x_block", [None, 0, 128])
-@pytest.mark.parametrize(("size", "num_rows"), [(2, 130), (2, 17), (3, 100), (4, 49)])
+@pytest.mark.parametrize(("size", "num_rows"), [(2, 130), (2, 17), (3, 100), (4, 33)])
 def test_rows_of_large_steps(
     size: int, num_rows: int, x_block: int | None, machine: Machine
 ) -> None:
     """Of two layers: the second overwrites what the first has sent, and its residual is divided.
-    With 17 rows a rank has a single one, with 49 one of four has 1 and another none.
+    With 17 rows a rank has a single one, with 33 one of four has 1 and another none.
     """
     block = None if x_block is None else (128, 128) if x_block else (1, 0)
     how = Build(DTYPE, True, Group(), TorchBackend(), 64)
@@ -143,8 +143,10 @@ def test_rows_of_large_steps(
         wanted, largest = whole * factor, whole.abs().max()
         for rank, x in enumerate(gathered):
             assert isinstance(x.rows, Codes) == (x_block is not None)
-            first, *others = x.parts()
-            assert first == parts[rank] and all(part in others for part in parts if part != first)
+            with_rows = [part for part in parts if part.start < part.stop]
+            arrived = [*x.parts()]
+            assert sorted(arrived, key=with_rows.index) == with_rows
+            assert arrived[0] == parts[rank] or parts[rank] not in with_rows
             machine.check_waits()
             # Sums, and rows before and behind weights, are rounded by 2^-11.
             rows, bound = x.rows, 2.0**-9 * (wanted.abs() + largest * factor.abs())
@@ -164,5 +166,5 @@ def test_rows_of_large_steps(
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """In float16."""
-    atol = 4e-3 * float(wanted.abs().max())
+    atol = 4e-3 * float(wanted.abs().amax()) if len(wanted) else 0.0
     torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=atol)
