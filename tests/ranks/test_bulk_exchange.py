@@ -21,7 +21,7 @@ from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from nanovllm.layers.shard import Part
-from nanovllm.layers.spread import Owned
+from nanovllm.layers.spread import Owned, normalise_owned_rows
 from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
 
@@ -162,6 +162,32 @@ def test_rows_of_large_steps(
                     gates, ups = product.chunk(2, 1)
                     product = torch.nn.functional.silu(gates) * ups
                 close(out, product)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) -> None:
+    """Numbers and codes lie in the same bytes, and the views of the step before are not taken."""
+    abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
+    exchanges = [
+        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
+        for rank in range(size)
+    ]
+    weight = randn(M, seed=1)
+    steps = ((130, 0), (130, None), (17, 0), (130, 128), (60, None), (60, 128), (59, 0))
+    for turn, (num_rows, x_block) in enumerate(steps):
+        x = randn(num_rows, M, seed=2 + turn)
+        scattered = [
+            exchange.scatter(num_rows, lambda rows, out, x=x: out.copy_(x[rows] / size))
+            for exchange in exchanges
+        ]
+        gathered = [
+            normalise_owned_rows(each, None, weight, EPS, False, x_block)[0] for each in scattered
+        ]
+        wanted = torch.nn.functional.rms_norm(x.double(), (M,), weight.double(), EPS)
+        for each in gathered:
+            rows = each.rows.numbers() if isinstance(each.rows, Codes) else each.rows
+            error = (rows - wanted).abs()
+            assert rows.shape == x.shape and (error <= 0.07 * wanted.abs() + 0.02).all()
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
