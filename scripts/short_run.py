@@ -59,7 +59,7 @@ def main() -> None:
                 enforce_eager=True,
                 attention_backend="triton",
                 kv_cache_memory_bytes=2**28,
-                max_num_batched_tokens=1024,
+                max_num_batched_tokens=2048,
                 **FORMATS[name],
             ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -326,7 +326,7 @@ def compile_gated_products(dtype: str) -> None:
 
     weight, half = matrix(512), torch.bfloat16 if kind == FP8 else kind
     for rows in (MANY + 1, 16384):
-        assert takes_hopper_kernel(rows, weight, None)
+        assert takes_hopper_kernel(rows, weight, half, None)
         hopper_gated(matrix(rows), weight, half, False)
 
 

@@ -18,12 +18,12 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.utils.fp8 import Codes
+from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-# From so many bytes of an input's column on the product for Hopper is faster: of 1,024 rows in 16
-# bits, of 2,048 in FP8 (docs/experiments.md, 44).
+# From so many bytes of an input's column on the product for Hopper is faster for nearly all shapes:
+# of 1,024 rows in 16 bits, of 2,048 in FP8 (docs/experiments.md, 44).
 MANY = 2048
 
 
@@ -116,18 +116,22 @@ def gate(
 
 
 def takes_hopper_kernel(
-    num_rows: int, weight: torch.Tensor | Codes | Int4Codes, bias: torch.Tensor | None
+    num_rows: int,
+    weight: torch.Tensor | Codes | Int4Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
 ) -> bool:
     """Whether `hopper_gated` has products of so many rows with a weight of gates and what they
-    gate: in whole tiles, of 16 bits or FP8 with scales of rows.
+    gate: in whole tiles, of 16 bits as the results' `dtype` or of FP8 with scales of rows.
     """
     if isinstance(weight, Codes) and weight.block[0] == 1:
         weight = weight.codes
     if bias is not None or not isinstance(weight, torch.Tensor):
         return False
     (N, K), size = weight.shape, weight.element_size()
-    fits = size <= 2 and N % 256 == K * size % 128 == 0 and num_rows * size >= MANY
-    return fits and has_own_kernels(weight)
+    fits = N % 256 == K * size % 128 == 0 and num_rows * size >= MANY
+    known = dtype.itemsize == 2 and weight.dtype in (dtype, FP8)
+    return fits and known and has_own_kernels(weight)
 
 
 def gated_product(
@@ -139,7 +143,7 @@ def gated_product(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`hopper_gated`, where it can be had; the others are a product and `gate` behind it."""
-    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, bias):
+    if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, dtype, bias):
         return None
     from nanovllm.kernels.gated_hopper import hopper_gated
 
@@ -148,10 +152,15 @@ def gated_product(
 
 
 def variants(
-    weight: torch.Tensor | Codes | Int4Codes, bias: torch.Tensor | None, gelu: bool
+    weight: torch.Tensor | Codes | Int4Codes,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    gelu: bool,
 ) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of `gated_product`."""
-    return {(MANY, type(weight), gelu): MANY} if takes_hopper_kernel(MANY, weight, bias) else {}
+    least = MANY // (1 if isinstance(weight, Codes) else dtype.itemsize)
+    taken = takes_hopper_kernel(least, weight, dtype, bias)
+    return {(MANY, type(weight), gelu): least} if taken else {}
 
 
 def _launch(

@@ -24,9 +24,9 @@ from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.rings import (
     async_load,
     async_store,
-    describe,
     leave,
     make_ring,
+    tiles_of,
     wait_full,
     wait_left,
 )
@@ -172,7 +172,7 @@ def hopper_gated(
     block, row_tiles, gate_tiles = BYTES // x.element_size(), cdiv(T, ROWS), I // GATES
     group = max(1, IN_CACHE // (ROWS * K * x.element_size()))
     _hopper_gated_kernel[(min(num_multiprocessors(x.device.index), row_tiles * gate_tiles),)](
-        describe(x, ROWS, block), describe(weight, GATES, block), describe(out, ROWS // 2, GATES),
+        tiles_of(x, ROWS, block), tiles_of(weight, GATES, block), tiles_of(out, ROWS // 2, GATES),
         x_scales, scales, T, row_tiles, gate_tiles, group, I, K, BLOCK=block, GELU=gelu,
         num_warps=4,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST
-from nanovllm.kernels.rings import async_load, describe, leave, make_ring, wait_full, wait_left
+from nanovllm.kernels.rings import async_load, leave, make_ring, tiles_of, wait_full, wait_left
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
@@ -325,7 +325,7 @@ def hopper_prefill(
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
-        q, describe(keys, KEYS, D), describe(values, KEYS, D), out, shared["tiles"],
+        q, tiles_of(keys, KEYS, D), tiles_of(values, KEYS, D), out, shared["tiles"],
         None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, scoring.sinks, num_items, P,
         scoring.scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
         G=G, HKV=Hkv, D=D, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap, num_warps=4,

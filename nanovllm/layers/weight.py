@@ -85,6 +85,7 @@ class Weight(nn.Module):
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
         SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or in `out`.
         """
+        assert out is None or (self.fused and x_block is None), "`out` is for our kernels' numbers"
         if not self.fused:
             return act_and_mul(self.multiply(x, bias), gelu)
         from nanovllm.kernels.activation import gate, gated_product
@@ -139,7 +140,7 @@ class Weight(nn.Module):
         if gated and self.fused:
             from nanovllm.kernels import activation
 
-            rows |= activation.variants(self.codes, bias, gelu)
+            rows |= activation.variants(self.codes, self.dtype, bias, gelu)
         return {key: functools.partial(multiply, T) for key, T in rows.items()}
 
     def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
