@@ -15,7 +15,9 @@ from attention_cases import DEVICE, needs_hopper
 from nanovllm.kernels import activation, gated_hopper, hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
+from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.weight import Weight
+from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import FP8, Codes
 
 SEED = 9
@@ -81,6 +83,9 @@ def test_hopper_gated(
             out = gated_hopper.hopper_gated(x, weight, dtype, gelu, room[:T])
         check_gated(out, given, weight, gelu)
         assert room[T:].isnan().all() and out.data_ptr() == room.data_ptr()
+    if kind == FP8:  # as a norm hands them on, and another rank
+        given = quantize(randn(T + 32, K, seed=3, dtype=dtype), 0)[16 : 16 + T]
+        check_gated(gated_hopper.hopper_gated(given, weight, dtype, True), given, weight, True)
 
 
 @pytest.mark.gpu
@@ -104,17 +109,35 @@ def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [len(x)]
 
 
+@pytest.mark.gpu
+@needs_hopper
+def test_a_weight_of_codes_quantises_what_it_gates() -> None:
+    """As a product of codes takes it, a row with a scale: 4 bits of each number are kept."""
+    codes = quantize(randn(512, 256, seed=5, dtype=torch.bfloat16) / 16, 0)
+    with torch.device(DEVICE):
+        weight = Fp8Weight(512, 256, torch.bfloat16, True, Fp8((1, 0), ""))
+    weight.data.data, weight.scales.data = codes.codes, codes.scales
+    x = quantize(randn(MANY, 256, seed=6, dtype=torch.bfloat16), 0)
+    numbers, gated = (weight.multiply_gated(x, x_block=x_block) for x_block in (None, 0))
+    assert isinstance(numbers, torch.Tensor) and isinstance(gated, Codes)
+    check_gated(numbers, x, codes, False)
+    least = 2.0**-10 * numbers.abs().amax(1, keepdim=True) / 448  # half a step of subnormal codes
+    error = (gated.numbers() - numbers).abs()
+    assert (error <= 2.0**-4 * numbers.abs() + 1.01 * least).all()
+
+
 def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many rows of 16 bits or FP8 with scales of rows, whole tiles, and no bias."""
 
     def taken(
         T: int = MANY // 2, N: int = 512, K: int = 128, dtype: Any = torch.bfloat16,
-        bias: torch.Tensor | None = None, rows: int = 1,
+        bias: torch.Tensor | None = None, rows: int = 1, results: torch.dtype | None = None,
     ) -> bool:  # fmt: skip
         weight: Any = torch.empty(N, K, dtype=dtype)
-        if dtype == FP8:
+        if dtype.itemsize == 1:
             weight = Codes(weight, torch.empty(N // rows, 1), (rows, K))
-        return takes_hopper_kernel(T, weight, bias)
+            results = results or torch.bfloat16
+        return takes_hopper_kernel(T, weight, results or dtype, bias)
 
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: True)
     assert taken() and taken(K=64) and taken(dtype=torch.float16)
@@ -122,9 +145,18 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(T=MANY // 2 - 1) and not taken(N=384) and not taken(K=96)
     assert not taken(T=MANY, K=64, dtype=FP8) and not taken(dtype=torch.float32)
     assert not taken(bias=torch.empty(512)) and not taken(T=MANY, dtype=FP8, rows=128)
+    assert not taken(T=MANY, dtype=FP8, results=torch.float32) and not taken(
+        T=MANY, dtype=torch.int8
+    )
     weight = torch.empty(512, 128, dtype=torch.bfloat16)
-    key = MANY, torch.Tensor, True
-    assert activation.variants(weight, None, True) == {key: MANY}, "to be compiled ahead"
-    assert not activation.variants(weight.float(), None, True)
+    key, ahead = (MANY, torch.Tensor, True), activation.variants(weight, weight.dtype, None, True)
+    assert ahead == {key: MANY // 2}, "to be compiled ahead"
+    assert not activation.variants(weight.float(), torch.float32, None, True)
+    products = []
+    monkeypatch.setattr(gated_hopper, "hopper_gated", lambda x, *args: products.append(len(x)))
+    x = torch.empty(MANY, 136, dtype=torch.bfloat16)
+    for begin in (0, 1, 8):  # TMA wants rows that begin at multiples of 16 bytes
+        activation.gated_product(x[:, begin : begin + 128], weight, x.dtype, None, False)
+    assert products == [MANY] * 2
     monkeypatch.setattr(activation, "has_own_kernels", lambda x: False)
     assert not taken()

@@ -4,7 +4,8 @@ have sent.
 """
 
 import ctypes
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,12 +32,16 @@ DTYPE = torch.float16  # as the interpreter, whose is exact
 
 
 class Machine:
-    """Regions in the memory of a CPU, and the flags that somebody waits for."""
+    """Regions in the memory of a CPU, the flags that somebody waits for, and the copying streams
+    that have waited for what they copy, and have not signalled since.
+    """
 
     def __init__(self) -> None:
         self.words: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.awaited: list[tuple[int, int]] = []
+        self.ready: set[int] = set()
+        self.current = 0
 
     def region(self, rank: int, device: torch.device, num_bytes: int, *_: object) -> Any:
         """Stands for `PeerRegion`."""
@@ -48,8 +53,8 @@ class Machine:
         region.addresses, region.abort_address, region.call = self.addresses, 0, self.call
         return region
 
-    def call(self, name: str, to: Any, source: Any, num_bytes: Any, stream: object) -> None:
-        assert name == "cuMemcpyDtoDAsync_v2"
+    def call(self, name: str, to: Any, source: Any, num_bytes: Any, stream: Any) -> None:
+        assert name == "cuMemcpyDtoDAsync_v2" and stream.value in self.ready
         end = to.value + num_bytes.value
         assert any(
             words.data_ptr() <= to.value and end <= words.data_ptr() + words.nbytes
@@ -58,6 +63,7 @@ class Machine:
         ctypes.memmove(to.value, source.value, num_bytes.value)
 
     def signal(self, flag: int, epoch: int) -> None:
+        self.ready.remove(self.current)  # no copy may follow
         ctypes.c_int64.from_address(flag).value = epoch
 
     def wait_for(self, flag: int, epoch: int, abort: int) -> None:
@@ -79,15 +85,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(peers, "wait_for", machine.wait_for)
 
     class Stream:
-        cuda_stream = 0
+        def __init__(self, device: torch.device, priority: int) -> None:
+            self.cuda_stream = id(self)
 
-        def __init__(self, device: torch.device, priority: int) -> None: ...
+        def wait_stream(self, other: object) -> None:
+            machine.ready.add(self.cuda_stream)
 
-        def wait_stream(self, other: object) -> None: ...
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        machine.current = stream.cuda_stream
+        yield
+        machine.current = 0
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on)
     return machine
 
 
@@ -127,7 +139,7 @@ def test_rows_of_large_steps(
     for turn in range(2):
         results = [randn(num_rows, M, seed=10 * turn + 3 + rank) for rank in range(size)]
         scattered = [
-            exchange.scatter(num_rows, lambda rows, out, x=x: out.copy_(x[rows]))
+            exchange.scatter(num_rows, rows_of(x))
             for exchange, x in zip(exchanges, results, strict=True)
         ]
         machine.check_waits()
@@ -144,7 +156,7 @@ def test_rows_of_large_steps(
         for rank, x in enumerate(gathered):
             assert isinstance(x.rows, Codes) == (x_block is not None)
             with_rows = [part for part in parts if part.start < part.stop]
-            arrived = [*x.parts()]
+            arrived = [*awaited_parts(x, machine)]
             assert sorted(arrived, key=with_rows.index) == with_rows
             assert arrived[0] == parts[rank] or parts[rank] not in with_rows
             machine.check_waits()
@@ -173,13 +185,10 @@ def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) ->
         for rank in range(size)
     ]
     weight = randn(M, seed=1)
-    steps = ((130, 0), (130, None), (17, 0), (130, 128), (60, None), (60, 128), (59, 0))
+    steps = ((130, 0), (130, 128), (17, 0), (130, None), (60, 128), (60, 0), (59, None), (59, 0))
     for turn, (num_rows, x_block) in enumerate(steps):
         x = randn(num_rows, M, seed=2 + turn)
-        scattered = [
-            exchange.scatter(num_rows, lambda rows, out, x=x: out.copy_(x[rows] / size))
-            for exchange in exchanges
-        ]
+        scattered = [exchange.scatter(num_rows, rows_of(x / size)) for exchange in exchanges]
         gathered = [
             normalise_owned_rows(each, None, weight, EPS, False, x_block)[0] for each in scattered
         ]
@@ -188,6 +197,26 @@ def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) ->
             rows = each.rows.numbers() if isinstance(each.rows, Codes) else each.rows
             error = (rows - wanted).abs()
             assert rows.shape == x.shape and (error <= 0.07 * wanted.abs() + 0.02).all()
+
+
+def awaited_parts(x: Gathered, machine: Machine) -> Iterator[slice]:
+    """Parts of other ranks come when their flag has been waited for, not before."""
+    rank, size = x.exchange.rank, x.exchange.size
+    owners = {part_of(owner, size, len(x.rows)).start: owner for owner in range(size)}
+    for part in x.parts():
+        flag = machine.addresses[rank] + bulk.FLAG_BYTES * (size + owners[part.start])
+        assert owners[part.start] == rank or (flag, x.epoch) in machine.awaited
+        yield part
+
+
+def rows_of(x: torch.Tensor) -> Callable[[slice, torch.Tensor], None]:
+    """A product, of which x is the result; none has no rows."""
+
+    def compute(rows: slice, out: torch.Tensor) -> None:
+        assert len(out)
+        out.copy_(x[rows])
+
+    return compute
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
