@@ -25,6 +25,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 # From so many bytes of an input's column on the product for Hopper is faster for nearly all shapes:
 # of 1,024 rows in 16 bits, of 2,048 in FP8 (docs/experiments.md, 44).
 MANY = 2048
+Matrix = torch.Tensor | Codes | Int4Codes
 
 
 @triton.jit
@@ -116,10 +117,7 @@ def gate(
 
 
 def takes_hopper_kernel(
-    num_rows: int,
-    weight: torch.Tensor | Codes | Int4Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
+    num_rows: int, weight: Matrix, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> bool:
     """Whether `hopper_gated` has products of so many rows with a weight of gates and what they
     gate: in whole tiles, of 16 bits as the results' `dtype` or of FP8 with scales of rows.
@@ -136,7 +134,7 @@ def takes_hopper_kernel(
 
 def gated_product(
     x: torch.Tensor | Codes,
-    weight: torch.Tensor | Codes | Int4Codes,
+    weight: Matrix,
     dtype: torch.dtype,
     bias: torch.Tensor | None,
     gelu: bool,
@@ -152,10 +150,7 @@ def gated_product(
 
 
 def variants(
-    weight: torch.Tensor | Codes | Int4Codes,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    gelu: bool,
+    weight: Matrix, dtype: torch.dtype, bias: torch.Tensor | None, gelu: bool
 ) -> dict[Hashable, int]:
     """As `kernels.linear.variants`, of `gated_product`."""
     least = MANY // (1 if isinstance(weight, Codes) else dtype.itemsize)

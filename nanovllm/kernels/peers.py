@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 
 EMPTY = tl.constexpr(-1)
+# Polls between two looks at whether the group was aborted, which is in the host's memory: tens of
+# milliseconds. All programs of a late kernel look at once, and lose about 1 ms. Looks each 1,024
+# polls, 0.7 ms, kept ranks late in turns, a step for 80 ms more (docs/experiments.md, 44).
+POLLS = tl.constexpr(1 << 16)
 TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, that a second round trip costs
 
 
@@ -73,9 +77,7 @@ def _place(
 
 @triton.jit
 def _is_aborted(peers_ptr, SIZE: tl.constexpr):
-    """Whether the group has been aborted. Reading it is slow (it is in the host's memory), so poll
-    loops do it rarely.
-    """
+    """Whether the group has been aborted, which poll loops ask rarely."""
     abort_ptr = tl.load(peers_ptr + SIZE).to(tl.pointer_type(tl.int64))
     return (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
 
@@ -97,7 +99,7 @@ def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
     while tl.max((given == EMPTY).to(tl.int32) - aborted) > 0:
         given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
         polls += 1
-        if polls % 1024 == 0:
+        if polls % POLLS == 0:
             aborted = _is_aborted(peers_ptr, SIZE)
     tl.debug_barrier()  # every thread has read
     tl.store(ptrs, tl.full(given.shape, EMPTY, given.dtype), mask=wanted)
@@ -205,7 +207,7 @@ def given_word(
     while (word == EMPTY) & (aborted == 0):
         word = tl.load(place, volatile=True)
         polls += 1
-        if polls % 1024 == 0:
+        if polls % POLLS == 0:
             aborted = _is_aborted(peers_ptr, SIZE)
     tl.debug_barrier()  # every thread has read
     tl.store(place, EMPTY)
@@ -220,7 +222,7 @@ def _wait_flag(flag_ptr, epoch, abort_ptr):
     while seen < epoch:
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
-        if polls % 1024 == 0:
+        if polls % POLLS == 0:
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, epoch, seen)
 
 

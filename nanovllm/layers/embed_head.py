@@ -49,8 +49,7 @@ class VocabParallelEmbedding(Layer):
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         rows = Part(self.vocab, self.config.vocab_size)
-        cols = Part.whole(self.config.hidden_size)
-        return self.weight.shards(path, 0, rows, cols)
+        return self.weight.shards(path, 0, rows, Part.whole(self.config.hidden_size))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor | Scattered:
         """[T] int32 -> [T, M], or partial results (see `sum_over_ranks`)."""
