@@ -48,7 +48,7 @@ def main() -> None:
     bench.add_options(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("needs CUDA devices, PyTorch sees none")
+        parser.error("needs a CUDA device for each rank, PyTorch sees none")
     with bench.checkpoint(args) as (directory, options), LLM(directory, **options) as llm:
         for wait_ms in (0, 0.3, 1, 3, 10, 30):
             times = step_times(llm, wait_ms)
