@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from interpreter import make_faster, poll_whole_numbers
 
 from nanovllm.kernels import norm, peers
@@ -30,7 +29,8 @@ class SharedMemory:
             for region in region_files(directory, size)
         ]
         self.abort = torch.zeros(1, dtype=torch.int64)
-        parts = [*self.regions, self.abort]
+        self.seen = torch.zeros(1, dtype=torch.int64)
+        parts = [*self.regions, self.abort, self.seen]
         self.addresses = torch.tensor([part.data_ptr() for part in parts])
         self.epochs = torch.zeros(max_rows, dtype=torch.int64)
 
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     max_rows: int
     row_bytes: int
     calls: list[dict[str, Any]]
-    aborted: bool = False  # the word is set that tells kernels not to wait
+    aborted: str = ""  # whose word tells kernels not to wait, "host" or "device"
     owners_from: int = 1 << 30  # rows of a call from which each is summed by one rank
 
 
@@ -69,12 +69,13 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     make_faster()
     poll_whole_numbers()
-    peers.POLLS = tl.constexpr(1024)  # each takes a thousand times as long as on a GPU
+    peers.POLLS_OF_HOST = peers.POLLS  # a poll takes a thousand times as long as on a GPU
     while True:
         job = connection.recv()
         try:
             memory: Any = SharedMemory(*job[:5])
-            memory.abort.fill_(job.aborted)
+            memory.abort.fill_(job.aborted == "host")
+            memory.seen.fill_(job.aborted == "device")
             norm.sums_by_owner = lambda _, num_rows, least=job.owners_from: num_rows >= least
             results = [
                 sample(**call, peers=memory)
@@ -82,6 +83,7 @@ def serve(connection: Connection) -> None:
                 else norm.add_rms_norm(**call, peers=memory)
                 for call in job.calls
             ]
+            assert memory.seen.item() == bool(job.aborted), "kernels that follow need not wait"
             tables = [call["table"] for call in job.calls if "table" in call]
             connection.send((Done(results, memory.epochs.tolist()), tables))
         except BaseException:

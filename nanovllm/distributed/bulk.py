@@ -24,7 +24,7 @@ from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv
 
 FLAG_BYTES = 8
-ALIGNMENT = 256  # bytes, of the rows: as of an allocation of their own
+ALIGNMENT = 256  # bytes: rows begin where an allocation may (docs/experiments.md, 44)
 ROUND = 16  # rows of a part are a multiple of it
 
 
@@ -91,7 +91,7 @@ class BulkExchange:
 
     Its region holds flags of what has arrived from each rank, partial results, and rows:
 
-        flags [2, size] int64, padded | received [size, max_part, M] | rows [max_rows, M]
+        flags [2, size] int64, up to 256 bytes | received [size, max_part, M] | rows [max_rows, M]
 
     Codes take at most half of the bytes of `rows`, and their scales begin at the half.
 
@@ -119,10 +119,10 @@ class BulkExchange:
         self._order = [(rank + 1 + i) % size for i in range(size)]  # the others first, then this
         max_part = self._part(0, max_rows).stop
         num_rows = size * max_part + max_rows
-        num_words = cdiv(2 * size * FLAG_BYTES, ALIGNMENT) * ALIGNMENT // FLAG_BYTES
-        num_bytes = FLAG_BYTES * num_words + num_rows * hidden_size * dtype.itemsize
+        flag_bytes = cdiv(2 * size * FLAG_BYTES, ALIGNMENT) * ALIGNMENT
+        num_bytes = flag_bytes + num_rows * hidden_size * dtype.itemsize
         self.region = PeerRegion(rank, device, num_bytes, 0, abort, share)
-        rows = self.region.words[num_words:].view(dtype).view(-1, hidden_size)
+        rows = self.region.words[flag_bytes // FLAG_BYTES :].view(dtype).view(-1, hidden_size)
         # [size, max_part, M]: the ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]

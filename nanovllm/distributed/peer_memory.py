@@ -126,7 +126,8 @@ class PeerMemory:
         abort, share: see `PeerRegion`.
 
     Attributes:
-        addresses: [size + 1] int64, where each rank's region begins, and where `abort` is.
+        addresses: [size + 2] int64, where each rank's region begins, where `abort` is, and where
+            the first kernel that sees it says so to those that follow.
         epochs: [max_rows] int64, the calls so far in which each row was exchanged.
     """
 
@@ -143,6 +144,7 @@ class PeerMemory:
         self.rank, self.size, self.max_rows, self.row_bytes = rank, size, max_rows, row_bytes
         num_bytes = 2 * size * max_rows * row_bytes
         self.region = PeerRegion(rank, device, num_bytes, 0xFF, abort, share)
-        addresses = [*self.region.addresses, self.region.abort_address]
+        self._seen = torch.zeros(1, dtype=torch.int64, device=device)
+        addresses = [*self.region.addresses, self.region.abort_address, self._seen.data_ptr()]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(max_rows, dtype=torch.int64, device=device)

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 EMPTY = tl.constexpr(-1)
-# Polls between two looks at whether the group was aborted, which is in the host's memory: tens of
-# milliseconds. All programs of a late kernel look at once, and lose about 1 ms. Looks each 1,024
-# polls, 0.7 ms, kept ranks late in turns, a step for 80 ms more (docs/experiments.md, 44).
-POLLS = tl.constexpr(1 << 16)
+# Polls between two looks whether the group was aborted, at a word in the GPU's memory (0.7 ms) and at
+# the host's (46 ms). All programs of a waiting kernel look at once; at the host's that seems to take
+# 1 ms: with looks every 0.7 ms ranks made each other late by turns, and a step took 80 ms more
+# (docs/experiments.md, 44).
+POLLS, POLLS_OF_HOST = tl.constexpr(1 << 10), tl.constexpr(1 << 16)
 TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, that a second round trip costs
 
 
@@ -76,10 +77,17 @@ def _place(
 
 
 @triton.jit
-def _is_aborted(peers_ptr, SIZE: tl.constexpr):
-    """Whether the group has been aborted, which poll loops ask rarely."""
-    abort_ptr = tl.load(peers_ptr + SIZE).to(tl.pointer_type(tl.int64))
-    return (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)
+def _is_aborted(peers_ptr, polls, SIZE: tl.constexpr):
+    """Whether the group has been aborted. The first that sees it in the host's memory, which is
+    slow to read, writes it into the GPU's, for all waits that follow.
+    """
+    seen_ptr = tl.load(peers_ptr + SIZE + 1).to(tl.pointer_type(tl.int64))
+    aborted = tl.load(seen_ptr, volatile=True) != 0
+    if polls % POLLS_OF_HOST == 0:
+        abort_ptr = tl.load(peers_ptr + SIZE).to(tl.pointer_type(tl.int64))
+        aborted |= tl.load(abort_ptr, volatile=True) != 0
+        tl.store(seen_ptr, 1, mask=aborted)
+    return aborted.to(tl.int32)
 
 
 @triton.jit
@@ -100,7 +108,7 @@ def _take(ptrs, wanted, peers_ptr, SIZE: tl.constexpr):
         given = tl.load(ptrs, mask=wanted, other=0, volatile=True)
         polls += 1
         if polls % POLLS == 0:
-            aborted = _is_aborted(peers_ptr, SIZE)
+            aborted = _is_aborted(peers_ptr, polls, SIZE)
     tl.debug_barrier()  # every thread has read
     tl.store(ptrs, tl.full(given.shape, EMPTY, given.dtype), mask=wanted)
     return given
@@ -208,7 +216,7 @@ def given_word(
         word = tl.load(place, volatile=True)
         polls += 1
         if polls % POLLS == 0:
-            aborted = _is_aborted(peers_ptr, SIZE)
+            aborted = _is_aborted(peers_ptr, polls, SIZE)
     tl.debug_barrier()  # every thread has read
     tl.store(place, EMPTY)
     return word

@@ -59,7 +59,7 @@ def wait_left(ring, n):
 
 def tiles_of(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix is 0, and
-    nothing is written there, other than by `hopper.describe`.
+    nothing is written there.
     """
     layout = _layout_of(rows, columns, x.dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

@@ -85,7 +85,7 @@ class Weight(nn.Module):
         """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
         SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or in `out`.
         """
-        assert out is None or (self.fused and x_block is None), "`out` is for our kernels' numbers"
+        assert out is None or (self.fused and x_block is None), "`out` wants our kernels, no codes"
         if not self.fused:
             return act_and_mul(self.multiply(x, bias), gelu)
         from nanovllm.kernels.activation import gate, gated_product

@@ -126,11 +126,11 @@ def test_log_probabilities_of_large_and_small_steps(
         return forward(head, hidden, *out)
 
     monkeypatch.setattr(ParallelLMHead, "forward", tapped)
-    taken, gated_product = [], activation.gated_product
+    rows, gated_product = [], activation.gated_product
 
     def spy(x: Any, *args: Any) -> Any:
         out = gated_product(x, *args)
-        taken.append(len(x) > activation.MANY and out is not None)
+        rows.append(len(x) if out is not None else 0)
         return out
 
     monkeypatch.setattr(activation, "gated_product", spy)
@@ -153,6 +153,7 @@ def test_log_probabilities_of_large_and_small_steps(
     with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
         peers = llm.model_runner.group.peers
         assert (mode != "nccl" and size > 2) == sums_by_owner(peers, 100)
+        rows.clear()  # of warm-up
         for lengths in batches:
             prompts = [[rng.randrange(10000) for _ in range(n)] for n in lengths]
             for prompt in prompts:
@@ -174,7 +175,8 @@ def test_log_probabilities_of_large_and_small_steps(
                 worst = max(worst, float((got - wanted)[steps, out].abs().max()))
                 assert float((wanted.max(-1).values - wanted[steps, out]).max()) < most
         assert llm.metrics()["num_graph_replays"] > 0
-    assert any(taken) or size > 2 or not has_own_kernels(buffer)
+    if size == 2 and has_own_kernels(buffer):  # parts of more have fewer rows than FP8 wants
+        assert max(rows) > activation.MANY
     print(size, mode, "largest difference of a log-probability:", worst)
     assert worst < most
 

@@ -159,7 +159,7 @@ def test_each_row_has_its_own_place(
     """
     calls = [norm_inputs(i, size, dtype, 1)[-1] for i in (1, 3, 1)]
     job = jobs(tmp_path, dtype, [calls] * size)[-1]
-    processes.run([job._replace(aborted=True)])
+    processes.run([job._replace(aborted="host")])
     for region in region_files(tmp_path, size)[:-1]:
         data = np.fromfile(region, np.uint8).reshape(2, size, MAX_ROWS, M * dtype.itemsize)
         assert (data[:, :-1] == 0xFF).all(), "the places of the others"
@@ -173,7 +173,7 @@ def test_each_row_has_its_own_place(
 def test_owners_share_the_rows(processes: RankProcesses, tmp_path: Path) -> None:
     """The last of three ranks gives each row to one, and the sums of its own to both others."""
     calls = [[norm_inputs(0, 3, torch.float32, 1)[2]]] * 3
-    job = jobs(tmp_path, torch.float32, calls, owners_from=0, aborted=True)[-1]
+    job = jobs(tmp_path, torch.float32, calls, owners_from=0, aborted="device")[-1]
     processes.run([job])
     for rank, region in enumerate(region_files(tmp_path, 3)[:2]):
         data = np.fromfile(region, np.uint8).reshape(2, 3, MAX_ROWS, M * 4)
@@ -289,7 +289,7 @@ def test_defect_13_nobody_waits_for_a_rank_that_is_gone(
     """
     norms, (_, samples) = norm_inputs(1, 2, torch.float32, 1), sample_inputs(1, 2, 120)
     calls = [[norms[0], samples[0]], []]
-    (job, _) = jobs(tmp_path, torch.float32, calls, owners_from=owners_from, aborted=True)
+    (job, _) = jobs(tmp_path, torch.float32, calls, owners_from=owners_from, aborted="host")
     ((answer, _),) = processes.run([job])
     assert len(answer.results) == 2
 

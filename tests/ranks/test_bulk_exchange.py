@@ -132,6 +132,8 @@ def test_rows_of_large_steps(
             layer.weight.scales.fill_(0.02)  # type: ignore[operator]
     norm = RMSNorm(M, EPS, build, x_block=x_block)
     assert project.x_block == gated.x_block == x_block
+    begin = exchanges[0].own_rows(num_rows).data_ptr() - machine.addresses[0]
+    assert begin % bulk.ALIGNMENT == 0
     norm.weight.copy_(randn(M, seed=2))
     parts = [part_of(rank, size, num_rows) for rank in range(size)]
     whole = torch.zeros(num_rows, M, dtype=torch.float64)
