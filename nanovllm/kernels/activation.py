@@ -22,8 +22,8 @@ from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-# From so many bytes of an input's column on, 1,024 rows in 16 bits and 2,048 in FP8, the product for
-# Hopper makes steps faster; single ones in FP8 take up to 8 % more (docs/experiments.md, 44).
+# From so many bytes of an input's column on, 1,024 rows in 16 bits and 2,048 in FP8, the product
+# for Hopper makes steps faster; single ones in FP8 take up to 8 % more (docs/experiments.md, 44).
 MANY = 2048
 Matrix = torch.Tensor | Codes | Int4Codes
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 EMPTY = tl.constexpr(-1)
-# Polls between two looks whether the group was aborted, at a word in the GPU's memory (0.7 ms) and at
-# the host's (46 ms). All programs of a waiting kernel look at once; at the host's that seems to take
-# 1 ms: with looks every 0.7 ms ranks made each other late by turns, and a step took 80 ms more
+# Polls between two looks whether the group was aborted, at a word in the GPU's memory (0.7 ms) and
+# at the host's (46 ms). All programs of a waiting kernel look at once; at the host's that seems to
+# take 1 ms: with looks every 0.7 ms ranks made each other late by turns, and a step took 80 ms more
 # (docs/experiments.md, 44).
 POLLS, POLLS_OF_HOST = tl.constexpr(1 << 10), tl.constexpr(1 << 16)
 TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, that a second round trip costs
