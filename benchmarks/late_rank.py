@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness
 from nanovllm.cli import bench
+from nanovllm.cli.options import engine_options
 
 NUM_SEQS, NUM_TOKENS, EACH = 256, 400, 20
 PERIOD, FIRST = 100, 20  # which steps wait
@@ -39,7 +40,7 @@ def step_times(llm: LLM, wait_ms: float) -> list[float]:
         times.append(1000 * (time.perf_counter() - start))
 
     rng = random.Random(0)
-    prompts = [[rng.randrange(10000) for _ in range(20)] for _ in range(NUM_SEQS)]
+    prompts = [[rng.randrange(256) for _ in range(20)] for _ in range(NUM_SEQS)]
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     llm.core.step = timed  # type: ignore[method-assign]
     try:
@@ -57,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device for each rank, PyTorch sees none")
-    if (args.tensor_parallel_size or 1) < 2:
+    if engine_options(args).get("tensor_parallel_size", 1) < 2:
         parser.error("needs --tensor-parallel-size of 2 or more")
     with bench.checkpoint(args) as (directory, options), LLM(directory, **options) as llm:
         step_times(llm, 0)  # compiles
