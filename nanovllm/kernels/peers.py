@@ -230,7 +230,7 @@ def _wait_flag(flag_ptr, epoch, abort_ptr):
     while seen < epoch:
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
-        if polls % POLLS == 0:
+        if polls % POLLS == 0:  # one program looks: that makes nobody late
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, epoch, seen)
 
 

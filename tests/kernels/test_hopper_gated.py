@@ -145,9 +145,8 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(T=MANY // 2 - 1) and not taken(N=384) and not taken(K=96)
     assert not taken(T=MANY, K=64, dtype=FP8) and not taken(dtype=torch.float32)
     assert not taken(bias=torch.empty(512)) and not taken(T=MANY, dtype=FP8, rows=128)
-    assert not taken(T=MANY, dtype=FP8, results=torch.float32) and not taken(
-        T=MANY, dtype=torch.int8
-    )
+    assert not taken(T=MANY, dtype=FP8, results=torch.float32)
+    assert not taken(T=MANY, dtype=torch.int8)
     weight = torch.empty(512, 128, dtype=torch.bfloat16)
     key, ahead = (MANY, torch.Tensor, True), activation.variants(weight, weight.dtype, None, True)
     assert ahead == {key: MANY // 2}, "to be compiled ahead"

@@ -103,6 +103,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
+def exchanges_of(size: int) -> list[BulkExchange]:
+    """Of all ranks."""
+    abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
+    return [
+        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
+        for rank in range(size)
+    ]
+
+
 def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed)).to(DTYPE)
 
@@ -118,11 +127,7 @@ def test_rows_of_large_steps(
     block = None if x_block is None else (128, 128) if x_block else (1, 0)
     how = Build(DTYPE, True, Group(), TorchBackend(), 64)
     build = how if block is None else how._replace(quantization=Fp8(block, "scale"))
-    abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
-    exchanges = [
-        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
-        for rank in range(size)
-    ]
+    exchanges = exchanges_of(size)
     project = ColumnParallelLinear(Part.whole(M), {"": Part.whole(128)}, False, build)
     gated = MergedColumnParallelLinear(M, {"gate": 128, "up": 128}, False, build)
     for i, layer in enumerate((project, gated)):
@@ -181,11 +186,7 @@ def test_rows_of_large_steps(
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) -> None:
     """Numbers and codes lie in the same bytes, and the views of the step before are not taken."""
-    abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
-    exchanges = [
-        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
-        for rank in range(size)
-    ]
+    exchanges = exchanges_of(size)
     weight = randn(M, seed=1)
     steps = ((130, 0), (130, 128), (17, 0), (130, None), (60, 128), (60, 0), (59, None), (59, 0))
     for turn, (num_rows, x_block) in enumerate(steps):
