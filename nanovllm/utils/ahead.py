@@ -1,10 +1,53 @@
 """Compiling kernels ahead of their use, in threads: Triton compiles one when it is first called."""
 
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import torch
+
+
+def keep_apart(build: Any, kernel: Any) -> None:
+    """Let threads load kernels at the same time, which Triton's do not (docs/experiments.md, 45).
+
+    Until 3.6 launchers are C modules of one name. Kernels with the same kinds of arguments share a
+    file, and when Python loads it again, it puts what is in it into the last module of that name:
+    a thread could take the launcher of another thread's kernel from there. And a kernel shows its
+    launcher before its function is loaded: another thread launched None.
+
+    Args:
+        build, kernel: `triton.runtime.build` and `triton.compiler.CompiledKernel`, or such.
+    """
+    one_at_a_time, run = threading.Lock(), kernel.run.fget
+    load: Any = getattr(build, "_load_module_from_path", None)
+
+    def load_own(name: str, path: str) -> ModuleType:
+        own = ModuleType(name)
+        with one_at_a_time:
+            vars(own).update(vars(load(name, path)))
+        return own
+
+    def run_loaded(self: Any) -> Any:
+        made = vars(self)
+        if "loaded" not in made:
+            with made.setdefault("loading", threading.Lock()):
+                made["loaded"] = run(self)
+        return made["loaded"]
+
+    if load is not None:
+        build._load_module_from_path = load_own
+    kernel.run = property(run_loaded)
+
+
+@cache
+def _keep_triton_apart() -> None:
+    from triton.compiler import CompiledKernel
+    from triton.runtime import build
+
+    keep_apart(build, CompiledKernel)
 
 
 def _enter(stream: torch.cuda.Stream) -> None:
@@ -28,6 +71,7 @@ class CompileAhead:
         prepare = None
         if device.type == "cuda":
             prepare = partial(_enter, torch.cuda.current_stream(device))
+            _keep_triton_apart()
         self._pool = ThreadPoolExecutor(initializer=prepare)
         self._made: list[Future[object]] = []
 

@@ -5,9 +5,10 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
-from nanovllm.utils.ahead import CompileAhead
+from nanovllm.utils.ahead import CompileAhead, _keep_triton_apart, keep_apart
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
@@ -828,6 +829,50 @@ def test_calls_are_made_beside_each_other_and_beside_us() -> None:
         ahead.wait()
         assert waited == [True]
         ahead.wait()
+
+
+def test_threads_that_load_kernels_have_launchers_of_their_own() -> None:
+    """Files of launchers become one module, as CPython does it; kernels are loaded by halves."""
+    shared, shown, loading = ModuleType("launcher"), threading.Event(), threading.Event()
+
+    def load(name: str, path: str) -> ModuleType:
+        shared.launch = path  # type: ignore[attr-defined]
+        return shared
+
+    class Kernel:
+        launcher = function = None
+
+        @property
+        def run(self) -> object:
+            if self.launcher is None:
+                self.launcher = "launcher"
+                shown.set()
+                loading.wait(60)
+                self.function = "function"
+            return self.launcher
+
+    build, kernel = SimpleNamespace(_load_module_from_path=load), Kernel()
+    keep_apart(build, Kernel)
+    first, second = (build._load_module_from_path("launcher", path) for path in "ab")
+    assert (first.launch, second.launch) == ("a", "b")
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(lambda: (kernel.run, kernel.function))]
+        assert shown.wait(60)
+        calls.append(pool.submit(lambda: (kernel.run, kernel.function)))
+        early = wait(calls, 0.1).done  # waits in vain
+        loading.set()
+    assert not early and {call.result() for call in calls} == {("launcher", "function")}
+
+
+def test_triton_has_what_keeps_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.compiler import CompiledKernel
+    from triton.runtime import build
+
+    for owner, name in ((build, "_load_module_from_path"), (CompiledKernel, "run")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    _keep_triton_apart.__wrapped__()
+    kernel = SimpleNamespace(_run="launcher")
+    assert CompiledKernel.run.fget(kernel) == kernel.loaded == "launcher"
 
 
 def test_an_error_while_compiling_is_raised() -> None:
