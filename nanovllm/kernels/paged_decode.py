@@ -12,6 +12,7 @@ from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
 from nanovllm.kernels.paged_splits import (
     PARTS_AT_ONCE,
+    PROGRAMS,
     choose_num_splits,
     empty_outputs,
     finish,
@@ -30,6 +31,7 @@ from nanovllm.utils.scoring import Scoring
 # (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
+WIDE, WIDE_PROGRAMS = 128, 640  # keys of a tile, with which fewer programs fill a multiprocessor
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
@@ -88,19 +90,22 @@ def _decode_kernel(
 
 
 def decode_tiles(
-    q: torch.Tensor, fp8: bool = False, left: bool = True, many: bool = False
+    q: torch.Tensor, fp8: bool = False, columns: int = 8, many: bool = False
 ) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8, `left` of them
-    or right; `many`: for MANY_PROGRAMS (docs/experiments.md, 35).
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8, left of so many
+    `columns` of queries, or right (0); `many`: for MANY_PROGRAMS (docs/experiments.md, 35, 45).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > LARGEST_LEFT
     if large and not has_room(q):
         return (16 if wide else 32), 4, 3
     if not fp8 or wide or large:
         return 32 if wide else 64, 4 if large else 2, 3
-    if not left:
-        return 128, 4, 5
-    return 64, 2, 3 if many else 5  # five have room for two tiles, three for one in more programs
+    if not columns:
+        return WIDE, 4, 5
+    if many:
+        return 64, 2, 3
+    # Of 16 columns, four warps would take WGMMA. Of heads of 64, neither is always faster.
+    return (WIDE, 4, 3) if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
 
 
 def paged_decode(
@@ -130,12 +135,14 @@ def paged_decode(
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
-    if num_splits is None:
-        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, scoring.window)
-    outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
-    many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
-    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, left, many)
+    tiles = decode_tiles(q, fp8, G_PAD if left else 0, B * Hkv >= MANY_PROGRAMS)
+    BLOCK_N, num_warps, num_stages = tiles
+    if num_splits is None:
+        programs = WIDE_PROGRAMS if BLOCK_N == WIDE else PROGRAMS
+        longest = block_tables.shape[1] * S
+        num_splits = choose_num_splits(B, Hkv, D, longest, scoring.window, programs)
+    outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:
         k_cache, v_cache, pair = k_cache.view(torch.int16), v_cache.view(torch.int16), 2

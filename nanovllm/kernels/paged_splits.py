@@ -14,20 +14,23 @@ from nanovllm.kernels.hopper import spare_rows
 from nanovllm.kernels.paged_attention import LOWEST
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
+PROGRAMS = 1024  # about eight for each multiprocessor of an H100 or H200
 PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
 
 
 def choose_num_splits(
-    batch_size: int, num_kv_heads: int, head_dim: int, max_context: int, window: int = 0
+    batch_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    window: int = 0,
+    programs: int = PROGRAMS,
 ) -> int:
-    """Splits of the keys for which the programs fill the GPU a few times over, a power of two.
-
-    1024 programs are about eight for each multiprocessor of an H100 or H200, smaller heads want
-    more; measured by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
+    """Splits of the keys, a power of two, for `programs` or more; smaller heads want more. Measured
+    by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
     """
     max_context = min(max_context, window or max_context)
-    programs = 1024 * max(1, 128 // head_dim)
-    wanted = cdiv(programs, batch_size * num_kv_heads)
+    wanted = cdiv(programs * max(1, 128 // head_dim), batch_size * num_kv_heads)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 

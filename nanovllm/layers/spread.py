@@ -55,8 +55,8 @@ def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> to
     if not held:
         return own.new_zeros(len(index), own.shape[1])
     place = index - held.start
-    ours = (place >= 0) & (place < len(held))
-    return F.embedding(place.where(ours, 0), own).masked_fill_(~ours.unsqueeze(1), 0)
+    nearest = place.clamp(0, len(held) - 1)
+    return F.embedding(nearest, own).masked_fill_((nearest != place).unsqueeze(1), 0)
 
 
 def normalise_owned_rows(

@@ -601,9 +601,9 @@ def test_decode_in_tiles_of_many_sequences(
     args = case.q, case.cache, case.context.block_tables, case.context.context_lens
     asked = []
 
-    def tiles(q: torch.Tensor, fp8: bool, left: bool, many: bool) -> tuple[int, int, int]:
+    def tiles(q: torch.Tensor, fp8: bool, columns: int, many: bool) -> tuple[int, int, int]:
         asked.append(many)
-        return decode_tiles(q, fp8, left, many)
+        return decode_tiles(q, fp8, columns, many)
 
     monkeypatch.setattr(paged_decode, "decode_tiles", tiles)
     for programs in (6, 7):
@@ -613,6 +613,7 @@ def test_decode_in_tiles_of_many_sequences(
     assert asked == [True, False]
     q = case.q.to(torch.float16)
     assert (decode_tiles(q, fp8, many=True) != decode_tiles(q, fp8)) == fp8
+    assert decode_tiles(q, fp8, 16)[:2] == decode_tiles(q[..., :64], fp8)[:2] == (64, 2)  # no WGMMA
 
 
 @pytest.mark.parametrize("seed", range(40 if HAS_CUDA else 3))
@@ -644,6 +645,8 @@ def test_number_of_splits() -> None:
     assert choose_num_splits(1, 8, 128, 16384) == 16
     assert choose_num_splits(1, 8, 128, 32768) == 32
     assert choose_num_splits(1, 8, 128, 100) == 1
+    assert choose_num_splits(96, 8, 128, 4096, programs=640) == 1
+    assert choose_num_splits(64, 4, 128, 4096, programs=640) == 4
 
 
 def test_an_unusable_backend_reports_every_refusal() -> None:
