@@ -31,7 +31,7 @@ from nanovllm.utils.scoring import Scoring
 # (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
-WIDE, WIDE_PROGRAMS = 128, 640  # keys of a tile, with which fewer programs fill a multiprocessor
+LONG_TILE, LONG_PROGRAMS = 128, 640  # keys, and programs that are enough where tiles have them
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
@@ -101,11 +101,11 @@ def decode_tiles(
     if not fp8 or wide or large:
         return 32 if wide else 64, 4 if large else 2, 3
     if not columns:
-        return WIDE, 4, 5
+        return LONG_TILE, 4, 5
     if many:
         return 64, 2, 3
     # Of 16 columns, four warps would take WGMMA. Of heads of 64, neither is always faster.
-    return (WIDE, 4, 3) if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
+    return (LONG_TILE, 4, 3) if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
 
 
 def paged_decode(
@@ -136,12 +136,11 @@ def paged_decode(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
-    tiles = decode_tiles(q, fp8, G_PAD if left else 0, B * Hkv >= MANY_PROGRAMS)
-    BLOCK_N, num_warps, num_stages = tiles
+    many, columns = B * Hkv >= MANY_PROGRAMS, G_PAD if left else 0
+    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, columns, many)
     if num_splits is None:
-        programs = WIDE_PROGRAMS if BLOCK_N == WIDE else PROGRAMS
-        longest = block_tables.shape[1] * S
-        num_splits = choose_num_splits(B, Hkv, D, longest, scoring.window, programs)
+        how = scoring.window, LONG_PROGRAMS if BLOCK_N == LONG_TILE else PROGRAMS
+        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, *how)
     outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:

@@ -19,18 +19,13 @@ PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
 
 
 def choose_num_splits(
-    batch_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_context: int,
-    window: int = 0,
-    programs: int = PROGRAMS,
+    B: int, Hkv: int, D: int, max_context: int, window: int = 0, programs: int = PROGRAMS
 ) -> int:
-    """Splits of the keys, a power of two, for `programs` or more; smaller heads want more. Measured
-    by benchmarks/decode_attention.py. Long contexts gain from more than 16 splits.
+    """Splits of the keys for which about `programs` attend, or more of small heads: a power of two,
+    measured by benchmarks/decode_attention.py. Long contexts gain from more than 16.
     """
     max_context = min(max_context, window or max_context)
-    wanted = cdiv(programs * max(1, 128 // head_dim), batch_size * num_kv_heads)
+    wanted = cdiv(programs * max(1, 128 // D), B * Hkv)
     most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
     return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
 

@@ -11,7 +11,7 @@ CEILINGS = {
     "functions": 240,
     "files": 40,
     "files_in_circles": 0,
-    "core_lines": 4410,
+    "core_lines": 4420,
     "package_lines": 28_250,
     "longest_file": 370,
     "model_lines": 123,
