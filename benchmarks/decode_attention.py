@@ -21,7 +21,6 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
@@ -76,8 +75,7 @@ def measure(B: int, HQ: int, cache: KVCache, longest_first: bool) -> dict[str, f
     shared: dict[Hashable, object] = {}  # by the layers of a step
     for splits in (1, 2, 4, 8, 16, 32):
         times[f"splits {splits}"] = microseconds(partial(decode, num_splits=splits, shared=shared))
-    chosen = choose_num_splits(B, HKV, D, LONGEST)
-    times["chosen"] = times[f"splits {chosen}"]
+    times["chosen"] = microseconds(partial(decode, shared=shared))
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
