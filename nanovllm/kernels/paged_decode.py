@@ -1,6 +1,7 @@
 """Attention of single tokens over the paged KV cache, their keys split over programs."""
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,11 +137,13 @@ def paged_decode(
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
     fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
-    many, columns = B * Hkv >= MANY_PROGRAMS, G_PAD if left else 0
-    BLOCK_N, num_warps, num_stages = decode_tiles(q, fp8, columns, many)
+    tiles = partial(decode_tiles, q, fp8, G_PAD if left else 0)
     if num_splits is None:
-        how = scoring.window, LONG_PROGRAMS if BLOCK_N == LONG_TILE else PROGRAMS
-        num_splits = choose_num_splits(B, Hkv, D, block_tables.shape[1] * S, *how)
+        programs = LONG_PROGRAMS if tiles()[0] == LONG_TILE else PROGRAMS
+        longest = block_tables.shape[1] * S
+        num_splits = choose_num_splits(B, Hkv, D, longest, scoring.window, programs)
+    many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
+    BLOCK_N, num_warps, num_stages = tiles(many=many)
     outputs = empty_outputs(q, Hq, Hkv, num_splits, shared)
     k_cache, v_cache, pair = cache.k, cache.v, 1
     if fp8:

@@ -708,6 +708,34 @@ def test_what_no_8_bits_hold_does_not_pass_for_right(dtype: torch.dtype) -> None
         assert (found[3:5, 3].abs() > 6e4).all() and (found[5] == 1).all()
 
 
+@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("hkv", [2, 8])
+def test_no_decode_over_an_fp8_cache_takes_a_kernel_that_is_not_compiled_ahead(
+    hkv: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = set()
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **how: launched.add(
+                tuple(how[key] for key in ("BLOCK_N", "SPLITS", "num_warps", "num_stages"))
+            )
+
+    monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
+    monkeypatch.setattr(paged_decode, "paged_prefix", lambda *args: (None,) * 4)
+    backend, scoring = TritonBackend(), Scoring(1.0)
+    cache = KVCache.empty((1, 256, hkv, d), FP8, torch.device(DEVICE))
+    for call in backend.variants(randn(1, 2 * hkv, d, dtype=HALF), cache, 4096, [scoring]):
+        if call.func is backend._decode:  # type: ignore[attr-defined]
+            call()
+    ahead = launched.copy()
+    for B in (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1024, 1536):
+        lens = torch.zeros(B, dtype=torch.int32, device=DEVICE)
+        q, tables = randn(B, 2 * hkv, d, dtype=HALF), lens[:, None].expand(B, 16)
+        paged_decode.paged_decode(q, cache, tables, lens, scoring)
+    assert launched == ahead and len({tile for tile, *_ in ahead}) == 1 + (d == 128)
+
+
 def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_decode, "MANY_PROGRAMS", 64)  # which are called
     backend = TritonBackend()
