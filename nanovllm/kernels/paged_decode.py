@@ -32,7 +32,7 @@ from nanovllm.utils.scoring import Scoring
 # (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
-LONG_TILE, LONG_PROGRAMS = 128, 640  # keys, and programs that are enough where tiles have them
+LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # for splits, and how many of them are enough
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 
@@ -93,8 +93,9 @@ def _decode_kernel(
 def decode_tiles(
     q: torch.Tensor, fp8: bool = False, columns: int = 8, many: bool = False
 ) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8, left of so many
-    `columns` of queries, or right (0); `many`: for MANY_PROGRAMS (docs/experiments.md, 35, 45).
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8. `columns`: of a
+    KV head's queries, padded, where keys are the left operand; 0 where they are the right one.
+    `many`: for MANY_PROGRAMS. Measured: docs/experiments.md, 35 and 45.
     """
     wide, large = q.element_size() == 4, q.shape[-1] > LARGEST_LEFT
     if large and not has_room(q):
@@ -102,11 +103,11 @@ def decode_tiles(
     if not fp8 or wide or large:
         return 32 if wide else 64, 4 if large else 2, 3
     if not columns:
-        return LONG_TILE, 4, 5
+        return 128, 4, 5
     if many:
         return 64, 2, 3
     # Of 16 columns, four warps would take WGMMA. Of heads of 64, neither is always faster.
-    return (LONG_TILE, 4, 3) if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
+    return LONG_TILES if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
 
 
 def paged_decode(
@@ -139,7 +140,7 @@ def paged_decode(
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
     tiles = partial(decode_tiles, q, fp8, G_PAD if left else 0)
     if num_splits is None:
-        programs = LONG_PROGRAMS if tiles()[0] == LONG_TILE else PROGRAMS
+        programs = LONG_PROGRAMS if tiles() == LONG_TILES else PROGRAMS
         longest = block_tables.shape[1] * S
         num_splits = choose_num_splits(B, Hkv, D, longest, scoring.window, programs)
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS

@@ -14,15 +14,15 @@ from nanovllm.kernels.hopper import spare_rows
 from nanovllm.kernels.paged_attention import LOWEST
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-PROGRAMS = 1024  # about eight for each multiprocessor of an H100 or H200
+PROGRAMS = 1024  # some eight a multiprocessor; measured by benchmarks/decode_attention.py
 PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
 
 
 def choose_num_splits(
     B: int, Hkv: int, D: int, max_context: int, window: int = 0, programs: int = PROGRAMS
 ) -> int:
-    """Splits of the keys for which about `programs` attend, or more of small heads: a power of two,
-    measured by benchmarks/decode_attention.py. Long contexts gain from more than 16.
+    """Splits of the keys, a power of two, so that at least about `programs` run; small heads want
+    more of them, and long contexts gain from more than 16 splits.
     """
     max_context = min(max_context, window or max_context)
     wanted = cdiv(programs * max(1, 128 // D), B * Hkv)

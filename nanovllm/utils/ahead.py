@@ -3,25 +3,28 @@
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
+_replacing, _replaced = threading.Lock(), threading.Event()
+
 
 def keep_apart(build: Any, kernel: Any) -> None:
-    """Let threads load kernels at the same time, which Triton's do not (docs/experiments.md, 45).
+    """Replace two functions of Triton, for the whole process, so that threads may load kernels at
+    the same time (docs/experiments.md, 45). May be called again.
 
-    Until 3.6 launchers are C modules of one name. Kernels with the same kinds of arguments share a
-    file, and when Python loads it again, it puts what is in it into the last module of that name:
-    a thread could take the launcher of another thread's kernel from there. And a kernel shows its
-    launcher before its function is loaded: another thread launched None.
+    A launcher passes a kernel its arguments. Up to Triton 3.6 it is a C module, all of one name:
+    when Python loads a file again, it reuses the last module of that name, so a thread could get
+    another kernel's launcher. Now each load gets a module of its own. And from 3.5 on a kernel has
+    its launcher before its function: a second thread launched None. Now it waits.
 
     Args:
-        build, kernel: `triton.runtime.build` and `triton.compiler.CompiledKernel`, or such.
+        build, kernel: the module `triton.runtime.build` and the class `CompiledKernel`.
     """
-    one_at_a_time, run = threading.Lock(), kernel.run.fget
+    one_at_a_time, run = threading.Lock(), vars(kernel).get("run")
     load: Any = getattr(build, "_load_module_from_path", None)
 
     def load_own(name: str, path: str) -> ModuleType:
@@ -30,24 +33,30 @@ def keep_apart(build: Any, kernel: Any) -> None:
             vars(own).update(vars(load(name, path)))
         return own
 
-    def run_loaded(self: Any) -> Any:
-        made = vars(self)
-        if "loaded" not in made:
-            with made.setdefault("loading", threading.Lock()):
-                made["loaded"] = run(self)
-        return made["loaded"]
+    def run_whole(self: Any) -> Any:
+        if self.function is None:
+            with vars(self).setdefault("_loading", threading.RLock()):
+                try:
+                    return run.fget(self)
+                except BaseException:
+                    self._run = None  # not to be launched
+                    raise
+        return run.fget(self)
 
     if load is not None:
         build._load_module_from_path = load_own
-    kernel.run = property(run_loaded)
+    if isinstance(run, property):
+        kernel.run = property(run_whole)
 
 
-@cache
 def _keep_triton_apart() -> None:
     from triton.compiler import CompiledKernel
     from triton.runtime import build
 
-    keep_apart(build, CompiledKernel)
+    with _replacing:
+        if not _replaced.is_set():
+            keep_apart(build, CompiledKernel)
+            _replaced.set()
 
 
 def _enter(stream: torch.cuda.Stream) -> None:

@@ -61,7 +61,8 @@ from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
-from nanovllm.utils.ahead import CompileAhead, _keep_triton_apart, keep_apart
+from nanovllm.utils import ahead
+from nanovllm.utils.ahead import CompileAhead, keep_apart
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
@@ -708,32 +709,40 @@ def test_what_no_8_bits_hold_does_not_pass_for_right(dtype: torch.dtype) -> None
         assert (found[3:5, 3].abs() > 6e4).all() and (found[5] == 1).all()
 
 
+@pytest.mark.parametrize("g", [2, 16, 32])
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("hkv", [2, 8])
 def test_no_decode_over_an_fp8_cache_takes_a_kernel_that_is_not_compiled_ahead(
-    hkv: int, d: int, monkeypatch: pytest.MonkeyPatch
+    hkv: int, d: int, g: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = set()
+    launched = list[tuple[int, ...]]()
 
     class Kernel:
         def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **how: launched.add(
-                tuple(how[key] for key in ("BLOCK_N", "SPLITS", "num_warps", "num_stages"))
+            return lambda *args, **how: launched.append(
+                tuple(how[key] for key in ("BLOCK_N", "num_warps", "num_stages", "SPLITS"))
             )
+
+    def decode(B: int) -> tuple[int, ...]:
+        lens = torch.zeros(B, dtype=torch.int32, device=DEVICE)
+        q = torch.empty(B, g * hkv, d, dtype=HALF, device=DEVICE)
+        paged_decode.paged_decode(q, cache, lens[:, None].expand(B, 16), lens, scoring)
+        return launched[-1]
 
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_decode, "paged_prefix", lambda *args: (None,) * 4)
     backend, scoring = TritonBackend(), Scoring(1.0)
     cache = KVCache.empty((1, 256, hkv, d), FP8, torch.device(DEVICE))
-    for call in backend.variants(randn(1, 2 * hkv, d, dtype=HALF), cache, 4096, [scoring]):
+    for call in backend.variants(randn(1, g * hkv, d, dtype=HALF), cache, 4096, [scoring]):
         if call.func is backend._decode:  # type: ignore[attr-defined]
             call()
-    ahead = launched.copy()
-    for B in (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1024, 1536):
-        lens = torch.zeros(B, dtype=torch.int32, device=DEVICE)
-        q, tables = randn(B, 2 * hkv, d, dtype=HALF), lens[:, None].expand(B, 16)
-        paged_decode.paged_decode(q, cache, tables, lens, scoring)
-    assert launched == ahead and len({tile for tile, *_ in ahead}) == 1 + (d == 128)
+    compiled = set(launched)
+    batches = (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1024, 1536)
+    assert {decode(B) for B in batches} <= compiled
+    if d == 128:
+        tiles = {2: (128, 4, 3), 16: (64, 2, 5), 32: (128, 4, 5)}[g]
+        assert decode(768 // hkv) == (*tiles, 1 if g == 2 else 2)
+        assert decode(512 // hkv) == (*tiles, 2)
 
 
 def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -862,48 +871,82 @@ def test_calls_are_made_beside_each_other_and_beside_us() -> None:
         ahead.wait()
 
 
-def test_threads_that_load_kernels_have_launchers_of_their_own() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_threads_that_load_kernels_have_launchers_of_their_own(times: int) -> None:
     """Files of launchers become one module, as CPython does it; kernels are loaded by halves."""
-    shared, shown, loading = ModuleType("launcher"), threading.Event(), threading.Event()
+    shared, begun, go_on = ModuleType("launcher"), threading.Event(), threading.Event()
 
     def load(name: str, path: str) -> ModuleType:
         shared.launch = path  # type: ignore[attr-defined]
+        begun.set()
+        go_on.wait(60)
         return shared
 
     class Kernel:
-        launcher = function = None
+        _run: str | None = None
+        function: str | None = None
+        error: Exception | None = None
 
         @property
-        def run(self) -> object:
-            if self.launcher is None:
-                self.launcher = "launcher"
-                shown.set()
-                loading.wait(60)
+        def run(self) -> str:
+            if self._run is None:
+                self._run = "launcher"
+                begun.set()
+                go_on.wait(60)
+                if self.error:
+                    raise self.error
                 self.function = "function"
-            return self.launcher
+            return self._run
 
-    build, kernel = SimpleNamespace(_load_module_from_path=load), Kernel()
-    keep_apart(build, Kernel)
-    first, second = (build._load_module_from_path("launcher", path) for path in "ab")
-    assert (first.launch, second.launch) == ("a", "b")
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(lambda: (kernel.run, kernel.function))]
-        assert shown.wait(60)
-        calls.append(pool.submit(lambda: (kernel.run, kernel.function)))
-        early = wait(calls, 0.1).done  # waits in vain
-        loading.set()
-    assert not early and {call.result() for call in calls} == {("launcher", "function")}
+    def at_once(*calls: Callable[[], object]) -> list[object]:
+        """The second is called in the middle of the first, and has to wait for it."""
+        begun.clear()
+        go_on.clear()
+        with ThreadPoolExecutor(2) as pool:
+            made = [pool.submit(calls[0])]
+            assert begun.wait(60)
+            made.append(pool.submit(calls[1]))
+            early = wait(made, 0.1).done
+            go_on.set()
+        assert not early
+        return [call.exception() or call.result() for call in made]
+
+    build = SimpleNamespace(_load_module_from_path=load)
+    for _ in range(times):
+        keep_apart(build, Kernel)
+    modules = at_once(*(lambda p=p: build._load_module_from_path("launcher", p) for p in "ab"))
+    assert [module.launch for module in modules] == ["a", "b"]  # type: ignore[attr-defined]
+    kernel, failing = Kernel(), Kernel()
+    launch = lambda kernel: (kernel.run, kernel.function)  # noqa: E731
+    both = at_once(lambda: launch(kernel), lambda: launch(kernel))
+    assert both == [("launcher", "function")] * 2
+    failing.error = MemoryError()
+    assert at_once(lambda: launch(failing), lambda: launch(failing)) == [failing.error] * 2
+
+    class Of34:  # Triton 3.4 has no such property
+        pass
+
+    keep_apart(SimpleNamespace(), Of34)
+    assert not hasattr(Of34, "run")
 
 
-def test_triton_has_what_keeps_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.compiler import CompiledKernel
     from triton.runtime import build
 
     for owner, name in ((build, "_load_module_from_path"), (CompiledKernel, "run")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    _keep_triton_apart.__wrapped__()
-    kernel = SimpleNamespace(_run="launcher")
-    assert CompiledKernel.run.fget(kernel) == kernel.loaded == "launcher"
+    monkeypatch.setattr(ahead, "_replaced", threading.Event())
+    monkeypatch.setattr(ahead, "_enter", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    found = set()
+    for _ in range(2):
+        with CompileAhead(torch.device("cuda")):
+            found.add((build._load_module_from_path, CompiledKernel.run))
+    [(load, run)] = found
+    assert "keep_apart" in load.__qualname__
+    kernel = SimpleNamespace(_run="launcher", function=None)
+    assert run.fget(kernel) == "launcher" and "_loading" in vars(kernel)
 
 
 def test_an_error_while_compiling_is_raised() -> None:
