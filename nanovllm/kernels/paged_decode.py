@@ -32,7 +32,7 @@ from nanovllm.utils.scoring import Scoring
 # (docs/experiments.md, 35).
 LARGEST_LEFT, MOST_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
-LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # for splits, and how many of them are enough
+LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # of `decode_tiles`, and programs to split keys for
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 
 

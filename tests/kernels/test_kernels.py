@@ -739,7 +739,7 @@ def test_no_decode_over_an_fp8_cache_takes_a_kernel_that_is_not_compiled_ahead(
     compiled = set(launched)
     batches = (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1024, 1536)
     assert {decode(B) for B in batches} <= compiled
-    if d == 128:
+    if d == 128 and paged_decode.MIN_COLUMNS == 8:
         tiles = {2: (128, 4, 3), 16: (64, 2, 5), 32: (128, 4, 5)}[g]
         assert decode(768 // hkv) == (*tiles, 1 if g == 2 else 2)
         assert decode(512 // hkv) == (*tiles, 2)
