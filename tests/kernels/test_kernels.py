@@ -61,7 +61,6 @@ from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
-from nanovllm.utils import ahead
 from nanovllm.utils.ahead import CompileAhead, keep_apart
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
@@ -936,8 +935,8 @@ def test_triton_is_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((build, "_load_module_from_path"), (CompiledKernel, "run")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(ahead, "_replaced", threading.Event())
-    monkeypatch.setattr(ahead, "_enter", lambda stream: None)
+    monkeypatch.setattr("nanovllm.utils.ahead._replaced", threading.Event())
+    monkeypatch.setattr("nanovllm.utils.ahead._enter", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     found = set()
     for _ in range(2):
