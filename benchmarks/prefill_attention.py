@@ -29,6 +29,9 @@ CASES = (  # prompts, tokens of each, tokens cached before them
     (4, 4096, 0),
     (256, 64, 2048),
     (1, 16384, 0),
+    (1, 16384, 16384),
+    (1, 2048, 30720),
+    (8, 512, 4096),
 )
 
 
@@ -48,7 +51,8 @@ def measure(hq: int, prompts: int, tokens: int, cached: int, cache: KVCache) -> 
     cu_q, cu_k = ((steps * n).int() for n in (tokens, tokens + cached))
     operations = 4 * prompts * (tokens * cached + tokens**2 / 2) * hq * D
     k = torch.randn(prompts * tokens, HKV, D, device="cuda", dtype=torch.bfloat16)
-    args = (q, k, k, cache, tables, cu_q, cu_k, tokens, cached > 0, Scoring(D**-0.5))
+    num_keys = prompts * (tokens + cached)
+    args = (q, k, k, cache, tables, cu_q, cu_k, tokens, num_keys, Scoring(D**-0.5))
     results = [tflops(lambda: paged_prefill(*args), operations)]
     if cache.k.dtype == FP8:
         return results

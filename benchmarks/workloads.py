@@ -6,6 +6,8 @@
     shared-prefix  256 prompts of 2048 common and 64 own tokens, 64 new tokens each, after one
                    request that seeds the prefix
     wide           1024 prompts of 128 tokens, 128 new tokens each
+    long           4 prompts of 32,000 tokens, 1 new token each; only if named, and with
+                   --max-model-len 32768
 
     python benchmarks/workloads.py --dummy qwen3-0.6b [--only bs1 wide] [--repeat 3]
 
@@ -80,6 +82,7 @@ WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
     "prefill": lambda rng: uniform(many(rng, 64, 2048), 1, False),
     "shared-prefix": shared_prefix,
     "wide": lambda rng: uniform(many(rng, 1024, 128), 128, True),
+    "long": lambda rng: uniform(many(rng, 4, 32000), 1, False),
 }
 
 
@@ -116,8 +119,8 @@ def main() -> None:
         "--only",
         nargs="+",
         choices=list(WORKLOADS),
-        default=list(WORKLOADS),
-        help="workloads (all)",
+        default=[name for name in WORKLOADS if name != "long"],
+        help="workloads (all but long)",
     )
     parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()

@@ -123,7 +123,7 @@ class Case:
             cu_seqlens_k=cu_k if prefilling else None,
             max_seqlen_q=max(prefilling, default=0),
             max_seqlen_k=max(k_lens[num_decodes:], default=0),
-            has_cached_context=q_lens[num_decodes:] != k_lens[num_decodes:],
+            num_keys=sum(k_lens[num_decodes:]),
         )
 
     def wanted(self) -> torch.Tensor:

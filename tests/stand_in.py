@@ -306,7 +306,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
         cu_q, cu_k = torch.zeros(2, decodes + prompts + 1, dtype=torch.int32, device=GPU)
         q, k, v = qkv[decodes:].split([32, 8, 8], 1)
         ends = cu_q[decodes:], cu_k[decodes:]
-        args = q, k, v, cache, tables, *ends, FEW_QUERIES + 1, True, Scoring(1.0)
+        args = q, k, v, cache, tables, *ends, FEW_QUERIES + 1, len(q), Scoring(1.0)
         paged_prefill(*args, shared=shared)
     return [*shared]
 

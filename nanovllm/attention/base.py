@@ -86,6 +86,10 @@ class AttentionBackend(ABC):
         """Decodes of a tile of shared prefixes (`Context.prefixes`); 0: it reads each by itself."""
         return 0
 
+    def most_gathered(self) -> int:
+        """Bytes that a step over an FP8 cache may take for its context, beside its activations."""
+        return 0
+
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:

@@ -56,7 +56,7 @@ class FlashAttentionBackend(TritonStore):
 
     def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         (q, k, v), block_table = qkv, None
-        if context.has_cached_context:
+        if context.num_keys != len(q):
             k, v, block_table = cache.k, cache.v, context.block_tables[context.num_decodes :]
         return self._varlen(
             q,

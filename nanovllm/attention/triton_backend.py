@@ -68,7 +68,7 @@ class TritonBackend(TritonStore):
             context.cu_seqlens_q,
             context.cu_seqlens_k,
             context.max_seqlen_q,
-            context.has_cached_context,
+            context.num_keys,
             scoring,
             context.shared,
         )
@@ -95,6 +95,11 @@ class TritonBackend(TritonStore):
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
         return self._members_of_tile(num_heads, num_kv_heads)
 
+    def most_gathered(self) -> int:
+        from nanovllm.kernels.paged_gather import MOST_GATHERED
+
+        return MOST_GATHERED
+
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
     ) -> list[Callable[[], object]]:
@@ -106,8 +111,8 @@ class TritonBackend(TritonStore):
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
         for scoring in scorings:
-            for n, has_cached in product(NUMBERS, (True, False) if fp8 else (True,)):
-                args = q, k, k, cache, table, lens, lens, n, has_cached, scoring
+            for n, num_keys in product(NUMBERS, (1, 2) if fp8 else (1,)):  # 2: one is cached
+                args = q, k, k, cache, table, lens, lens, n, num_keys, scoring
                 calls.append(partial(self._prefill, *args))
             most = self._choose_num_splits(1, num_kv_heads, head_dim, max_context, scoring.window)
             many = -(-self._many_programs // num_kv_heads)

@@ -38,6 +38,7 @@ from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
 from nanovllm.utils.device import capability, capturing, resolve_device, wait_for_device
+from nanovllm.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class ModelRunner:
         if not on_cpu:
             how = config, self.max_model_len, self.device, self.extras.most_bytes, ahead
             activations = warm_up(self.run_model, self.pool, *how)
+            if self.cache_dtype == FP8:
+                activations += self.backend.most_gathered()
         num_blocks = self.pool.how_many_fit(self.max_model_len, own, own + activations)
         self.num_blocks = group.minimum(num_blocks)
         longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)

@@ -215,7 +215,7 @@ class StaticInputs:
                 cu_seqlens_q=parts.cu_seqlens_q,
                 cu_seqlens_k=parts.cu_seqlens_k,
                 max_seqlen_q=shape.tokens,
-                has_cached_context=True,  # for all that is known
+                num_keys=None,  # changes
                 kept_rows=rows,
             )
         return StepInputs(

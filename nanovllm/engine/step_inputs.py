@@ -61,14 +61,13 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
     kept = None if every_row or not len(rows) else sample_rows
     context = Context(batch.num_decodes, slots, lens, tables, kept_rows=kept, prefixes=prefixes)
     if len(batch.cu_seqlens_q) > 1:  # some prefill
-        q_lens, k_lens = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
         context = dataclasses.replace(
             context,
             cu_seqlens_q=cu_q,
             cu_seqlens_k=cu_k,
-            max_seqlen_q=int(q_lens.max()),
-            max_seqlen_k=int(k_lens.max()),
-            has_cached_context=bool((k_lens > q_lens).any()),
+            max_seqlen_q=int(np.diff(batch.cu_seqlens_q).max()),
+            max_seqlen_k=int(np.diff(batch.cu_seqlens_k).max()),
+            num_keys=int(batch.cu_seqlens_k[-1]),
         )
     return StepInputs(
         ids, positions, context, decode_slots, sample_rows, SamplingMetadata(*sampling)

@@ -27,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST
 from nanovllm.kernels.rings import async_load, leave, make_ring, tiles_of, wait_full, wait_left
 from nanovllm.utils.device import num_multiprocessors
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
@@ -73,8 +71,7 @@ def _posted(work, n):
 
 @gluon.jit
 def _facts_of(
-    item, cu_q_ptr, cu_k_ptr, num_seqs,
-    G: gl.constexpr, HKV: gl.constexpr, WINDOW: gl.constexpr,
+    item, cu_q_ptr, cu_k_ptr, num_seqs, HKV, G: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
     """Of an item: a KV head of one of T // QUERIES + P slots. Sequence s has those from
     cu_q[s] // QUERIES + s on, at most one more than it has tiles; late queries see more keys, so
@@ -108,23 +105,26 @@ def _facts_of(
 @gluon.jit
 def _copy(
     rings, k_desc, v_desc, counter_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, num_items, num_seqs,
-    stride_table,
-    G: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr,
+    HKV, stride_table,
+    G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The duty of the copying warp. Without tables, the keys are those of the step's tokens."""
+    """The duty of the copying warp. Without tables, the keys of a sequence begin at its cu_k."""
     keys, values, work = rings
     item, following = gl.atomic_add(counter_ptr, 1), gl.atomic_add(counter_ptr, 1)
     n, k_n = 0, 0
     while item < num_items:
-        seq, facts = _facts_of(item, cu_q_ptr, cu_k_ptr, num_seqs, G, HKV, WINDOW)
+        seq, facts = _facts_of(item, cu_q_ptr, cu_k_ptr, num_seqs, HKV, G, WINDOW)
         item, following = following, gl.atomic_add(counter_ptr, 1)  # ahead, as it takes its time
-        kv_head, query, _, position, _, begin, tiles = facts
+        kv_head, _, _, _, _, begin, tiles = facts
+        first_row = 0
+        if tables_ptr is None:
+            first_row = gl.load(cu_k_ptr + seq)
         if begin < tiles:
             _post(work, n, facts)
             n += 1
         for i in range(begin, tiles):
             start = (tiles - 1 + begin - i) * _KEYS
-            row = query - position + start
+            row = first_row + start
             if tables_ptr is not None:
                 row = gl.load(tables_ptr + seq * stride_table + start // S) * S + start % S
             _fill(k_desc, row, kv_head * D, keys, k_n, 2 * _KEYS * D)
@@ -271,13 +271,13 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "num_seqs", "stride_table"],
+    do_not_specialize=["num_items", "num_seqs", "HKV", "stride_table"],
     do_not_specialize_on_alignment=["tables_ptr", "cu_q_ptr", "cu_k_ptr"],
 )
 def _hopper_prefill_kernel(
     q_ptr, k_desc, v_desc, out_ptr, counter_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr,
-    num_items, num_seqs, scale, stride_qt, stride_ot, stride_table,
-    G: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr,
+    num_items, num_seqs, HKV, scale, stride_qt, stride_ot, stride_table,
+    G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -296,7 +296,7 @@ def _hopper_prefill_kernel(
             (_attend, (rings, q_ptr, out_ptr, sinks_ptr, scale, stride_qt, stride_ot,
                 1, G, D, WINDOW, SOFTCAP)),
             (_copy, (rings, k_desc, v_desc, counter_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, num_items,
-                num_seqs, stride_table, G, HKV, D, S, WINDOW)),
+                num_seqs, HKV, stride_table, G, D, S, WINDOW)),
         ],
         [4, 1],  # warps, beside the first four
         [240, 24],  # registers of a thread; the first have 240, too
@@ -307,27 +307,24 @@ def hopper_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cache: KVCache,
-    block_tables: torch.Tensor,
+    block_tables: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     scoring: Scoring,
     shared: dict[Hashable, Any],
-) -> torch.Tensor:
-    """`paged_prefill`, where `takes_hopper_kernel`. Beside an FP8 cache it reads the step's own
-    keys and values, which are all that there are then.
-    """
-    (T, Hq, D), (S, Hkv), P = q.shape, cache.k.shape[1:3], len(cu_seqlens_q) - 1
-    G, fp8 = Hq // Hkv, cache.k.dtype == FP8
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)  # [T, Hq, D]
-    keys, values = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
+    out: torch.Tensor,
+) -> None:
+    """`paged_prefill.attend`, where `takes_hopper_kernel`."""
+    (T, Hq, D), Hkv, P = q.shape, k.shape[-2], len(cu_seqlens_q) - 1
+    G, S = Hq // Hkv, KEYS if block_tables is None else k.shape[1]
+    keys, values = k.view(-1, Hkv * D), v.view(-1, Hkv * D)
     if "tiles" not in shared:  # how many were taken: 0 before and after each kernel
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
         q, tiles_of(keys, KEYS, D), tiles_of(values, KEYS, D), out, shared["tiles"],
-        None if fp8 else block_tables, cu_seqlens_q, cu_seqlens_k, scoring.sinks, num_items, P,
-        scoring.scale * LOG2E.value, q.stride(0), out.stride(0), block_tables.stride(0),
-        G=G, HKV=Hkv, D=D, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap, num_warps=4,
+        block_tables, cu_seqlens_q, cu_seqlens_k, scoring.sinks, num_items, P, Hkv,
+        scoring.scale * LOG2E.value, q.stride(0), out.stride(0),
+        0 if block_tables is None else block_tables.stride(0),
+        G=G, D=D, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap, num_warps=4,
     )  # fmt: skip
-    return out

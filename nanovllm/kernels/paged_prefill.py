@@ -11,78 +11,21 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import (
-    can_describe,
-    describe,
     has_own_kernels,
     has_room,
     launch_dependents,
     pdl_options,
     wait,
 )
-from nanovllm.kernels.kv_cache import numbers_of
-from nanovllm.kernels.paged_attention import (
-    LOG2E,
-    before_keys,
-    exponents_ahead,
-    load_tile,
-    metadata,
-    slots_of,
-    weigh,
-)
+from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
+from nanovllm.kernels.paged_gather import gather_keys, heads_at_once
+from nanovllm.kernels.paged_span import describe_tiles, prefill_span
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more the kernel for Hopper is no faster
-
-
-@triton.jit
-def _prefill_tile(
-    q, m, l, acc, k_source, v_source, k_exponents, v_exponents, table_ptr, first_row,
-    kv_head, start, k_len, positions, stride_row, scale,
-    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """`weigh` a tile of keys from `start` and add their values. The sources are descriptors or
-    pointers, of the cache by a table or, without one, of this step's tokens, whose position 0 would
-    be in `first_row`.
-    """
-    keys = start + tl.arange(0, BLOCK_N)
-    seen = keys < k_len
-    if table_ptr is None:
-        row = first_row + start
-        rows = (row + tl.arange(0, BLOCK_N)).to(tl.int64)
-    elif DESCRIBED:
-        row = tl.load(table_ptr + start // S) * S + start % S
-        rows = row.to(tl.int64) + tl.arange(0, BLOCK_N)
-    else:
-        rows = slots_of(table_ptr, start, BLOCK_N, S, k_len)
-    if DESCRIBED:
-        k = k_source.load([row, kv_head * D]).T
-        v = v_source.load([row, kv_head * D])
-        if MASKED:
-            v = tl.where(seen[:, None], v, 0.0)
-    else:
-        offset = kv_head * D
-        k, v = load_tile(
-            k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
-        )
-    if k_exponents is not None:
-        if MASKED:  # beyond the last key they are anything
-            k_exponents = tl.where(seen, k_exponents, 0)
-            v_exponents = tl.where(seen, v_exponents, 0)
-        k = numbers_of(k, k_exponents[None, :], q.dtype)
-        v = numbers_of(v, v_exponents[:, None], q.dtype)
-    visible = keys[None, :] <= tl.minimum(positions, k_len - 1)[:, None]
-    if WINDOW:
-        visible &= keys[None, :] > positions[:, None] - WINDOW
-    s = tl.dot(q, k, input_precision="ieee")
-    m, l, p, correction = weigh(
-        s, m, l, None, None, None, scale, visible, MASKED, WINDOW, SOFTCAP
-    )  # fmt: skip
-    acc = acc * correction[:, None]
-    return m, l, tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -118,41 +61,6 @@ def _bounds(first, end, origin, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def prefill_span(
-    q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
-    kv_head, begin, end, k_len, positions, stride_row, scale,
-    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks that are not a cache's
-    are few, and not worth a pipeline.
-    """
-    if k_exponents_ptr is not None:
-        if begin < end:
-            exponents = exponents_ahead(
-                k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S
-            )
-            for start in range(begin, end, BLOCK_N):
-                following = exponents_ahead(
-                    k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
-                )
-                m, l, acc = _prefill_tile(
-                    q, m, l, acc, k_source, v_source, exponents[0], exponents[1], table_ptr,
-                    first_row, kv_head, start, k_len, positions, stride_row, scale,
-                    D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
-                )  # fmt: skip
-                exponents = following
-    else:
-        for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
-            m, l, acc = _prefill_tile(
-                q, m, l, acc, k_source, v_source, None, None, table_ptr,
-                first_row, kv_head, start, k_len, positions, stride_row, scale,
-                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
-            )  # fmt: skip
-    return m, l, acc
-
-
-@triton.jit
 def _cached_span(
     q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
     kv_head, lowest, end, positions, stride_slot, scale,
@@ -182,11 +90,11 @@ def _prefill_kernel(
     stride_table,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DESCRIBED: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
+    DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
     # sequence. Late queries see more keys, so they start first. The sources have all keys and
-    # values or, if `FRESH`, those of this step's tokens; an FP8 cache has the others, if any.
+    # values, in blocks or one sequence after another, or the step's own beside an FP8 cache.
     launch_dependents(PDL)
     kv_head, seq = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -196,20 +104,24 @@ def _prefill_kernel(
     wait(PDL)
     if tile * QUERIES >= q_len:
         return
-    k_len = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
+    first_row = tl.load(cu_k_ptr + seq)
+    k_len = tl.load(cu_k_ptr + seq + 1) - first_row
     row = tl.arange(0, BLOCK_M)
     head = kv_head * G + row % G
     t, column, used = _places(tile * QUERIES, q_start, q_len, head, G, D, D_PAD, BLOCK_M)
     q = tl.load(q_ptr + t * stride_qt + column, mask=used, other=0.0)
-    table_ptr = tables_ptr + seq * stride_table
+    table_ptr = None if tables_ptr is None else tables_ptr + seq * stride_table
     # A query sees the positions up to its own; the first of them is at `first`.
     first = k_len - q_len + tile * QUERIES
     positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
     m, l = before_keys(sinks_ptr, head, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    origin = k_len - q_len if FRESH else 0
-    source_table = None if FRESH else table_ptr
+    origin = 0
+    if k_fp8_ptr is not None:
+        origin = k_len - q_len
+        first_row = q_start - origin
+    source_table = table_ptr if k_fp8_ptr is None else None
     lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
     if k_fp8_ptr is not None:
         m, l, acc = _cached_span(
@@ -220,21 +132,12 @@ def _prefill_kernel(
     bounds = begin, unmasked, unmasked_end, end
     for i in tl.static_range(0 if WINDOW else 1, 3):
         m, l, acc = prefill_span(
-            q, m, l, acc, k_source, v_source, None, None, source_table, q_start - origin, kv_head,
+            q, m, l, acc, k_source, v_source, None, None, source_table, first_row, kv_head,
             bounds[i], bounds[i + 1], k_len, positions, stride_row, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
-
-
-def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple[Any, Any] | None:
-    """Descriptors of tiles of `rows` keys or values of a head, of matrices [n, Hkv D]; None where
-    the hardware takes none.
-    """
-    if next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
-        return None
-    return describe(k, rows, D), describe(v, rows, D)
 
 
 def prefill_tiles(
@@ -248,8 +151,9 @@ def prefill_tiles(
     """
     wide, large = q.element_size() == 4, q.shape[-1] > 128  # each takes twice the shared memory
     if not wide and not large:
-        few = max_seqlen_q * G <= 64 or (converts and not has_room(q))
-        return (64, 64, 4) if few else (128, 64, 8)
+        if max_seqlen_q * G <= 64 or (converts and not has_room(q)):
+            return 64, 64, 4
+        return 128, 128 if converts else 64, 8
     if wide and large:
         rows, keys, warps = 16, 16, 8
     elif has_room(q):
@@ -259,14 +163,13 @@ def prefill_tiles(
     return max(rows, next_power_of_2(G)), keys, warps
 
 
-def takes_hopper_kernel(
-    q: torch.Tensor, cache: KVCache, max_seqlen_q: int, has_cached_context: bool
-) -> bool:
-    """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts."""
-    (_, Hq, D), (_, S, Hkv, _) = q.shape, cache.k.shape
-    lies = not has_cached_context if cache.k.dtype == FP8 else S % 128 == 0
-    fits = q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64
-    return has_own_kernels(q) and lies and fits and max_seqlen_q > FEW_QUERIES
+def takes_hopper_kernel(q: torch.Tensor, Hkv: int, S: int, max_seqlen_q: int) -> bool:
+    """Whether `hopper_prefill` attends to this, in whole tiles of keys. S: of the blocks; 0: keys
+    are not in blocks.
+    """
+    _, Hq, D = q.shape
+    fits = q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64 and S % 128 == 0
+    return has_own_kernels(q) and fits and max_seqlen_q > FEW_QUERIES
 
 
 def paged_prefill(
@@ -278,7 +181,7 @@ def paged_prefill(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
-    has_cached_context: bool,
+    num_keys: int | None,
     scoring: Scoring,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
@@ -291,62 +194,97 @@ def paged_prefill(
         cu_seqlens_q: [P + 1] int32, where each sequence's queries begin.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         max_seqlen_q: most queries of a sequence.
-        has_cached_context: whether a sequence has more tokens than these queries.
+        num_keys: the last of cu_seqlens_k; None if a CUDA graph is to serve several.
         shared: what the layers of a step share, see `Context`.
 
     Returns:
         [T, Hq, D]
     """
     assert q.stride()[1:] == (q.shape[2], 1), "the heads of a token must be adjacent"
-    if takes_hopper_kernel(q, cache, max_seqlen_q, has_cached_context):
+    out, Hkv = torch.empty(q.shape, dtype=q.dtype, device=q.device), k.shape[1]
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, {} if shared is None else shared
+    if cache.k.dtype != FP8:
+        attend(q, cache.k, cache.v, block_tables, *where, scoring, out)
+    elif num_keys == len(q):  # there are no others
+        attend(q, k, v, None, *where, scoring, out)
+    elif num_keys and max_seqlen_q > FEW_QUERIES and (n := heads_at_once(cache, num_keys, q.dtype)):
+        G = q.shape[1] // Hkv
+        for first in range(0, Hkv, n):
+            some = slice(first, min(first + n, Hkv))
+            keys, values = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q)
+            own = slice(some.start * G, some.stop * G)
+            sinks = None if scoring.sinks is None else scoring.sinks[own]
+            some_scoring = scoring._replace(sinks=sinks)
+            attend(q[:, own], keys, values, None, *where, some_scoring, out[:, own])
+    else:
+        attend(q, k, v, block_tables, *where, scoring, out, cache)
+    return out
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    shared: dict[Hashable, Any],
+    scoring: Scoring,
+    out: torch.Tensor,
+    fp8_cache: KVCache | None = None,
+) -> None:
+    """`paged_prefill` with keys and values of q's dtype, into out: [T, Hq, D].
+
+    Args:
+        k, v: [N, S, Hkv, D], blocks; without tables [n, Hkv, D], one sequence after another.
+        fp8_cache: its blocks have what is before k and v: [T, Hkv, D], which are the step's then.
+    """
+    S = 0 if block_tables is None else k.shape[1]
+    if fp8_cache is None and takes_hopper_kernel(q, k.shape[-2], S, max_seqlen_q):
         from nanovllm.kernels.paged_hopper import hopper_prefill
 
-        return hopper_prefill(
-            q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, scoring,
-            {} if shared is None else shared,
-        )  # fmt: skip
-    return _prefill(
-        q, k, v, cache, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, has_cached_context,
-        scoring,
-    )  # fmt: skip
+        hopper_prefill(q, k, v, block_tables, cu_seqlens_q, cu_seqlens_k, scoring, shared, out)
+    else:
+        _prefill(
+            q, k, v, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scoring, out, fp8_cache
+        )
 
 
 def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cache: KVCache,
-    block_tables: torch.Tensor,
+    block_tables: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
-    has_cached_context: bool,
     scoring: Scoring,
-) -> torch.Tensor:
+    out: torch.Tensor,
+    fp8_cache: KVCache | None,
+) -> None:
     """By the kernel that all GPUs have."""
-    (_, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    (_, Hq, D), Hkv = q.shape, k.shape[-2]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
-    # The cache as a matrix, of which a tile of keys is a tile where it lies inside a block. Where
-    # it is FP8, the step's own keys and values have that part.
-    fp8 = cache.k.dtype == FP8
-    from_cache = cache if fp8 and has_cached_context else (None,) * 4
-    converts = from_cache[0] is not None
+    converts = fp8_cache is not None
+    paged = block_tables is not None and not converts
+    S = (k if fp8_cache is None else fp8_cache.k).shape[1] if block_tables is not None else 0
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
-    grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), block_tables.shape[0])
-    k_source, v_source = (x.view(-1, Hkv * D) for x in ((k, v) if fp8 else (cache.k, cache.v)))
+    grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), len(cu_seqlens_q) - 1)
+    # Keys and values as matrices, of which a tile of keys is a tile where it lies inside a block.
+    k_source, v_source = (x.view(-1, Hkv * D) for x in (k, v))
     stride_row = k_source.stride(0)
-    tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if fp8 or S >= BLOCK_N else None
+    tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if not paged or S >= BLOCK_N else None
     if tiles is not None:
-        (k_source, v_source), num_warps = tiles, 4
-    # Two tiles are loaded ahead; one stage more looks up their blocks.
-    num_stages = 2 if D > 128 or fp8 else 3
+        (k_source, v_source), num_warps = tiles, num_warps if converts else 4
+    # Two tiles are loaded ahead; of blocks, one stage more looks them up.
+    num_stages = 3 if paged and D <= 128 else 2
     _prefill_kernel[grid](
-        q, k_source, v_source, *from_cache, out, block_tables, cu_seqlens_q,
+        q, k_source, v_source, *(fp8_cache or (None,) * 4), out, block_tables, cu_seqlens_q,
         cu_seqlens_k, scoring.sinks, scoring.scale * LOG2E.value,
-        q.stride(0), out.stride(0), stride_row, Hkv * D, block_tables.stride(0),
+        q.stride(0), out.stride(0), stride_row, Hkv * D,
+        0 if block_tables is None else block_tables.stride(0),
         G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None, FRESH=fp8,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
-    return out

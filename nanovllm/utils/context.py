@@ -46,7 +46,8 @@ class Context:
         cu_seqlens_k: [P + 1] int32, the running sum of their context lengths.
         max_seqlen_q: most rows of a prefilling sequence.
         max_seqlen_k: longest context of a prefilling sequence.
-        has_cached_context: whether a prefilling sequence sees more than this step's tokens.
+        num_keys: the context lengths of prefilling sequences, summed; None in a CUDA graph, where
+            they change.
         kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
         prefixes: what several decodes begin with, if that is to be read once.
         shared: what a backend works out in the first layer for all of them.
@@ -60,7 +61,7 @@ class Context:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    has_cached_context: bool = False
+    num_keys: int | None = 0
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict)

@@ -15,8 +15,6 @@ from attention_cases import Case, close, needs_hopper
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.kernels import hopper, paged_prefill
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"q_lens": [300, 1, 129, 1000, 64]},
@@ -39,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def make_case(fp8: bool, dtype: torch.dtype, **how: Any) -> Case:
     q_lens, cached = how.pop("q_lens"), how.pop("cached", None)
-    k_lens = q_lens if fp8 or cached is None else [*map(sum, zip(q_lens, cached, strict=True))]
+    k_lens = q_lens if cached is None else [*map(sum, zip(q_lens, cached, strict=True))]
     return Case(q_lens, k_lens, fp8=fp8, dtype=dtype, **{"d": 128, "block_size": 256} | how)
 
 
@@ -61,7 +59,7 @@ def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Te
         context.cu_seqlens_q,
         context.cu_seqlens_k,
         context.max_seqlen_q,
-        context.has_cached_context,
+        context.num_keys,
         case.scoring,
         shared,
     )[: len(case.q)]
@@ -79,7 +77,7 @@ def test_hopper_prefill(
     case, shared = make_case(fp8, dtype, **CASES[name]), {}
     wanted = case.wanted()
     for _ in range(2):
-        out = attend(case, shared, behind=37)
+        out = attend(case, shared, behind=0 if fp8 else 37)
         close(out, wanted)
         # Weights and results are rounded to 8 bits (bfloat16), each by 2^-9 / 3^0.5 in the mean.
         assert (out.double() - wanted).norm() < 4e-3 * wanted.norm()
@@ -176,12 +174,9 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             x = torch.empty(1, G, d, dtype=dtype)
             self.shape, self.element_size, self.is_cuda = x.shape, x.element_size, is_cuda
 
-    def taken(
-        d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256, fp8=False, has=True
-    ) -> bool:  # type: ignore[no-untyped-def]
-        cache = KVCache.empty((1, block, 1, d), FP8 if fp8 else dtype, torch.device("cpu"))
+    def taken(d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256) -> bool:  # type: ignore[no-untyped-def]
         q: Any = Queries(d, dtype, is_cuda, G)
-        return paged_prefill.takes_hopper_kernel(q, cache, n, has)
+        return paged_prefill.takes_hopper_kernel(q, 1, block, n)
 
     monkeypatch.setattr(hopper, "VERSION", (3, 6))
     monkeypatch.setattr(hopper, "capability", lambda index: (9, 0))
@@ -189,7 +184,7 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not taken(d=96) and not taken(d=256) and not taken(dtype=torch.float32)
     assert not taken(is_cuda=False) and not taken(G=65) and not taken(n=256)
     assert not taken(block=64) and not taken(block=16)
-    assert not taken(fp8=True) and taken(fp8=True, has=False, block=16)
+    assert taken(block=0), "keys that lie one after another"
     for name, value in (
         ("VERSION", (3, 5)),
         ("VERSION", (3, 10)),

@@ -525,7 +525,7 @@ def test_attention_of_a_step_with_room_for_more(name: str, fp8: bool, dtype: tor
         cu_seqlens_q=ended(context.cu_seqlens_q),
         cu_seqlens_k=ended(context.cu_seqlens_k),
         max_seqlen_q=384,
-        has_cached_context=True,
+        num_keys=None,
     )
     rows = QKV(*(spaced(x, 384 - T, torch.nan) for x in (case.q, case.k, case.v)))
     out = TritonBackend().attend(rows, case.cache, padded, case.scoring)
@@ -764,9 +764,7 @@ def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPa
     fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
     calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
     with_or_without = {call.args[-3:-1] for call in calls if call.func is backend._prefill}
-    assert with_or_without == {
-        (n, cached) for n in (1, 128, FEW_QUERIES + 1) for cached in (True, False)
-    }
+    assert with_or_without == {(n, keys) for n in (1, 128, FEW_QUERIES + 1) for keys in (1, 2)}
     for call in calls:
         call()
 

@@ -1,0 +1,96 @@
+"""Keys and values of prompts out of an FP8 cache, as rows of the model's dtype.
+
+Attention that reads codes converts them for each tile of queries anew. Where a prompt has many
+tiles, it takes less to convert them once, and the products are those of 16 bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.kv_cache import exponents_at, numbers_of
+from nanovllm.kernels.paged_attention import metadata
+from nanovllm.utils.integers import cdiv, next_power_of_2
+from nanovllm.utils.kv_cache import KVCache
+
+MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
+_ROWS = 32  # of a program
+
+
+@triton.jit
+def _numbers_at(
+    codes_ptr, exponents_ptr, slots, head, d, used, dtype: tl.constexpr,
+    HKV, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    codes = tl.load(codes_ptr + ((slots * HKV + head) * D)[:, None] + d[None, :], used, 0.0)
+    exponents = tl.load(exponents_ptr + exponents_at(slots, head, HKV, S))
+    return numbers_of(codes, exponents[:, None], dtype)
+
+
+@metadata
+def _gather_kernel(
+    k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, k_out_ptr, v_out_ptr, tables_ptr, cu_k_ptr,
+    num_rows, num_seqs, step, first_head, HKV, stride_table,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: ROWS rows of one head, each of the last sequence that begins there or before.
+    launch_dependents(PDL)
+    row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D_PAD)
+    used = (row < num_rows)[:, None]
+    if D < D_PAD:
+        used &= d[None, :] < D
+    row = tl.minimum(row, num_rows - 1)
+    seq = row * 0
+    while step > 0:
+        begin = tl.load(cu_k_ptr + seq + step, mask=seq + step < num_seqs, other=num_rows)
+        seq = tl.where(begin <= row, seq + step, seq)
+        step //= 2
+    position = row - tl.load(cu_k_ptr + seq)
+    block = tl.load(tables_ptr + seq * stride_table + position // S).to(tl.int64)
+    slots, head = block * S + position % S, first_head + tl.program_id(1)
+    wait(PDL)
+    dtype: tl.constexpr = k_out_ptr.dtype.element_ty
+    k = _numbers_at(k_ptr, k_exponents_ptr, slots, head, d, used, dtype, HKV, D, S)
+    v = _numbers_at(v_ptr, v_exponents_ptr, slots, head, d, used, dtype, HKV, D, S)
+    place = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * D
+    tl.store(k_out_ptr + place[:, None] + d[None, :], k, mask=used)
+    tl.store(v_out_ptr + place[:, None] + d[None, :], v, mask=used)
+
+
+def heads_at_once(cache: KVCache, num_keys: int, dtype: torch.dtype) -> int:
+    """Of how many heads so many keys and values are gathered at once; 0: not of one."""
+    Hkv, D = cache.k.shape[2:]
+    most = MOST_GATHERED // (2 * num_keys * D * dtype.itemsize)
+    return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
+
+
+def gather_keys(
+    cache: KVCache,
+    block_tables: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    num_keys: int,
+    heads: slice,
+    like: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of these heads of P sequences, one sequence after another.
+
+    Args:
+        cache: of `FP8`.
+        block_tables: [P, W] int32.
+        cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
+        num_keys: the last of these.
+        like: of the dtype that is wanted.
+
+    Returns:
+        [num_keys, heads, D], twice.
+    """
+    (S, Hkv, D), P = cache.k.shape[1:], len(block_tables)
+    own = heads.stop - heads.start
+    k, v = torch.empty(2, num_keys, own, D, dtype=like.dtype, device=like.device)
+    _gather_kernel[(cdiv(num_keys, _ROWS), own)](
+        *cache, k, v, block_tables, cu_seqlens_k, num_keys, P, next_power_of_2(P) // 2,
+        heads.start, Hkv, block_tables.stride(0),
+        D=D, D_PAD=next_power_of_2(D), S=S, ROWS=_ROWS, **pdl_options(like),
+    )  # fmt: skip
+    return k, v

@@ -1,0 +1,81 @@
+"""Long prompts over an FP8 cache: what they read is gathered first, in the model's dtype."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_cases import DTYPES, Case, close, run_case
+
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernels import paged_gather, paged_prefill
+from nanovllm.kernels.paged_gather import gather_keys, heads_at_once
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
+
+HEADS = 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", [[70], [5, 0, 33, 1, 64], [0, 0, 9, 0]], ids=str)
+def test_gathered_keys_are_those_of_the_cache(lens: list[int], dtype: torch.dtype) -> None:
+    """Bit by bit, of some heads and of all, of sequences without tokens too."""
+    case = Case(lens, lens, hkv=HEADS, d=96, dtype=dtype, fp8=True)
+    context = case.context
+    TorchBackend().store_kvcache(case.k, case.v, case.cache, context.slot_mapping)
+    assert context.cu_seqlens_k is not None
+    where = context.block_tables, context.cu_seqlens_k, sum(lens)
+    for heads in (slice(0, HEADS), slice(1, 3), slice(3, 4)):
+        k, v = gather_keys(case.cache, *where, heads, case.q)
+        assert torch.equal(k, case.k[:, heads]) and torch.equal(v, case.v[:, heads])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at_once", [4, 3, 1, 0])
+@pytest.mark.parametrize("how", [{}, {"window": 30, "sinks": True}, {"softcap": 5.0}], ids=str)
+def test_long_prompts(
+    at_once: int, dtype: torch.dtype, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All heads at once, some of them, one, and none where there is no room for one."""
+    case = Case([33, 1, 20], [80, 40, 20], hq=8, hkv=HEADS, dtype=dtype, fp8=True, **how)
+    monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 32)
+    a_head = 2 * 140 * 32 * dtype.itemsize
+    monkeypatch.setattr(paged_gather, "MOST_GATHERED", at_once * a_head + a_head - 1)
+    taken = list[slice]()
+
+    def gather(*args: Any) -> Any:
+        taken.append(args[4])
+        return gather_keys(*args)
+
+    monkeypatch.setattr(paged_prefill, "gather_keys", gather)
+    close(run_case(TritonBackend(), case), case.wanted())
+    parts = {4: [4], 3: [2, 2], 1: [1] * 4, 0: []}[at_once]
+    assert [heads.stop - heads.start for heads in taken] == parts
+    assert sorted(i for heads in taken for i in range(heads.start, heads.stop)) == [
+        *range(sum(parts))
+    ]
+
+
+def test_what_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries, a step without cached tokens, a cache of 16 bits, and in a CUDA graph."""
+    monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 16)
+    monkeypatch.setattr(paged_prefill, "gather_keys", None)
+    for q_len, k_len, fp8 in ((16, 50, True), (17, 17, True), (17, 50, False)):
+        case = Case([q_len], [k_len], fp8=fp8)
+        close(run_case(TritonBackend(), case), case.wanted())
+    case = Case([17], [50], fp8=True)
+    with pytest.raises(TypeError):
+        run_case(TritonBackend(), case)
+    object.__setattr__(case.context, "num_keys", None)
+    close(run_case(TritonBackend(), case), case.wanted())
+
+
+def test_heads_at_once() -> None:
+    """Parts of one size, up to a limit."""
+    cache = KVCache.empty((1, 16, 8, 128), FP8, torch.device("meta"))
+    numbers = [
+        heads_at_once(cache, n << 10, torch.bfloat16) for n in (1, 64, 65, 128, 200, 512, 513)
+    ]
+    assert numbers == [8, 8, 4, 4, 2, 1, 0]
