@@ -96,7 +96,7 @@ class TritonBackend(TritonStore):
         return self._members_of_tile(num_heads, num_kv_heads)
 
     def most_gathered(self) -> int:
-        from nanovllm.kernels.paged_gather import MOST_GATHERED
+        from nanovllm.kernels.paged_prefill import MOST_GATHERED
 
         return MOST_GATHERED
 

@@ -14,7 +14,6 @@ from nanovllm.kernels.paged_attention import metadata
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 
-MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
 _ROWS = 32  # of a program
 
 
@@ -56,13 +55,6 @@ def _gather_kernel(
     place = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * D
     tl.store(k_out_ptr + place[:, None] + d[None, :], k, mask=used)
     tl.store(v_out_ptr + place[:, None] + d[None, :], v, mask=used)
-
-
-def heads_at_once(cache: KVCache, num_keys: int, dtype: torch.dtype) -> int:
-    """Of how many heads so many keys and values are gathered at once; 0: not of one."""
-    Hkv, D = cache.k.shape[2:]
-    most = MOST_GATHERED // (2 * num_keys * D * dtype.itemsize)
-    return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
 
 
 def gather_keys(

@@ -18,14 +18,15 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
-from nanovllm.kernels.paged_gather import gather_keys, heads_at_once
+from nanovllm.kernels.paged_gather import gather_keys
 from nanovllm.kernels.paged_span import describe_tiles, prefill_span
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
-FEW_QUERIES = 256  # of a sequence; for no more the kernel for Hopper is no faster
+FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
+MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
 
 
 @triton.jit
@@ -172,6 +173,19 @@ def takes_hopper_kernel(q: torch.Tensor, Hkv: int, S: int, max_seqlen_q: int) ->
     return has_own_kernels(q) and fits and max_seqlen_q > FEW_QUERIES
 
 
+def heads_at_once(
+    cache: KVCache, max_seqlen_q: int, num_keys: int, scoring: Scoring, dtype: torch.dtype
+) -> int:
+    """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
+    room for one, or as few queries or a window read too little of them.
+    """
+    Hkv, D = cache.k.shape[2:]
+    most = MOST_GATHERED // (2 * num_keys * D * dtype.itemsize)
+    if not most or scoring.window or max_seqlen_q <= FEW_QUERIES:
+        return 0
+    return cdiv(Hkv, cdiv(Hkv, most))
+
+
 def paged_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -207,7 +221,7 @@ def paged_prefill(
         attend(q, cache.k, cache.v, block_tables, *where, scoring, out)
     elif num_keys == len(q):  # there are no others
         attend(q, k, v, None, *where, scoring, out)
-    elif num_keys and max_seqlen_q > FEW_QUERIES and (n := heads_at_once(cache, num_keys, q.dtype)):
+    elif num_keys and (n := heads_at_once(cache, max_seqlen_q, num_keys, scoring, q.dtype)):
         G = q.shape[1] // Hkv
         for first in range(0, Hkv, n):
             some = slice(first, min(first + n, Hkv))
