@@ -215,7 +215,6 @@ class StaticInputs:
                 cu_seqlens_q=parts.cu_seqlens_q,
                 cu_seqlens_k=parts.cu_seqlens_k,
                 max_seqlen_q=shape.tokens,
-                num_keys=None,  # changes
                 kept_rows=rows,
             )
         return StepInputs(

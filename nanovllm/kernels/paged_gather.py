@@ -63,8 +63,8 @@ def gather_keys(
     cu_seqlens_k: torch.Tensor,
     num_keys: int,
     heads: slice,
-    like: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype: torch.dtype,
+) -> KVCache:
     """Keys and values of these heads of P sequences, one sequence after another.
 
     Args:
@@ -72,17 +72,17 @@ def gather_keys(
         block_tables: [P, W] int32.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         num_keys: the last of these.
-        like: of the dtype that is wanted.
+        dtype: of 16 or 32 bits.
 
     Returns:
-        [num_keys, heads, D], twice.
+        [num_keys, heads, D] each.
     """
     (S, Hkv, D), P = cache.k.shape[1:], len(block_tables)
     own = heads.stop - heads.start
-    k, v = torch.empty(2, num_keys, own, D, dtype=like.dtype, device=like.device)
+    k, v = torch.empty(2, num_keys, own, D, dtype=dtype, device=cache.k.device)
     _gather_kernel[(cdiv(num_keys, _ROWS), own)](
         *cache, k, v, block_tables, cu_seqlens_k, num_keys, P, next_power_of_2(P) // 2,
         heads.start, Hkv, block_tables.stride(0),
-        D=D, D_PAD=next_power_of_2(D), S=S, ROWS=_ROWS, **pdl_options(like),
+        D=D, D_PAD=next_power_of_2(D), S=S, ROWS=_ROWS, **pdl_options(k),
     )  # fmt: skip
-    return k, v
+    return KVCache(k, v)

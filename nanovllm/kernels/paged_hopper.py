@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST
 from nanovllm.kernels.rings import async_load, leave, make_ring, tiles_of, wait_full, wait_left
 from nanovllm.utils.device import num_multiprocessors
+from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
@@ -305,8 +306,7 @@ def _hopper_prefill_kernel(
 
 def hopper_prefill(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: KVCache,
     block_tables: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -315,14 +315,14 @@ def hopper_prefill(
     out: torch.Tensor,
 ) -> None:
     """`paged_prefill.attend`, where `takes_hopper_kernel`."""
-    (T, Hq, D), Hkv, P = q.shape, k.shape[-2], len(cu_seqlens_q) - 1
-    G, S = Hq // Hkv, KEYS if block_tables is None else k.shape[1]
-    keys, values = k.view(-1, Hkv * D), v.view(-1, Hkv * D)
+    (T, Hq, D), Hkv, P = q.shape, keys.k.shape[-2], len(cu_seqlens_q) - 1
+    G, S = Hq // Hkv, KEYS if block_tables is None else keys.k.shape[1]
+    k, v = (tiles_of(x.view(-1, Hkv * D), KEYS, D) for x in keys[:2])
     if "tiles" not in shared:  # how many were taken: 0 before and after each kernel
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](
-        q, tiles_of(keys, KEYS, D), tiles_of(values, KEYS, D), out, shared["tiles"],
+        q, k, v, out, shared["tiles"],
         block_tables, cu_seqlens_q, cu_seqlens_k, scoring.sinks, num_items, P, Hkv,
         scoring.scale * LOG2E.value, q.stride(0), out.stride(0),
         0 if block_tables is None else block_tables.stride(0),

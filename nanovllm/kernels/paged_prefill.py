@@ -11,15 +11,25 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import (
+    can_describe,
+    describe,
     has_own_kernels,
     has_room,
     launch_dependents,
     pdl_options,
     wait,
 )
-from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
+from nanovllm.kernels.kv_cache import numbers_of
+from nanovllm.kernels.paged_attention import (
+    LOG2E,
+    before_keys,
+    exponents_ahead,
+    load_tile,
+    metadata,
+    slots_of,
+    weigh,
+)
 from nanovllm.kernels.paged_gather import gather_keys
-from nanovllm.kernels.paged_span import describe_tiles, prefill_span
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
 from nanovllm.utils.kv_cache import KVCache
@@ -27,6 +37,54 @@ from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
 MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
+
+
+@triton.jit
+def _prefill_tile(
+    q, m, l, acc, k_source, v_source, k_exponents, v_exponents, table_ptr, first_row,
+    kv_head, start, k_len, positions, stride_row, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`weigh` a tile of keys from `start` and add their values. The sources are descriptors or
+    pointers, of the cache by a table or, without one, of rows, whose position 0 is, or would be, in
+    `first_row`.
+    """
+    keys = start + tl.arange(0, BLOCK_N)
+    seen = keys < k_len
+    if table_ptr is None:
+        row = first_row + start
+        rows = (row + tl.arange(0, BLOCK_N)).to(tl.int64)
+    elif DESCRIBED:
+        row = tl.load(table_ptr + start // S) * S + start % S
+        rows = row.to(tl.int64) + tl.arange(0, BLOCK_N)
+    else:
+        rows = slots_of(table_ptr, start, BLOCK_N, S, k_len)
+    if DESCRIBED:
+        k = k_source.load([row, kv_head * D]).T
+        v = v_source.load([row, kv_head * D])
+        if MASKED:
+            v = tl.where(seen[:, None], v, 0.0)
+    else:
+        offset = kv_head * D
+        k, v = load_tile(
+            k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
+        )
+    if k_exponents is not None:
+        if MASKED:  # beyond the last key they are anything
+            k_exponents = tl.where(seen, k_exponents, 0)
+            v_exponents = tl.where(seen, v_exponents, 0)
+        k = numbers_of(k, k_exponents[None, :], q.dtype)
+        v = numbers_of(v, v_exponents[:, None], q.dtype)
+    visible = keys[None, :] <= tl.minimum(positions, k_len - 1)[:, None]
+    if WINDOW:
+        visible &= keys[None, :] > positions[:, None] - WINDOW
+    s = tl.dot(q, k, input_precision="ieee")
+    m, l, p, correction = weigh(
+        s, m, l, None, None, None, scale, visible, MASKED, WINDOW, SOFTCAP
+    )  # fmt: skip
+    acc = acc * correction[:, None]
+    return m, l, tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -46,56 +104,64 @@ def _places(
 
 
 @triton.jit
-def _bounds(first, end, origin, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The lowest position that one of the queries (from `first` to `end`) sees, and of the tiles
-    from `origin` the first that some see, the first that all see whole, and the end of those.
+def _bounds(first, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the tiles of keys that the queries from `first` to `end` see, the first that some see, the
+    first that all see whole, and the end of those.
     """
-    lowest = 0
-    begin, unmasked = origin, origin
-    unmasked_end = origin + (first + 1 - origin) // BLOCK_N * BLOCK_N
+    begin, unmasked, unmasked_end = 0, 0, (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        lowest = tl.maximum(first - WINDOW + 1, 0)
-        begin += tl.maximum(lowest - origin, 0) // BLOCK_N * BLOCK_N
-        unmasked += tl.cdiv(tl.maximum(end - WINDOW - origin, 0), BLOCK_N) * BLOCK_N
+        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        unmasked = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, end)
         unmasked_end = tl.maximum(unmasked, unmasked_end)
-    return lowest, begin, unmasked, unmasked_end
+    return begin, unmasked, unmasked_end
 
 
 @triton.jit
-def _cached_span(
-    q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
-    kv_head, lowest, end, positions, stride_slot, scale,
+def prefill_span(
+    q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr, first_row,
+    kv_head, begin, end, k_len, positions, stride_row, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`prefill_span` of the tokens of an FP8 cache that lie before all queries, up to `end`."""
-    begin = lowest // BLOCK_N * BLOCK_N
-    if not WINDOW:
-        begin = end // BLOCK_N * BLOCK_N
-        m, l, acc = prefill_span(
-            q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
-            0, begin, end, positions, stride_slot, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, False,
-        )  # fmt: skip
-    return prefill_span(
-        q, m, l, acc, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr, 0, kv_head,
-        begin, end, end, positions, stride_slot, scale,
-        D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, False, True,
-    )  # fmt: skip
+    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks that are not a cache's
+    are few, and not worth a pipeline.
+    """
+    if k_exponents_ptr is not None:
+        if begin < end:
+            exponents = exponents_ahead(
+                k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S
+            )
+            for start in range(begin, end, BLOCK_N):
+                following = exponents_ahead(
+                    k_exponents_ptr, v_exponents_ptr, table_ptr, start + BLOCK_N, end, BLOCK_N, S
+                )
+                m, l, acc = _prefill_tile(
+                    q, m, l, acc, k_source, v_source, exponents[0], exponents[1], table_ptr,
+                    first_row, kv_head, start, k_len, positions, stride_row, scale,
+                    D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
+                )  # fmt: skip
+                exponents = following
+    else:
+        for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
+            m, l, acc = _prefill_tile(
+                q, m, l, acc, k_source, v_source, None, None, table_ptr,
+                first_row, kv_head, start, k_len, positions, stride_row, scale,
+                D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, MASKED,
+            )  # fmt: skip
+    return m, l, acc
 
 
 @metadata
 def _prefill_kernel(
-    q_ptr, k_source, v_source, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr,
-    tables_ptr, cu_q_ptr, cu_k_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_slot,
-    stride_table,
+    q_ptr, k_source, v_source, k_exponents_ptr, v_exponents_ptr, out_ptr, tables_ptr, cu_q_ptr,
+    cu_k_ptr, sinks_ptr, scale, stride_qt, stride_ot, stride_row, stride_table,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
-    # sequence. Late queries see more keys, so they start first. The sources have all keys and
-    # values, in blocks or one sequence after another, or the step's own beside an FP8 cache.
+    # sequence. Late queries see more keys, so they start first. Without tables, the keys of one
+    # sequence follow those of another.
     launch_dependents(PDL)
     kv_head, seq = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -118,27 +184,25 @@ def _prefill_kernel(
     end = tl.minimum(first + QUERIES, k_len)
     m, l = before_keys(sinks_ptr, head, row >= 0, BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    origin = 0
-    if k_fp8_ptr is not None:
-        origin = k_len - q_len
-        first_row = q_start - origin
-    source_table = table_ptr if k_fp8_ptr is None else None
-    lowest, begin, unmasked, unmasked_end = _bounds(first, end, origin, WINDOW, BLOCK_N)
-    if k_fp8_ptr is not None:
-        m, l, acc = _cached_span(
-            q, m, l, acc, k_fp8_ptr, v_fp8_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
-            kv_head, lowest, origin, positions, stride_slot, scale,
-            D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP,
-        )  # fmt: skip
+    begin, unmasked, unmasked_end = _bounds(first, end, WINDOW, BLOCK_N)
     bounds = begin, unmasked, unmasked_end, end
     for i in tl.static_range(0 if WINDOW else 1, 3):
         m, l, acc = prefill_span(
-            q, m, l, acc, k_source, v_source, None, None, source_table, first_row, kv_head,
-            bounds[i], bounds[i + 1], k_len, positions, stride_row, scale,
+            q, m, l, acc, k_source, v_source, k_exponents_ptr, v_exponents_ptr, table_ptr,
+            first_row, kv_head, bounds[i], bounds[i + 1], end, positions, stride_row, scale,
             D, D_PAD, S, BLOCK_N, WINDOW, SOFTCAP, DESCRIBED, i != 1,
         )  # fmt: skip
     out = (acc / l[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_ot + column, out, mask=used)
+
+
+def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple[Any, Any] | None:
+    """Descriptors of tiles of `rows` keys or values of a head, of matrices [n, Hkv D]; None where
+    the hardware takes none.
+    """
+    if next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
+        return None
+    return describe(k, rows, D), describe(v, rows, D)
 
 
 def prefill_tiles(
@@ -164,12 +228,12 @@ def prefill_tiles(
     return max(rows, next_power_of_2(G)), keys, warps
 
 
-def takes_hopper_kernel(q: torch.Tensor, Hkv: int, S: int, max_seqlen_q: int) -> bool:
-    """Whether `hopper_prefill` attends to this, in whole tiles of keys. S: of the blocks; 0: keys
-    are not in blocks.
+def takes_hopper_kernel(q: torch.Tensor, keys: KVCache, S: int, max_seqlen_q: int) -> bool:
+    """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts. S: of
+    their blocks; 0: they are not in blocks.
     """
-    _, Hq, D = q.shape
-    fits = q.element_size() == 2 and D in (64, 128) and Hq // Hkv <= 64 and S % 128 == 0
+    (_, Hq, D), Hkv = q.shape, keys.k.shape[-2]
+    fits = D in (64, 128) and Hq // Hkv <= 64 and S % 128 == 0 and keys.k.element_size() == 2
     return has_own_kernels(q) and fits and max_seqlen_q > FEW_QUERIES
 
 
@@ -179,11 +243,11 @@ def heads_at_once(
     """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
     room for one, or as few queries or a window read too little of them.
     """
+    if not num_keys or scoring.window or max_seqlen_q <= FEW_QUERIES:
+        return 0
     Hkv, D = cache.k.shape[2:]
     most = MOST_GATHERED // (2 * num_keys * D * dtype.itemsize)
-    if not most or scoring.window or max_seqlen_q <= FEW_QUERIES:
-        return 0
-    return cdiv(Hkv, cdiv(Hkv, most))
+    return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
 
 
 def paged_prefill(
@@ -195,7 +259,7 @@ def paged_prefill(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
-    num_keys: int | None,
+    num_keys: int,
     scoring: Scoring,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
@@ -208,37 +272,34 @@ def paged_prefill(
         cu_seqlens_q: [P + 1] int32, where each sequence's queries begin.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         max_seqlen_q: most queries of a sequence.
-        num_keys: the last of cu_seqlens_k; None if a CUDA graph is to serve several.
+        num_keys: the last of cu_seqlens_k; 0 if a CUDA graph is to serve several.
         shared: what the layers of a step share, see `Context`.
 
     Returns:
         [T, Hq, D]
     """
     assert q.stride()[1:] == (q.shape[2], 1), "the heads of a token must be adjacent"
-    out, Hkv = torch.empty(q.shape, dtype=q.dtype, device=q.device), k.shape[1]
+    (_, Hq, _), Hkv = q.shape, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, {} if shared is None else shared
-    if cache.k.dtype != FP8:
-        attend(q, cache.k, cache.v, block_tables, *where, scoring, out)
-    elif num_keys == len(q):  # there are no others
-        attend(q, k, v, None, *where, scoring, out)
-    elif num_keys and (n := heads_at_once(cache, max_seqlen_q, num_keys, scoring, q.dtype)):
-        G = q.shape[1] // Hkv
+    is_fp8 = cache.k.dtype == FP8
+    if is_fp8 and num_keys == len(q):  # the step's own are all
+        attend(q, KVCache(k, v), None, *where, scoring, out)
+    elif is_fp8 and (n := heads_at_once(cache, max_seqlen_q, num_keys, scoring, q.dtype)):
         for first in range(0, Hkv, n):
             some = slice(first, min(first + n, Hkv))
-            keys, values = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q)
-            own = slice(some.start * G, some.stop * G)
+            keys = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype)
+            own = slice(some.start * Hq // Hkv, some.stop * Hq // Hkv)
             sinks = None if scoring.sinks is None else scoring.sinks[own]
-            some_scoring = scoring._replace(sinks=sinks)
-            attend(q[:, own], keys, values, None, *where, some_scoring, out[:, own])
+            attend(q[:, own], keys, None, *where, scoring._replace(sinks=sinks), out[:, own])
     else:
-        attend(q, k, v, block_tables, *where, scoring, out, cache)
+        attend(q, cache, block_tables, *where, scoring, out)
     return out
 
 
 def attend(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: KVCache,
     block_tables: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
@@ -246,59 +307,37 @@ def attend(
     shared: dict[Hashable, Any],
     scoring: Scoring,
     out: torch.Tensor,
-    fp8_cache: KVCache | None = None,
 ) -> None:
-    """`paged_prefill` with keys and values of q's dtype, into out: [T, Hq, D].
+    """`paged_prefill`, into out: [T, Hq, D].
 
     Args:
-        k, v: [N, S, Hkv, D], blocks; without tables [n, Hkv, D], one sequence after another.
-        fp8_cache: its blocks have what is before k and v: [T, Hkv, D], which are the step's then.
+        keys: and values; without tables [n, Hkv, D] of q's dtype, one sequence after another.
     """
-    S = 0 if block_tables is None else k.shape[1]
-    if fp8_cache is None and takes_hopper_kernel(q, k.shape[-2], S, max_seqlen_q):
+    S = 0 if block_tables is None else keys.k.shape[1]
+    if takes_hopper_kernel(q, keys, S, max_seqlen_q):
         from nanovllm.kernels.paged_hopper import hopper_prefill
 
-        hopper_prefill(q, k, v, block_tables, cu_seqlens_q, cu_seqlens_k, scoring, shared, out)
-    else:
-        _prefill(
-            q, k, v, block_tables, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, scoring, out, fp8_cache
-        )
-
-
-def _prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    scoring: Scoring,
-    out: torch.Tensor,
-    fp8_cache: KVCache | None,
-) -> None:
-    """By the kernel that all GPUs have."""
-    (_, Hq, D), Hkv = q.shape, k.shape[-2]
-    G, D_PAD = Hq // Hkv, next_power_of_2(D)
-    converts = fp8_cache is not None
-    paged = block_tables is not None and not converts
-    S = (k if fp8_cache is None else fp8_cache.k).shape[1] if block_tables is not None else 0
-    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, converts)
+        hopper_prefill(q, keys, block_tables, cu_seqlens_q, cu_seqlens_k, scoring, shared, out)
+        return
+    (_, Hq, D), Hkv, fp8 = q.shape, keys.k.shape[-2], keys.k.dtype == FP8
+    G = Hq // Hkv
+    BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, fp8)
     grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), len(cu_seqlens_q) - 1)
     # Keys and values as matrices, of which a tile of keys is a tile where it lies inside a block.
-    k_source, v_source = (x.view(-1, Hkv * D) for x in (k, v))
+    k_source, v_source = (x.view(-1, Hkv * D) for x in keys[:2])
     stride_row = k_source.stride(0)
-    tiles = describe_tiles(k_source, v_source, BLOCK_N, D) if not paged or S >= BLOCK_N else None
+    tiles = None
+    if not fp8 and (block_tables is None or S >= BLOCK_N):
+        tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     if tiles is not None:
-        (k_source, v_source), num_warps = tiles, num_warps if converts else 4
+        (k_source, v_source), num_warps = tiles, 4
     # Two tiles are loaded ahead; of blocks, one stage more looks them up.
-    num_stages = 3 if paged and D <= 128 else 2
+    num_stages = 2 if block_tables is None or D > 128 or fp8 else 3
     _prefill_kernel[grid](
-        q, k_source, v_source, *(fp8_cache or (None,) * 4), out, block_tables, cu_seqlens_q,
-        cu_seqlens_k, scoring.sinks, scoring.scale * LOG2E.value,
-        q.stride(0), out.stride(0), stride_row, Hkv * D,
+        q, k_source, v_source, *keys[2:], out, block_tables, cu_seqlens_q, cu_seqlens_k,
+        scoring.sinks, scoring.scale * LOG2E.value, q.stride(0), out.stride(0), stride_row,
         0 if block_tables is None else block_tables.stride(0),
-        G=G, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
+        G=G, D=D, D_PAD=next_power_of_2(D), S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, DESCRIBED=tiles is not None,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, wait
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST, across, before_keys, metadata
-from nanovllm.kernels.paged_span import describe_tiles, prefill_span
+from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2

@@ -46,7 +46,7 @@ class Context:
         cu_seqlens_k: [P + 1] int32, the running sum of their context lengths.
         max_seqlen_q: most rows of a prefilling sequence.
         max_seqlen_k: longest context of a prefilling sequence.
-        num_keys: the context lengths of prefilling sequences, summed; None in a CUDA graph, where
+        num_keys: the context lengths of prefilling sequences, summed; 0 in a CUDA graph, where
             they change.
         kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
         prefixes: what several decodes begin with, if that is to be read once.
@@ -61,7 +61,7 @@ class Context:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    num_keys: int | None = 0
+    num_keys: int = 0
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
     shared: dict[Hashable, Any] = field(default_factory=dict)

@@ -184,7 +184,7 @@ def test_what_a_graph_reads_has_the_size_of_its_shape(shape):
     if context.prefixes is not None:
         assert len(context.prefixes.lens) == shape.decodes
         assert len(context.prefixes.ends) == most_tiles(shape.decodes, 4) < shape.decodes
-    assert context.is_prefill == (context.num_keys is None) == (shape.tokens > 0)
+    assert context.is_prefill == (shape.tokens > 0) and context.num_keys == 0
     assert context.kept_rows is views.sample_rows
     if shape.tokens:
         assert len(views.sample_rows) == N

@@ -15,6 +15,8 @@ from attention_cases import Case, close, needs_hopper
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.kernels import hopper, paged_prefill
+from nanovllm.utils.fp8 import FP8
+from nanovllm.utils.kv_cache import KVCache
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"q_lens": [300, 1, 129, 1000, 64]},
@@ -177,9 +179,10 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             x = torch.empty(1, G, d, dtype=dtype)
             self.shape, self.element_size, self.is_cuda = x.shape, x.element_size, is_cuda
 
-    def taken(d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256) -> bool:  # type: ignore[no-untyped-def]
+    def taken(d=128, dtype=torch.bfloat16, is_cuda=True, G=4, n=257, block=256, fp8=False) -> bool:  # type: ignore[no-untyped-def]
+        keys = KVCache.empty((1, 1, 1, d), FP8 if fp8 else dtype, torch.device("cpu"))
         q: Any = Queries(d, dtype, is_cuda, G)
-        return paged_prefill.takes_hopper_kernel(q, 1, block, n)
+        return paged_prefill.takes_hopper_kernel(q, keys, block, n)
 
     monkeypatch.setattr(hopper, "VERSION", (3, 6))
     monkeypatch.setattr(hopper, "capability", lambda index: (9, 0))
@@ -187,7 +190,7 @@ def test_when_the_hopper_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not taken(d=96) and not taken(d=256) and not taken(dtype=torch.float32)
     assert not taken(is_cuda=False) and not taken(G=65) and not taken(n=256)
     assert not taken(block=64) and not taken(block=16)
-    assert taken(block=0), "keys that lie one after another"
+    assert taken(block=0) and not taken(fp8=True)
     for name, value in (
         ("VERSION", (3, 5)),
         ("VERSION", (3, 10)),

@@ -525,7 +525,7 @@ def test_attention_of_a_step_with_room_for_more(name: str, fp8: bool, dtype: tor
         cu_seqlens_q=ended(context.cu_seqlens_q),
         cu_seqlens_k=ended(context.cu_seqlens_k),
         max_seqlen_q=384,
-        num_keys=None,
+        num_keys=0,
     )
     rows = QKV(*(spaced(x, 384 - T, torch.nan) for x in (case.q, case.k, case.v)))
     out = TritonBackend().attend(rows, case.cache, padded, case.scoring)

@@ -30,8 +30,8 @@ def test_gathered_keys_are_those_of_the_cache(lens: list[int], dtype: torch.dtyp
     assert context.cu_seqlens_k is not None
     where = context.block_tables, context.cu_seqlens_k, sum(lens)
     for heads in (slice(0, HEADS), slice(1, 3), slice(3, 4)):
-        k, v = gather_keys(case.cache, *where, heads, case.q)
-        assert torch.equal(k, case.k[:, heads]) and torch.equal(v, case.v[:, heads])
+        keys = gather_keys(case.cache, *where, heads, dtype)
+        assert torch.equal(keys.k, case.k[:, heads]) and torch.equal(keys.v, case.v[:, heads])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +77,7 @@ def test_what_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([17], [50], fp8=True)
     with pytest.raises(TypeError):
         run_case(TritonBackend(), case)
-    object.__setattr__(case.context, "num_keys", None)
+    object.__setattr__(case.context, "num_keys", 0)
     close(run_case(TritonBackend(), case), case.wanted())
 
 
