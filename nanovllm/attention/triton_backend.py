@@ -50,12 +50,14 @@ class TritonBackend(TritonStore):
 
     def __init__(self) -> None:
         from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
-        from nanovllm.kernels.paged_prefill import paged_prefill
+        from nanovllm.kernels.paged_gather import gather_keys
+        from nanovllm.kernels.paged_prefill import MOST_GATHERED, paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
         from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
-        self._prefill, self._decode = paged_prefill, paged_decode
+        self._prefill, self._decode, self._gather = paged_prefill, paged_decode, gather_keys
+        self._most_gathered = MOST_GATHERED
         self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
         self._many_programs = MANY_PROGRAMS
 
@@ -96,9 +98,7 @@ class TritonBackend(TritonStore):
         return self._members_of_tile(num_heads, num_kv_heads)
 
     def most_gathered(self) -> int:
-        from nanovllm.kernels.paged_prefill import MOST_GATHERED
-
-        return MOST_GATHERED
+        return self._most_gathered
 
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
@@ -110,6 +110,9 @@ class TritonBackend(TritonStore):
         k, fp8 = q[:, :num_kv_heads], cache.k.dtype == FP8
         table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
         calls: list[Callable[[], object]] = []
+        if fp8:
+            heads = slice(0, num_kv_heads)
+            calls.append(partial(self._gather, cache, table, lens, 1, heads, q.dtype))
         for scoring in scorings:
             for n, num_keys in product(NUMBERS, (1, 2) if fp8 else (1,)):  # 2: one is cached
                 args = q, k, k, cache, table, lens, lens, n, num_keys, scoring

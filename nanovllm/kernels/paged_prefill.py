@@ -36,6 +36,7 @@ from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
+FEW_SCORES = 2**22  # queries times keys of a step; for no more one launch takes less than two
 MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
 
 
@@ -238,15 +239,16 @@ def takes_hopper_kernel(q: torch.Tensor, keys: KVCache, S: int, max_seqlen_q: in
 
 
 def heads_at_once(
-    cache: KVCache, max_seqlen_q: int, num_keys: int, scoring: Scoring, dtype: torch.dtype
+    q: torch.Tensor, cache: KVCache, max_seqlen_q: int, num_keys: int, scoring: Scoring
 ) -> int:
     """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
     room for one, or as few queries or a window read too little of them.
     """
-    if not num_keys or scoring.window or max_seqlen_q <= FEW_QUERIES:
+    few = max_seqlen_q <= FEW_QUERIES or len(q) * num_keys <= FEW_SCORES
+    if few or scoring.window:
         return 0
     Hkv, D = cache.k.shape[2:]
-    most = MOST_GATHERED // (2 * num_keys * D * dtype.itemsize)
+    most = MOST_GATHERED // (2 * num_keys * D * q.element_size())
     return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
 
 
@@ -285,7 +287,7 @@ def paged_prefill(
     is_fp8 = cache.k.dtype == FP8
     if is_fp8 and num_keys == len(q):  # the step's own are all
         attend(q, KVCache(k, v), None, *where, scoring, out)
-    elif is_fp8 and (n := heads_at_once(cache, max_seqlen_q, num_keys, scoring, q.dtype)):
+    elif is_fp8 and (n := heads_at_once(q, cache, max_seqlen_q, num_keys, scoring)):
         for first in range(0, Hkv, n):
             some = slice(first, min(first + n, Hkv))
             keys = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype)

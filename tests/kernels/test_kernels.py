@@ -45,6 +45,7 @@ from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_decode import decode_tiles
+from nanovllm.kernels.paged_gather import gather_keys
 from nanovllm.kernels.paged_prefill import FEW_QUERIES
 from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.kernels.rope import qk_norm_rope_store
@@ -764,6 +765,7 @@ def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPa
     fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
     calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
     with_or_without = {call.args[-3:-1] for call in calls if call.func is backend._prefill}
+    assert sum(call.func is gather_keys for call in calls) == 1
     assert with_or_without == {(n, keys) for n in (1, 128, FEW_QUERIES + 1) for keys in (1, 2)}
     for call in calls:
         call()

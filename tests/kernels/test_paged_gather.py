@@ -43,6 +43,7 @@ def test_long_prompts(
     """All heads at once, some of them, one, and none where there is no room for one."""
     case = Case([33, 1, 20], [80, 40, 20], hq=8, hkv=HEADS, dtype=dtype, fp8=True, **how)
     monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 32)
+    monkeypatch.setattr(paged_prefill, "FEW_SCORES", 0)
     a_head = 2 * 140 * 32 * dtype.itemsize
     monkeypatch.setattr(paged_prefill, "MOST_GATHERED", at_once * a_head + a_head - 1)
     taken = list[slice]()
@@ -61,14 +62,16 @@ def test_long_prompts(
 
 
 def test_what_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few queries, in a step without cached tokens, from a cache of 16 bits, in a window, and in
-    a CUDA graph.
+    """Few queries or scores, a step without cached tokens, a cache of 16 bits, a window, and what a
+    CUDA graph is to serve.
     """
     monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 16)
+    monkeypatch.setattr(paged_prefill, "FEW_SCORES", 17 * 49)
     monkeypatch.setattr(paged_prefill, "gather_keys", None)
     for q_len, k_len, fp8, window in (
         (16, 50, True, 0),
-        (17, 17, True, 0),
+        (17, 49, True, 0),
+        (40, 40, True, 0),
         (17, 50, False, 0),
         (17, 50, True, 9),
     ):
@@ -84,6 +87,6 @@ def test_what_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_at_once() -> None:
     """Parts of one size, up to a limit."""
     cache = KVCache.empty((1, 16, 8, 128), FP8, torch.device(DEVICE))
-    how = Scoring(1.0), torch.bfloat16
+    q, n = torch.empty(8192, 16, 128, dtype=torch.float16, device=DEVICE), FEW_QUERIES + 1
     wanted = {1: 8, 64: 8, 65: 4, 128: 4, 200: 2, 512: 1, 513: 0}  # of thousands of keys
-    assert wanted == {n: heads_at_once(cache, FEW_QUERIES + 1, n << 10, *how) for n in wanted}
+    assert wanted == {i: heads_at_once(q, cache, n, i << 10, Scoring(1.0)) for i in wanted}
