@@ -138,10 +138,14 @@ def test_float32_tokens_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
-def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size: int) -> None:
+def test_steps_with_prompts_replay_graphs(
+    tiny: str, reference: Any, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of other lengths than the captured ones, alone and beside decodes, with prefix hits;
-    in an FP8 cache as without graphs.
+    in an FP8 cache as without graphs, also where eager steps gather what is cached.
     """
+    from nanovllm.kernels import paged_prefill
+
     prompts = make_prompts()
     options = {**SMALL, "max_num_batched_tokens": 1024, "kvcache_block_size": block_size}
     options["num_kvcache_blocks"] = {16: 120, 256: 20}[block_size]
@@ -158,13 +162,24 @@ def test_steps_with_prompts_replay_graphs(tiny: str, reference: Any, block_size:
     print(captured)
     assert {shape.decodes > 0 for shape in captured} == {False, True} and len(captured) > 3
     assert metrics["num_cached_tokens"] or block_size == 256, "few prompts fill a block of 256"
-    found = []
-    for eager in (False, True):
+    found, gathered, gather_keys = [], [], paged_prefill.gather_keys
+
+    def gather(*args: Any) -> Any:
+        gathered.append(args)
+        return gather_keys(*args)
+
+    monkeypatch.setattr(paged_prefill, "gather_keys", gather)
+    for gathers, eager in ((False, False), (False, True), (True, True)):
+        if gathers:
+            monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 0)
+            monkeypatch.setattr(paged_prefill, "FEW_SCORES", 0)
+            options["max_num_batched_tokens"] = 64  # in chunks, then
         with LLM(
             tiny, dtype="float32", kv_cache_dtype="fp8", enforce_eager=eager, **options
         ) as llm:
             found += [tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) for _ in range(2)]
-    assert found[:2] == found[2:]
+        assert bool(gathered) == gathers
+    assert found[:2] == found[2:4] == found[4:]
 
 
 class LogitsTap:

@@ -11,8 +11,8 @@ CEILINGS = {
     "functions": 240,
     "files": 40,
     "files_in_circles": 0,
-    "core_lines": 4420,
-    "package_lines": 28_260,
+    "core_lines": 4440,
+    "package_lines": 28_360,
     "longest_file": 370,
     "model_lines": 123,
 }
