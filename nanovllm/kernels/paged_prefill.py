@@ -242,10 +242,10 @@ def heads_at_once(
     q: torch.Tensor, cache: KVCache, max_seqlen_q: int, num_keys: int, scoring: Scoring
 ) -> int:
     """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
-    room for one, or as few queries or a window read too little of them.
+    room for one, or as few queries, or a window of long contexts, read too little of them.
     """
     few = max_seqlen_q <= FEW_QUERIES or len(q) * num_keys <= FEW_SCORES
-    if few or scoring.window:
+    if few or (scoring.window and num_keys > 2 * len(q)):
         return 0
     Hkv, D = cache.k.shape[2:]
     most = MOST_GATHERED // (2 * num_keys * D * q.element_size())

@@ -36,15 +36,15 @@ def test_gathered_keys_are_those_of_the_cache(lens: list[int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("at_once", [4, 3, 1, 0])
-@pytest.mark.parametrize("how", [{"sinks": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("how", [{"window": 20, "sinks": True}, {"softcap": 5.0}], ids=str)
 def test_long_prompts(
     at_once: int, dtype: torch.dtype, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All heads at once, some of them, one, and none where there is no room for one."""
-    case = Case([33, 1, 20], [80, 40, 20], hq=8, hkv=HEADS, dtype=dtype, fp8=True, **how)
+    case = Case([33, 1, 40], [60, 20, 40], hq=8, hkv=HEADS, dtype=dtype, fp8=True, **how)
     monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 32)
     monkeypatch.setattr(paged_prefill, "FEW_SCORES", 0)
-    a_head = 2 * 140 * 32 * dtype.itemsize
+    a_head = 2 * 120 * 32 * dtype.itemsize
     monkeypatch.setattr(paged_prefill, "MOST_GATHERED", at_once * a_head + a_head - 1)
     taken = list[slice]()
 
@@ -66,14 +66,14 @@ def test_what_is_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     CUDA graph is to serve.
     """
     monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 16)
-    monkeypatch.setattr(paged_prefill, "FEW_SCORES", 17 * 49)
+    monkeypatch.setattr(paged_prefill, "FEW_SCORES", 17 * 34)
     monkeypatch.setattr(paged_prefill, "gather_keys", None)
     for q_len, k_len, fp8, window in (
         (16, 50, True, 0),
-        (17, 49, True, 0),
+        (17, 34, True, 0),
         (40, 40, True, 0),
         (17, 50, False, 0),
-        (17, 50, True, 9),
+        (17, 35, True, 9),
     ):
         case = Case([q_len], [k_len], fp8=fp8, window=window)
         close(run_case(TritonBackend(), case), case.wanted())
