@@ -37,7 +37,7 @@ from nanovllm.engine.static_inputs import (
     most_tokens,
     room_for,
 )
-from nanovllm.engine.step_inputs import Computed
+from nanovllm.engine.step_inputs import Computed, to_device
 from nanovllm.engine.step_timer import StepTimer
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils import device
@@ -119,6 +119,8 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
             continue
         batch, drawn = model.lay_out(scheduled), model.run(scheduled)
         n = batch.num_decodes
+        context = to_device(batch, torch.device("cpu")).context
+        assert context.num_keys == sum(batch.context_lens[n:])
         if n and rng.random() < 0.5:
             lens = noise.integers(1, 99, (4, n), np.int32)
             batch = batch._replace(prefixes=SharedPrefixes(*lens[:2], *lens[2:, : n // 2]))

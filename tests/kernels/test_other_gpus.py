@@ -248,7 +248,7 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     elif card not in ROOMY:
         wanted -= {"_tiles_kernel", "_fp8_tiles_kernel"}
     if card not in CONVERT_FP8:
-        wanted -= fp8
+        wanted -= fp8 | {"_gather_kernel"}
     if card == "gfx942":
         wanted -= int4 | int8
     if card not in ("8.0", "8.6") or dtype == "float32":
