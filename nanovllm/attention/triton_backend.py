@@ -51,13 +51,12 @@ class TritonBackend(TritonStore):
     def __init__(self) -> None:
         from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
         from nanovllm.kernels.paged_gather import gather_keys
-        from nanovllm.kernels.paged_prefill import MOST_GATHERED, paged_prefill
+        from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
         from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
         self._prefill, self._decode, self._gather = paged_prefill, paged_decode, gather_keys
-        self._most_gathered = MOST_GATHERED
         self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
         self._many_programs = MANY_PROGRAMS
 
@@ -98,7 +97,9 @@ class TritonBackend(TritonStore):
         return self._members_of_tile(num_heads, num_kv_heads)
 
     def most_gathered(self) -> int:
-        return self._most_gathered
+        from nanovllm.kernels.paged_prefill import MOST_GATHERED
+
+        return MOST_GATHERED
 
     def variants(
         self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]

@@ -72,15 +72,16 @@ def gather_keys(
         block_tables: [P, W] int32.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
         num_keys: the last of these.
+        heads: which KV heads.
         dtype: of 16 or 32 bits.
 
     Returns:
         [num_keys, heads, D] each.
     """
     (S, Hkv, D), P = cache.k.shape[1:], len(block_tables)
-    own = heads.stop - heads.start
-    k, v = torch.empty(2, num_keys, own, D, dtype=dtype, device=cache.k.device)
-    _gather_kernel[(cdiv(num_keys, _ROWS), own)](
+    num_heads = heads.stop - heads.start
+    k, v = torch.empty(2, num_keys, num_heads, D, dtype=dtype, device=cache.k.device)
+    _gather_kernel[(cdiv(num_keys, _ROWS), num_heads)](
         *cache, k, v, block_tables, cu_seqlens_k, num_keys, P, next_power_of_2(P) // 2,
         heads.start, Hkv, block_tables.stride(0),
         D=D, D_PAD=next_power_of_2(D), S=S, ROWS=_ROWS, **pdl_options(k),

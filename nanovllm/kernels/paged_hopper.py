@@ -314,7 +314,7 @@ def hopper_prefill(
     shared: dict[Hashable, Any],
     out: torch.Tensor,
 ) -> None:
-    """`paged_prefill.attend`, where `takes_hopper_kernel`."""
+    """`paged_prefill._attend`, where `takes_hopper_kernel`."""
     (T, Hq, D), Hkv, P = q.shape, keys.k.shape[-2], len(cu_seqlens_q) - 1
     G, S = Hq // Hkv, KEYS if block_tables is None else keys.k.shape[1]
     k, v = (tiles_of(x.view(-1, Hkv * D), KEYS, D) for x in keys[:2])

@@ -36,7 +36,7 @@ from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
-FEW_SCORES = 2**22  # queries times keys of a step; for no more one launch takes less than two
+FEW_SCORES = 2**22  # queries times keys; for no more one launch takes less than two
 MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
 
 
@@ -124,8 +124,8 @@ def prefill_span(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks that are not a cache's
-    are few, and not worth a pipeline.
+    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks are few, and not worth a
+    pipeline, except of codes.
     """
     if k_exponents_ptr is not None:
         if begin < end:
@@ -239,15 +239,15 @@ def takes_hopper_kernel(q: torch.Tensor, keys: KVCache, S: int, max_seqlen_q: in
 
 
 def heads_at_once(
-    q: torch.Tensor, cache: KVCache, max_seqlen_q: int, num_keys: int, scoring: Scoring
+    q: torch.Tensor, cache: KVCache, num_seqs: int, num_keys: int, scoring: Scoring
 ) -> int:
     """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
-    room for one, or as few queries, or a window of long contexts, read too little of them.
+    room for one, or as too few queries see them.
     """
-    few = max_seqlen_q <= FEW_QUERIES or len(q) * num_keys <= FEW_SCORES
-    if few or (scoring.window and num_keys > 2 * len(q)):
+    n, (Hkv, D) = len(q), cache.k.shape[2:]
+    few = n <= FEW_QUERIES * num_seqs or n * num_keys <= FEW_SCORES * num_seqs
+    if few or (scoring.window and n * scoring.window <= FEW_QUERIES * num_keys):
         return 0
-    Hkv, D = cache.k.shape[2:]
     most = MOST_GATHERED // (2 * num_keys * D * q.element_size())
     return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
 
@@ -286,20 +286,24 @@ def paged_prefill(
     where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, {} if shared is None else shared
     is_fp8 = cache.k.dtype == FP8
     if is_fp8 and num_keys == len(q):  # the step's own are all
-        attend(q, KVCache(k, v), None, *where, scoring, out)
-    elif is_fp8 and (n := heads_at_once(q, cache, max_seqlen_q, num_keys, scoring)):
+        _attend(q, KVCache(k, v), None, *where, scoring, out)
+    elif is_fp8 and (n := heads_at_once(q, cache, len(block_tables), num_keys, scoring)):
         for first in range(0, Hkv, n):
             some = slice(first, min(first + n, Hkv))
-            keys = gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype)
             own = slice(some.start * Hq // Hkv, some.stop * Hq // Hkv)
             sinks = None if scoring.sinks is None else scoring.sinks[own]
-            attend(q[:, own], keys, None, *where, scoring._replace(sinks=sinks), out[:, own])
+            _attend(
+                q[:, own],
+                # Not kept while the next are gathered.
+                gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype),
+                None, *where, scoring._replace(sinks=sinks), out[:, own],
+            )  # fmt: skip
     else:
-        attend(q, cache, block_tables, *where, scoring, out)
+        _attend(q, cache, block_tables, *where, scoring, out)
     return out
 
 
-def attend(
+def _attend(
     q: torch.Tensor,
     keys: KVCache,
     block_tables: torch.Tensor | None,

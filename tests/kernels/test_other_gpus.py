@@ -44,7 +44,7 @@ DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 # steps, or scales of weights.
 WEIGHTS = {"weight_ptr", "words_ptr", "bias_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"}
 METADATA = {
-    *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr"),
+    *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr", "cu_k_ptr"),
     *("prefix_lens_ptr", "begins_ptr", "ends_ptr", "keys_ptr", "temperatures_ptr"),
 }
 OF_SOME = {
