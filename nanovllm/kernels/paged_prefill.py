@@ -124,8 +124,8 @@ def prefill_span(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`_prefill_tile` of each tile from `begin` to `end`. Those with masks are few, and not worth a
-    pipeline, except of codes.
+    """`_prefill_tile` of each tile from `begin` to `end`. Tiles of 16 bits with masks are few, and
+    not worth a pipeline.
     """
     if k_exponents_ptr is not None:
         if begin < end:

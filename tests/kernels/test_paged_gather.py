@@ -1,4 +1,4 @@
-"""Long prompts over an FP8 cache: what they read is gathered first, in the model's dtype."""
+"""Long prompts over an FP8 cache: their context is gathered first, in the model's dtype."""
 
 import weakref
 from typing import Any
