@@ -1,14 +1,24 @@
-"""Which decodes begin with the same blocks, so that attention reads these once for all of them."""
+"""Which decodes begin with the same blocks, so that attention reads these once for all of them.
 
-from typing import NamedTuple
+Groups of decodes that share their first blocks form trees: a system prompt is shared by many, and
+behind it each prompt by its samples. A decode shares what one of its groups has in common: each
+tree is divided so that the fewest tokens are read.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.layers.controls import Int32
 
+Ints: TypeAlias = NDArray[np.intp]
+
 MIN_MEMBERS = 4  # decodes that share
 MIN_SAVED = 4096  # tokens that are not read again, in a step; fewer are not worth a kernel
+MOST_LEVELS = 8  # of a tree, so that the time for it is bounded
 
 
 class SharedPrefixes(NamedTuple):
@@ -34,7 +44,7 @@ def most_tiles(num_decodes: int, members: int) -> int:
 def find_shared_prefixes(
     block_tables: Int32, context_lens: Int32, block_size: int, members: int
 ) -> SharedPrefixes | None:
-    """Of decodes that begin with the same block, the blocks that all of them share.
+    """Groups of decodes, each with the blocks that all of it begin with.
 
     Args:
         block_tables: [B, W], zeros past a decode's blocks.
@@ -44,33 +54,100 @@ def find_shared_prefixes(
     Returns:
         None where too little is shared.
     """
-    if len(context_lens) < MIN_MEMBERS:
-        return None
     # A decode writes to its last block, which no other decode shares; those before it are full.
-    num_whole = (context_lens - 1) // block_size
-    lens = np.zeros(len(context_lens), np.int32)
-    rows: list[NDArray[np.intp]] = []
-    for group in _groups(block_tables[:, 0], num_whole > 0):
-        most = int(num_whole[group].min())
-        tables = block_tables[group, :most]
-        differ = (tables != tables[0]).any(0)
-        count = int(differ.argmax()) if differ.any() else most
-        lens[group] = count * block_size
-        rows.extend(group[i : i + members] for i in range(0, len(group), members))
-    if not rows or int(lens.sum()) - int(sum(lens[tile[0]] for tile in rows)) < MIN_SAVED:
+    levels = list(_levels(block_tables, (context_lens - 1) // block_size))
+    if not levels:
         return None
-    ends = np.cumsum([len(tile) for tile in rows])
-    begins = ends - [len(tile) for tile in rows]
-    joined = np.concatenate(rows).astype(np.int32)
-    return SharedPrefixes(lens, joined, begins.astype(np.int32), ends.astype(np.int32))
+    groups, counts = _choose(levels, len(context_lens), members)
+    sizes = np.bincount(groups + 1)[1:]
+    counts = np.where(sizes < MIN_MEMBERS, 0, counts[: len(sizes)])
+    if _saved(sizes, counts, members).sum() * block_size < MIN_SAVED:
+        return None
+    lens = np.append(counts, 0)[groups] * block_size  # -1, no group, is the last
+    rows = np.argsort(groups, kind="stable")
+    rows = rows[lens[rows] > 0]
+    bounds = np.flatnonzero(np.diff(groups[rows], prepend=-1, append=-1)).tolist()
+    begins = [i for begin, end in pairwise(bounds) for i in range(begin, end, members)]
+    arrays = lens, rows, begins, [*begins[1:], len(rows)]
+    return SharedPrefixes(*(np.array(array, np.int32) for array in arrays))
 
 
-def _groups(first: Int32, whole: NDArray[np.bool_]) -> list[NDArray[np.intp]]:
-    """The decodes that have the same first block, and have it whole, if they are enough."""
-    there = np.flatnonzero(whole)
-    order = there[np.argsort(first[there], kind="stable")]
-    if len(order) < MIN_MEMBERS:
-        return []
-    bounds = np.flatnonzero(np.diff(first[order], prepend=-1, append=-1))
-    large = np.flatnonzero(np.diff(bounds) >= MIN_MEMBERS)
-    return [order[bounds[i] : bounds[i + 1]] for i in large]
+class _Level(NamedTuple):
+    """Groups of at least MIN_MEMBERS decodes.
+
+    Attributes:
+        rows: [n] the decodes, those of a group adjacent.
+        sizes: [g] decodes of each group.
+        counts: [g] blocks that all of it begin with.
+        parents: [g] the group of the level before that it is part of.
+    """
+
+    rows: Ints
+    sizes: Ints
+    counts: Ints
+    parents: Ints
+
+
+def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
+    """The decodes with the same first block; then those of a group that also have the block in
+    common behind what all of it share; and so on.
+
+    Args:
+        num_whole: [B], blocks of each that others may share.
+    """
+    rows = np.flatnonzero(num_whole > 0)
+    parents, columns = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    for _ in range(MOST_LEVELS):
+        keys = (parents << 32) + block_tables[rows, columns]
+        order = np.argsort(keys, kind="stable")
+        keys, rows = keys[order], rows[order]
+        firsts = np.flatnonzero(np.diff(keys, prepend=-1))
+        sizes = np.diff(firsts, append=len(keys))
+        large = sizes >= MIN_MEMBERS
+        if not large.any():
+            return
+        rows = rows[np.repeat(large, sizes)]
+        sizes, of_level = sizes[large], keys[firsts[large]] >> 32
+        begins, groups = np.cumsum(sizes) - sizes, np.repeat(np.arange(len(sizes)), sizes)
+        tables, whole = block_tables[rows], num_whole[rows]
+        differ = tables != tables[begins[groups]]
+        same = np.where(differ.any(1), differ.argmax(1), whole)
+        counts = np.minimum.reduceat(np.minimum(same, whole), begins)
+        yield _Level(rows, sizes, counts, of_level)
+        further = whole > counts[groups]
+        rows, parents = rows[further], groups[further]
+        columns = counts[parents]
+
+
+def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, Ints]:
+    """The group of each decode, -1 for none, and the blocks that each group shares.
+
+    From the last level on, groups leave the group that they are part of, unless more is read again
+    then, by what is left of it, too.
+    """
+    leaving = [np.ones(len(levels[0].sizes), bool)]
+    below, best_below = None, np.zeros(0, np.int64)  # blocks that are not read again
+    for level in reversed(levels):
+        best = _saved(level.sizes, level.counts, members)
+        if below is not None:
+            leave = best_below > _saved(below.sizes, level.counts[below.parents], members)
+            moved, gained = np.zeros((2, len(best)), np.int64)
+            np.add.at(moved, below.parents, below.sizes * leave)
+            np.add.at(gained, below.parents, best_below * leave)
+            divided = gained + _saved(level.sizes - moved, level.counts, members)
+            leaving.insert(1, leave & (divided > best)[below.parents])
+            best = np.maximum(best, divided)
+        below, best_below = level, best
+    groups, first, gone = np.full(num_rows, -1), 0, np.ones(1, bool)
+    for level, leave in zip(levels, leaving, strict=True):
+        gone = leave & gone[level.parents]
+        end = first + len(gone)
+        taken = np.repeat(gone, level.sizes)
+        groups[level.rows[taken]] = np.repeat(np.arange(first, end), level.sizes)[taken]
+        first = end
+    return groups, np.concatenate([level.counts for level in levels])
+
+
+def _saved(sizes: Ints, counts: Ints, members: int) -> Ints:
+    """Blocks that groups of so many decodes, which share so many blocks, do not read again."""
+    return np.where(sizes < MIN_MEMBERS, 0, (sizes - -(-sizes // members)) * counts)

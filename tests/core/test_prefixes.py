@@ -1,4 +1,4 @@
-"""Which decodes share what they begin with, against one pair of them at a time."""
+"""Which decodes share what they begin with, against a search through the tree of their blocks."""
 
 import random
 
@@ -12,55 +12,84 @@ BLOCK = 16
 
 
 def draw(rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """Tables of decodes that begin with one of a few chains, and context lengths."""
-    chains = [[100 * i + j for j in range(rng.randint(0, 6))] for i in range(1, 5)]
+    """Tables of decodes that begin with a path through a tree of blocks, and context lengths."""
     free, tables, lens = iter(range(1000, 9000)), [], []
     for _ in range(rng.randint(1, 60)):
-        chain = rng.choice(chains)
-        table = chain[: rng.randint(0, len(chain))]
+        table = [1] * (rng.random() < 0.7)
+        while rng.random() < 0.8 and len(table) < 6:
+            table.append(10 * table[-1] + rng.randint(1, 2) if table else rng.randint(2, 3))
         table += [next(free) for _ in range(rng.randint(1, 4))]
         tables.append(table)
         lens.append((len(table) - 1) * BLOCK + rng.randint(1, BLOCK))
-    block_tables = np.zeros((len(tables), max(map(len, tables))), np.int32)
-    for row, table in zip(block_tables, tables, strict=True):
+    return as_array(tables), np.array(lens, np.int32)
+
+
+def as_array(tables: list[list[int]]) -> np.ndarray:
+    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(out, tables, strict=True):
         row[: len(table)] = table
-    return block_tables, np.array(lens, np.int32)
+    return out
+
+
+def most_saved(tables: list[tuple[int, ...]], depth: int, members: int) -> int:
+    """Blocks that are not read again if decodes which share `depth` blocks do so as one group, or
+    divided by their next block, whatever saves more; each table has the blocks that may be shared.
+    """
+    if len(tables) < MIN_MEMBERS:
+        return 0
+    together = (len(tables) - -(-len(tables) // members)) * depth
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    for table in tables:
+        if len(table) > depth:
+            parts.setdefault(table[depth], []).append(table)
+    return max(together, sum(most_saved(part, depth + 1, members) for part in parts.values()))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_prefixes_are_whole_blocks_that_all_of_a_tile_have(
+def test_groups_begin_with_whole_blocks_that_all_of_them_have(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"seed {seed}")
     monkeypatch.setattr(prefixes, "MIN_SAVED", 1)
-    rng, num_found = random.Random(seed), 0
+    rng, num_found, num_divided = random.Random(seed), 0, 0
     for _ in range(200):
         tables, context_lens = draw(rng)
         members = rng.choice([1, 3, 16])
         found = find_shared_prefixes(tables, context_lens, BLOCK, members)
-        # By definition: those with the same first block, the blocks that all of them have.
-        wanted = np.zeros(len(tables), np.int32)
-        for i, table in enumerate(tables):
-            whole = (context_lens - 1) // BLOCK
-            group = [j for j in range(len(tables)) if tables[j, 0] == table[0] and whole[j] > 0]
-            if i in group and len(group) >= MIN_MEMBERS:
-                count = 0
-                while all(whole[j] > count and tables[j, count] == table[count] for j in group):
-                    count += 1
-                wanted[i] = count * BLOCK
+        whole = (context_lens - 1) // BLOCK
+        heads = [tuple(table[:n].tolist()) for table, n in zip(tables, whole, strict=True)]
+        wanted = most_saved(heads, 0, members)
         if found is None:
-            # Each tile still reads what it has.
-            assert members == 1 or not wanted.any()
+            assert wanted == 0
             continue
         num_found += 1
-        assert found.lens.tolist() == wanted.tolist()
-        assert sorted(found.rows.tolist()) == np.flatnonzero(wanted).tolist()
+        shared = (found.lens // BLOCK).tolist()
+        assert sorted(found.rows.tolist()) == np.flatnonzero(found.lens).tolist()
         assert len(found.begins) <= most_tiles(len(tables), members)
         assert found.ends.tolist() == [*found.begins[1:].tolist(), len(found.rows)]
+        saved, groups = 0, {}
         for begin, end in zip(found.begins, found.ends, strict=True):
-            tile = found.rows[begin:end]
-            assert 1 <= len(tile) <= members and len(set(tables[tile, 0].tolist())) == 1
-    assert num_found > 20
+            tile = found.rows[begin:end].tolist()
+            assert 1 <= len(tile) <= members
+            [begun] = {heads[i][: shared[i]] for i in tile}
+            assert len(begun) == shared[tile[0]]
+            saved += (len(tile) - 1) * len(begun)
+            groups[begun] = groups.get(begun, 0) + len(tile)
+        assert saved >= wanted and min(groups.values()) >= MIN_MEMBERS
+        num_divided += len({begun[0] for begun in groups}) < len(groups)
+    assert num_found > 20 and num_divided > 20
+
+
+def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
+    """Of 8 prompts with 4 samples each, and of one that has nothing else in common with them."""
+    tables = [
+        [1, *range(10 * p, 10 * p + 8), 1000 + 4 * p + i] for p in range(1, 9) for i in range(4)
+    ]
+    tables.append([1, 2000])
+    lens = np.array([len(table) * 256 - 9 for table in tables], np.int32)
+    found = find_shared_prefixes(as_array(tables), lens, 256, 16)
+    assert found is not None and found.lens.tolist() == [9 * 256] * 32 + [0]
+    assert found.begins.tolist() == list(range(0, 32, 4))
 
 
 def test_little_is_not_worth_a_kernel() -> None:
