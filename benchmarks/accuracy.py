@@ -10,7 +10,9 @@ Prints a table; the last line is JSON.
 
 Texts are computed as prompts are. Of these an FP8 cache has the same numbers as in decoding, but
 the kernels of decoding are not run. INT4 here is each number rounded to the nearest code, in groups
-of 128 (of fewer where layers are narrower); published checkpoints are made with more care.
+of 128 (of fewer where layers are narrower); published checkpoints are made with more care. Of a
+checkpoint that is quantised, float32 has the numbers that its codes mean, and settings that
+quantise weights are left out.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from nanovllm.benchmark import harness
 from nanovllm.cli import bench
 from nanovllm.models.loader import find_weights
 from nanovllm.quantization import GROUPS
+from nanovllm.utils.files import read_json
 
 REFERENCE, INT4 = "float32", "bfloat16, INT4 weights"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, FP8 both": {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "fp8"},
     INT4: {"dtype": "bfloat16"},
 }
+QUANTISING = [INT4, *(name for name, options in SETTINGS.items() if "quantization" in options)]
 
 
 class Measured(NamedTuple):
@@ -162,15 +166,18 @@ def main() -> None:
     )
     parser.add_argument("--length", type=bench.positive, default=1000, help="of a piece (1000)")
     parser.add_argument("--device", default="auto", help="cuda, cuda:N, cpu or auto")
-    parser.add_argument(
-        "--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="(all)"
-    )
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), help="(all that fit)")
     parser.add_argument("--save", metavar="FILE", help="append the result, as a line of JSON")
     args = parser.parse_args()
     text = None if args.text is None else args.text.read()
     results: dict[str, dict[str, float]] = {}
     exact: Measured | None = None
-    wanted = [name for name in SETTINGS if name in {REFERENCE, *args.settings}]
+    asked = args.settings or list(SETTINGS)
+    if read_json(Path(args.model) / "config.json").get("quantization_config"):
+        if wrong := [name for name in args.settings or () if name in QUANTISING]:
+            parser.error(f"--settings: {wrong[0]!r} wants weights that are not quantised already")
+        asked = [name for name in asked if name not in QUANTISING]
+    wanted = [name for name in SETTINGS if name in {REFERENCE, *asked}]
     print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with (

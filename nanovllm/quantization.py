@@ -1,8 +1,8 @@
 """How the matrices of linear layers are stored in 8 or 4 bits, as config.json says it.
 
 FP8 (e4m3) codes have scales for blocks of numbers. Two spellings are read: `quant_method` "fp8"
-(Qwen, DeepSeek: blocks of 128 x 128; others: one scale for a tensor), and "compressed-tensors" with
-`type` "float" (a scale for each row, for a tensor, or for blocks). Scales of activations are not
+(Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale for a tensor), and
+"compressed-tensors" with `type` "float" (a scale for each row, for a tensor, or for blocks). Scales of activations are not
 read: activations are quantised by what they are.
 
 INT4 codes have a scale, and mostly a zero point, for groups of a row. Three spellings: "awq"
@@ -17,13 +17,17 @@ from nanovllm.utils.files import read_value
 
 # Tensors' names end so. Activations are quantised by what they are, keys and values likewise.
 NOT_READ = (
-    *(".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
-    ".weight_shape",
+    *(".input_scale", ".activation_scale", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
 )
-PACKED = (".qweight", ".weight_packed")  # of codes of 4 bits
+# Likewise those of matrices in 8 or 4 bits.
+OF_CODES = (
+    *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point"),
+    *(".weight_scale", ".weight_scale_inv"),
+)
 # What config.json calls the modules that are not quantised, and which of them must be.
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
-QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts")
+QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts", "layers")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
 ROUTER = ".gate"  # routers of experts stay in 16 bits
 GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
@@ -171,6 +175,9 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal("compressed-tensors without one group of layers")
+    for key, part in (("transform_config", "config_groups"), ("sparsity_config", "format")):
+        if (what := (found.get(key) or {}).get(part)) not in (None, {}, "dense"):
+            raise _refusal(f"compressed-tensors, {key} {what}")
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
@@ -229,7 +236,7 @@ def _read_gptq(found: dict[str, Any]) -> Int4:
 
 
 def _check_bits(found: dict[str, Any]) -> None:
-    if (bits := read_value(found, "bits", int, 4)) != 4:
+    if (bits := read_value(found, "w_bit" if "w_bit" in found else "bits", int)) != 4:
         raise _refusal(f"{found['quant_method']}, {bits} bits")
 
 
@@ -242,10 +249,11 @@ def _refuse_act_order(has: Any) -> None:
 
 
 def _read_group(found: dict[str, Any]) -> int:
-    size = read_value(found, "group_size", int, 128, minimum=-1)
+    key = "q_group_size" if "q_group_size" in found else "group_size"  # AutoAWQ's own name
+    size = read_value(found, key, int, minimum=-1)
     if size not in GROUPS:
         raise ValueError(
-            f"config.json: `group_size` of INT4 weights must be 32, 64 or 128, got {size}: take "
-            "another checkpoint, or the original weights"
+            f"config.json: `{key}` of INT4 weights must be 32, 64 or 128, got {size}: take another "
+            "checkpoint, or the original weights"
         )
     return size

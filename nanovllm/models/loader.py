@@ -4,7 +4,7 @@ Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 
 from nanovllm.layers.base import Layer
 from nanovllm.layers.shard import Shard
-from nanovllm.quantization import NOT_READ, PACKED
+from nanovllm.quantization import NOT_READ, OF_CODES
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
@@ -125,6 +125,15 @@ def bare_names(names: Iterable[str]) -> dict[str, str]:
     return {f"model.{name}": name for name in names if not name.startswith("lm_head.")}
 
 
+def as_saved(name: str, files: Container[str]) -> str:
+    """The name that a tensor has in a checkpoint: transformers calls the scale of a whole tensor
+    as it calls those of blocks (`FP8Linear`).
+    """
+    other = f"{name}_inv"
+    is_other = name.endswith(".weight_scale") and name not in files and other in files
+    return other if is_other else name
+
+
 def load_model(
     model: nn.Module,
     directory: Path,
@@ -146,7 +155,7 @@ def load_model(
     names = text_names(files) if is_part else bare_names(files)
     if is_part:
         files = {name: files[name] for name in names.values()}
-    targets = {names.get(own, own): shard for own, shard in targets.items()}
+    targets = {as_saved(names.get(own, own), files): shard for own, shard in targets.items()}
     head = names.get(head, head)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
@@ -158,8 +167,11 @@ def load_model(
         problems.append(f"missing from the checkpoint: {_names(missing)}")
     if unused := sorted(set(files) - set(targets) - ignored):
         problems.append(f"not used by this model: {_names(unused)}")
-    if any(name.endswith(PACKED) for name in unused):
-        problems.append("it has weights in 4 bits, which `quantization_config` must describe")
+    if any(name.endswith(OF_CODES) for name in [*missing, *unused]):
+        problems.append(
+            "linear layers, all of them and nothing else, must be quantised as its "
+            "`quantization_config` says: take such a checkpoint, or the original weights"
+        )
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
     there = [name for name in targets if name in files]

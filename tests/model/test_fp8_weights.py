@@ -54,15 +54,15 @@ COMPRESSED: dict[str, Any] = {
     "ignore": ["lm_head"],
 }
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
 # What config.json says, and rows and columns of a scale.
 WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
-    "rows": (
-        COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}},
-        1,
-        0,
-    ),
+    # As transformers' `FP8Linear` saves it (Ministral 3).
+    "tensor, inverse": ({"quant_method": "fp8", "weight_block_size": None}, 0, 0),
+    # llm-compressor writes what it did not do, too.
+    "rows": (GROUP | {"transform_config": {}, "sparsity_config": {"format": "dense"}}, 1, 0),
 }
 
 
@@ -93,16 +93,18 @@ def checkpoints(tmp_path: Path, way: str, family: str = "qwen3") -> tuple[Path, 
     quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
     tensors = load_file(exact / "model.safetensors")
     plain, packed = dict(tensors), dict(tensors)
-    name_of_scales = "weight_scale_inv" if way == "blocks" else "weight_scale"
+    is_tensor = way.startswith("tensor")
+    name_of_scales = "weight_scale_inv" if way in ("blocks", "tensor, inverse") else "weight_scale"
+    of_activations = "input_scale" if way == "tensor" else "activation_scale"  # not read
     for name, x in tensors.items():
         if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight"):
             codes, scales, plain[name] = quantize(x, rows, cols)
             packed[name] = codes
-            shape = [] if way == "tensor" else list(scales.shape)
+            shape = [] if is_tensor else list(scales.shape)
             module = name.removesuffix("weight")
             packed[module + name_of_scales] = scales.reshape(shape)
-            if way == "tensor":
-                packed |= {f"{module}input_scale": torch.ones(())}  # of activations: not read
+            if is_tensor:
+                packed[module + of_activations] = torch.ones(())
     save_file(plain, exact / "model.safetensors")
     save_file(packed, quantised / "model.safetensors")
     return quantised, exact
@@ -185,6 +187,18 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
             "`ignored_layers` leaves model.layers.1.mlp.down_proj as it is",
         ),
         (
+            {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0"]},
+            "`modules_to_not_convert` leaves model.layers.0 as it is",
+        ),
+        (
+            GROUP | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "transform_config {'u'",
+        ),
+        (
+            GROUP | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config sparse-24-bitmask",
+        ),
+        (
             COMPRESSED
             | {"ignore": ["re:.*moe.gate", "model.layers.1.block_sparse_moe.experts.3.w1"]},
             "`ignore` leaves model.layers.1.block_sparse_moe.experts.3.w1 as it is",
@@ -211,7 +225,11 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
     ("scales", "message"),
     [
         (torch.ones(95, 1), r"weight_scale has shape \[95, 1\], config.json implies \[96, 1\]"),
-        (None, "missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale"),
+        (
+            None,
+            r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; linear layers, "
+            r"all of them .* take such a checkpoint, or the original weights",
+        ),
     ],
 )
 def test_scales_that_are_missing_or_do_not_fit(

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_named(
 def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "awq")
     edit_json(quantised / "config.json", quantization_config=None)
-    with pytest.raises(ValueError, match="4 bits, which `quantization_config` must describe"):
+    with pytest.raises(ValueError, match="quantised as its `quantization_config` says: take such"):
         LLM(quantised, **SMALL)
 
 
@@ -110,6 +110,9 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
         (compressed(actorder="Dynamic"), "act-order .* is not supported"),
         (compressed() | {"format": "marlin-24"}, "strategy group, format marlin-24' is not"),
         (GPTQ | {"group_size": 16}, "must be 32, 64 or 128, got 16"),
+        (GPTQ, "`group_size` is missing"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16}, "128, got 16"),
+        ({"quant_method": "awq", "w_bit": 3, "q_group_size": 128}, "'awq, 3 bits' is not"),
         (GPTQ | {"is_marlin_format": True}, "'gptq, marlin' is not supported"),
         (AWQ | {"version": None, "format": "gemv_fast"}, "'awq, version gemv_fast' is not"),
         (AWQ | {"modules_to_not_convert": "mlp"}, "must be a list of modules, got 'mlp'"),

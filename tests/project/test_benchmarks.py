@@ -403,6 +403,21 @@ def test_sampling_controls_are_measured_beside_none(
     assert result["results"]["none"]["cost"] == 0
 
 
+def test_a_quantised_checkpoint_is_measured_as_it_is(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracy.round_to_int4(Path(tiny), tmp_path / "int4")
+    (tmp_path / "text").write_text("127+345=472 count from 17: 18 19 20")
+    args = ["--model", str(tmp_path / "int4"), "--text", str(tmp_path / "text"), "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        run(accuracy.main, monkeypatch, *args, "--settings", "bfloat16", accuracy.INT4)
+    assert "wants weights that are not quantised already" in capsys.readouterr().err
+    kept = {"float32", "float16", "bfloat16", "float32, FP8 KV", "bfloat16, FP8 KV"}
+    run(accuracy.main, monkeypatch, *args, "--save", str(tmp_path / "saved"))
+    [result] = saved(tmp_path / "saved")
+    assert result["results"].keys() == kept
+
+
 def test_accuracy_against_transformers(
     reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
