@@ -31,6 +31,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 QUANTIZATIONS = ("fp8", "awq", "gptq", "compressed-tensors")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "vllm")
+NO_CODE = "leave it out: no code of a checkpoint is run"
 NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
 TEXT_ONLY = "prompts are text or token ids"
@@ -43,6 +44,9 @@ FOREIGN_OPTIONS: Foreign = {
     "async_scheduling": (only(None, False, True), "overlap=False turns overlapped steps off"),
     "attention_config": (only(None), "pass attention_backend"),
     "block_size": (only(None), "pass kvcache_block_size"),
+    "calculate_kv_scales": (only(False), "each head of a token has a scale of its own"),
+    "chat_template": (only(None), "pass it to chat()"),
+    "code_revision": (only(None), NO_CODE),
     "compilation_config": (
         only(None),
         "CUDA graphs are captured anyway; enforce_eager=True turns them off",
@@ -53,6 +57,7 @@ FOREIGN_OPTIONS: Foreign = {
     "disable_cascade_attn": (only(False, True), "prefixes are cached, not computed apart"),
     "disable_log_requests": (only(False, True), "requests are not logged"),
     "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
+    "disable_sliding_window": (only(False), "windows are those of config.json"),
     "distributed_executor_backend": (only(None, "mp"), "ranks are processes of this machine"),
     "download_dir": (only(None), "the environment's HF_HOME says where"),
     "enable_chunked_prefill": (
@@ -61,25 +66,34 @@ FOREIGN_OPTIONS: Foreign = {
     ),
     "enable_expert_parallel": (only(False), "each expert is divided over the ranks, as an MLP is"),
     "enable_lora": (only(None, False), NO_LORA),
+    "enable_prompt_embeds": (only(False), TEXT_ONLY),
     "enable_sleep_mode": (only(False), "exit() gives the memory back"),
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the one there is"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "the environment's HF_TOKEN is taken"),
+    "kv_transfer_config": (only(None), "each engine computes its own prompts"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "logprobs_mode": (only("raw_logprobs"), "log-probabilities are those of the model alone"),
     "max_logprobs": (only(None, *range(21)), "20 are the most"),
+    **{
+        name: (lambda value: value is None or isinstance(value, Real), NO_LORA)
+        for name in ("max_cpu_loras", "max_lora_rank", "max_loras")
+    },
     "max_seq_len_to_capture": (
         lambda value: isinstance(value, Real),
         "CUDA graphs are for sequences of any length",
     ),
     "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
+    "model_impl": (only("auto", "vllm"), "models are those of this package"),
     "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
     "override_generation_config": (only(None, {}), "pass SamplingParams"),
     "pipeline_parallel_size": (only(1), "pass tensor_parallel_size"),
+    "pooler_config": (only(None), "embed() says how"),
     "rope_scaling": (only(None), "it is read from config.json"),
     "rope_theta": (only(None), "it is read from config.json"),
     "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
+    "scheduling_policy": (only("fcfs"), "prompts run in their order"),
     "served_model_name": (only(None), "there is no server"),
     "skip_tokenizer_init": (only(False), "pass token ids, and detokenize=False for no text"),
     "speculative_config": (only(None), "speculative decoding is not supported"),
@@ -92,7 +106,8 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer": (only(None), ONE_TOKENIZER),
     "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
     "tokenizer_revision": (only(None), "pass revision"),
-    "trust_remote_code": (only(False), "not needed: no code of a checkpoint is run"),
+    "trust_remote_code": (only(False), NO_CODE),
+    "use_tqdm_on_load": (only(True), "a terminal shows progress, a log does not"),
 }
 # of `generate` and `chat`
 FOREIGN_ARGUMENTS: Foreign = {

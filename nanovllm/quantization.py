@@ -2,8 +2,8 @@
 
 FP8 (e4m3) codes have scales for blocks of numbers. Two spellings are read: `quant_method` "fp8"
 (Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale for a tensor), and
-"compressed-tensors" with `type` "float" (a scale for each row, for a tensor, or for blocks). Scales of activations are not
-read: activations are quantised by what they are.
+"compressed-tensors" with `type` "float" (a scale for each row, for a tensor, or for blocks). Scales
+of activations are not read: activations are quantised by what they are.
 
 INT4 codes have a scale, and mostly a zero point, for groups of a row. Three spellings: "awq"
 (AutoAWQ's "gemm"), "gptq" (AutoGPTQ's, and GPTQModel's "gptq_v2"), and "compressed-tensors" with

@@ -188,7 +188,7 @@ def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
         ("gpu_memory_utilisation", "did you mean `gpu_memory_utilization`?"),
         ("quux", "no option `quux`; options: max_num_batched_tokens, .*, trace$"),
         ("tokenizer", "no option `tokenizer`; the tokenizer is read from the model's directory$"),
-        ("trust_remote_code", "; not needed: no code of a checkpoint is run$"),
+        ("trust_remote_code", "; leave it out: no code of a checkpoint is run$"),
         ("speculative_config", "; speculative decoding is not supported$"),
         ("compilation_config", "; CUDA graphs are captured anyway; enforce_eager=True"),
         ("block_size", "; pass kvcache_block_size$"),
@@ -250,6 +250,19 @@ NOTHING_ASKED = {
     "tokenizer_mode": "auto",
     "tokenizer_revision": None,
     "trust_remote_code": False,
+    "calculate_kv_scales": False,
+    "chat_template": None,
+    "code_revision": None,
+    "disable_sliding_window": False,
+    "enable_prompt_embeds": False,
+    "kv_transfer_config": None,
+    "max_cpu_loras": None,
+    "max_lora_rank": 16,
+    "max_loras": 1,
+    "model_impl": "auto",
+    "pooler_config": None,
+    "scheduling_policy": "fcfs",
+    "use_tqdm_on_load": True,
 }
 
 

@@ -311,6 +311,15 @@ def test_log_probabilities_of_greedy_output(
 
 
 # Most experts are taken: one that rounding puts in the place of another counts little.
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3": ("qwen3", {"head_dim": 128}),
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 16, "rope_parameters": LLAMA3}),
@@ -346,6 +355,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma 3": ("gemma3_text", {"head_dim": 256, "sliding_window": 100, "num_hidden_layers": 6}),
     "exaone 4": ("exaone4", {"sliding_window": 100, "sliding_window_pattern": 2}),
+    "olmo 3": ("olmo3", {"sliding_window": 100}),
+    "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "ministral 3": ("ministral3", {"head_dim": 128, "rope_parameters": MINISTRAL}),
 }
 
 
