@@ -171,9 +171,10 @@ class Intake:
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - set(PROMPT_KEYS)
             if unknown or not prompt:
+                hint = "; messages are for `chat`" if "role" in unknown else ""
                 raise ValueError(
-                    f"`{name}` must have the keys `prompt` or `prompt_token_ids`, "
-                    f"got {sorted(map(str, prompt))}"
+                    f"`{name}` must have the keys `prompt` or `prompt_token_ids`, and no others, "
+                    f"got {sorted(map(str, prompt))}{hint}"
                 )
             text, given = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if given is None and "prompt" in prompt:

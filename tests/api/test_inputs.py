@@ -160,7 +160,7 @@ def test_every_form_of_prompts_is_read(prompts, parsed, intake):
 STRINGS_OR = "must be a string, token ids, a dictionary, or a list of those, got"
 STRING_OR = "must be a string, a list of token ids or a dictionary, got"
 TOKEN_IDS = '`prompts["prompt_token_ids"]` must hold token ids, got'
-KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
+KEYS = "must have the keys `prompt` or `prompt_token_ids`, and no others, got"
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,11 @@ KEYS = "must have the keys `prompt` or `prompt_token_ids`, got"
         ({}, ValueError, f"`prompts` {KEYS} []"),
         ({"text": "ab"}, ValueError, f"`prompts` {KEYS} ['text']"),
         ([{"prompt": "a", "n": 1}], ValueError, f"`prompts[0]` {KEYS} ['n', 'prompt']"),
+        (
+            [{"role": "user", "content": "a"}],
+            ValueError,
+            f"`prompts[0]` {KEYS} ['content', 'role']; messages are for `chat`",
+        ),
         ({"prompt": [1]}, TypeError, '`prompts["prompt"]` must be a string, got list'),
         ({"prompt": None}, TypeError, '`prompts["prompt"]` must be a string, got NoneType'),
         (
