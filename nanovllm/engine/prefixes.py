@@ -120,13 +120,11 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
 
 
 def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, Ints]:
-    """The group of each decode, -1 for none, and the blocks that each group shares.
-
-    From the last level on, groups leave the group that they are part of, unless more is read again
-    then, by what is left of it, too.
-    """
+    """The group of each decode, -1 for none, and the blocks that each group shares."""
+    # From the last level on: which groups leave the group that they are part of, because more is
+    # saved then, of what stays behind, too.
     leaving = [np.ones(len(levels[0].sizes), bool)]
-    below, best_below = None, np.zeros(0, np.int64)  # blocks that are not read again
+    below, best_below = None, np.zeros(0, np.int64)  # the most that its groups save
     for level in reversed(levels):
         best = _saved(level.sizes, level.counts, members)
         if below is not None:
@@ -138,12 +136,12 @@ def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, In
             leaving.insert(1, leave & (divided > best)[below.parents])
             best = np.maximum(best, divided)
         below, best_below = level, best
-    groups, first, gone = np.full(num_rows, -1), 0, np.ones(1, bool)
+    # From the first level on: a decode is in the last group that has left with it.
+    groups, first, left = np.full(num_rows, -1), 0, np.ones(1, bool)
     for level, leave in zip(levels, leaving, strict=True):
-        gone = leave & gone[level.parents]
-        end = first + len(gone)
-        taken = np.repeat(gone, level.sizes)
-        groups[level.rows[taken]] = np.repeat(np.arange(first, end), level.sizes)[taken]
+        left = leave & left[level.parents]
+        end, moves = first + len(left), np.repeat(left, level.sizes)
+        groups[level.rows[moves]] = np.repeat(np.arange(first, end), level.sizes)[moves]
         first = end
     return groups, np.concatenate([level.counts for level in levels])
 
