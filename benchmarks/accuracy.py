@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import harness
 from nanovllm.cli import bench
+from nanovllm.hub import checkpoint_directory
 from nanovllm.models.loader import find_weights
 from nanovllm.quantization import GROUPS
 from nanovllm.utils.files import read_json
@@ -160,7 +161,7 @@ def in_words(codes: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Measure every setting and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default=TINY, help="directory of a checkpoint")
+    parser.add_argument("--model", default=TINY, help="checkpoint: directory, or name on the hub")
     parser.add_argument(
         "--text", type=argparse.FileType(encoding="utf-8"), help="file; without one: sums"
     )
@@ -173,7 +174,12 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     exact: Measured | None = None
     asked = args.settings or list(SETTINGS)
-    if read_json(Path(args.model) / "config.json").get("quantization_config"):
+    try:
+        model = checkpoint_directory(args.model, None)
+        config = read_json(Path(model) / "config.json")
+    except ValueError as error:
+        parser.error(str(error))
+    if config.get("quantization_config"):
         if wrong := [name for name in args.settings or () if name in QUANTISING]:
             parser.error(f"--settings: {wrong[0]!r} wants weights that are not quantised already")
         asked = [name for name in asked if name not in QUANTISING]
@@ -181,8 +187,8 @@ def main() -> None:
     print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with (
-            directory(name, args.model) as model,
-            LLM(model, device=args.device, **SETTINGS[name]) as llm,
+            directory(name, model) as checkpoint,
+            LLM(checkpoint, device=args.device, **SETTINGS[name]) as llm,
         ):
             prompts = pieces(llm, text, min(args.length, llm.max_model_len - 1))
             if not prompts:

@@ -54,7 +54,7 @@ FOREIGN_OPTIONS: Foreign = {
     "config_format": (only("auto", "hf"), "config.json is read as Hugging Face has it"),
     "convert": (only(None, "auto", "none"), "generate(), embed() and score() need no option"),
     "cpu_offload_gb": (only(None, 0, 0.0), "weights stay on the device: pass tensor_parallel_size"),
-    "disable_cascade_attn": (only(False, True), "prefixes are cached, not computed apart"),
+    "disable_cascade_attn": (only(False, True), "share_prefixes=False reads them apart"),
     "disable_log_requests": (only(False, True), "requests are not logged"),
     "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
     "disable_sliding_window": (only(False), "windows are those of config.json"),
@@ -71,7 +71,7 @@ FOREIGN_OPTIONS: Foreign = {
     "guided_decoding_backend": (only(None, "auto"), "llguidance is the one there is"),
     "hf_overrides": (only(None, {}), "edit the checkpoint's config.json"),
     "hf_token": (only(None, False, True), "the environment's HF_TOKEN is taken"),
-    "kv_transfer_config": (only(None), "each engine computes its own prompts"),
+    "kv_transfer_config": (only(None), "leave it out: each engine computes its own prompts"),
     "limit_mm_per_prompt": (only(None, {}), TEXT_ONLY),
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "logprobs_mode": (only("raw_logprobs"), "log-probabilities are those of the model alone"),
@@ -89,7 +89,7 @@ FOREIGN_OPTIONS: Foreign = {
     "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
     "override_generation_config": (only(None, {}), "pass SamplingParams"),
     "pipeline_parallel_size": (only(1), "pass tensor_parallel_size"),
-    "pooler_config": (only(None), "embed() says how"),
+    "pooler_config": (only(None), "pass pooling to embed()"),
     "rope_scaling": (only(None), "it is read from config.json"),
     "rope_theta": (only(None), "it is read from config.json"),
     "runner": (only(None, "auto", "generate"), "embed() and score() need no option"),
@@ -107,7 +107,7 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
     "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), NO_CODE),
-    "use_tqdm_on_load": (only(True), "a terminal shows progress, a log does not"),
+    "use_tqdm_on_load": (only(False, True), "leave it out: terminals show progress"),
 }
 # of `generate` and `chat`
 FOREIGN_ARGUMENTS: Foreign = {

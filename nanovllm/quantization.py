@@ -20,7 +20,7 @@ NOT_READ = (
     *(".input_scale", ".activation_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
 )
-# Likewise those of matrices in 8 or 4 bits.
+# Names of what matrices in 8 or 4 bits have end so.
 OF_CODES = (
     *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point"),
     *(".weight_scale", ".weight_scale_inv"),
@@ -176,8 +176,9 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal("compressed-tensors without one group of layers")
     for key, part in (("transform_config", "config_groups"), ("sparsity_config", "format")):
-        if (what := (found.get(key) or {}).get(part)) not in (None, {}, "dense"):
-            raise _refusal(f"compressed-tensors, {key} {what}")
+        what = found.get(key)
+        if (what.get(part) if isinstance(what, dict) else what) not in (None, {}, "dense"):
+            raise _refusal(f"compressed-tensors, {key}")
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
@@ -236,7 +237,8 @@ def _read_gptq(found: dict[str, Any]) -> Int4:
 
 
 def _check_bits(found: dict[str, Any]) -> None:
-    if (bits := read_value(found, "w_bit" if "w_bit" in found else "bits", int)) != 4:
+    key = "bits" if found.get("w_bit") is None else "w_bit"  # AutoAWQ's own name
+    if (bits := read_value(found, key, int)) != 4:
         raise _refusal(f"{found['quant_method']}, {bits} bits")
 
 
@@ -249,7 +251,7 @@ def _refuse_act_order(has: Any) -> None:
 
 
 def _read_group(found: dict[str, Any]) -> int:
-    key = "q_group_size" if "q_group_size" in found else "group_size"  # AutoAWQ's own name
+    key = "group_size" if found.get("q_group_size") is None else "q_group_size"
     size = read_value(found, key, int, minimum=-1)
     if size not in GROUPS:
         raise ValueError(

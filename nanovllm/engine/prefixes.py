@@ -1,8 +1,9 @@
 """Which decodes begin with the same blocks, so that attention reads these once for all of them.
 
 Groups of decodes that share their first blocks form trees: a system prompt is shared by many, and
-behind it each prompt by its samples. A decode shares what one of its groups has in common: each
-tree is divided so that the fewest tokens are read.
+behind it each prompt by its samples. A decode shares what one of its groups has in common. Which
+one is chosen so that few tokens are read: never more than if all with the same first block were one
+group, and hardly more than at best (docs/experiments.md, 47).
 """
 
 from collections.abc import Iterator
@@ -54,6 +55,8 @@ def find_shared_prefixes(
     Returns:
         None where too little is shared.
     """
+    if len(context_lens) < MIN_MEMBERS:  # one sequence waits for the host
+        return None
     # A decode writes to its last block, which no other decode shares; those before it are full.
     levels = list(_levels(block_tables, (context_lens - 1) // block_size))
     if not levels:
@@ -89,8 +92,8 @@ class _Level(NamedTuple):
 
 
 def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
-    """The decodes with the same first block; then those of a group that also have the block in
-    common behind what all of it share; and so on.
+    """Groups with the same first block; then, of each of these, those that also have the same block
+    behind the last that the whole group shares; and so on.
 
     Args:
         num_whole: [B], blocks of each that others may share.
@@ -107,13 +110,13 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
         if not large.any():
             return
         rows = rows[np.repeat(large, sizes)]
-        sizes, of_level = sizes[large], keys[firsts[large]] >> 32
+        sizes, parents = sizes[large], keys[firsts[large]] >> 32
         begins, groups = np.cumsum(sizes) - sizes, np.repeat(np.arange(len(sizes)), sizes)
         tables, whole = block_tables[rows], num_whole[rows]
         differ = tables != tables[begins[groups]]
         same = np.where(differ.any(1), differ.argmax(1), whole)
         counts = np.minimum.reduceat(np.minimum(same, whole), begins)
-        yield _Level(rows, sizes, counts, of_level)
+        yield _Level(rows, sizes, counts, parents)
         further = whole > counts[groups]
         rows, parents = rows[further], groups[further]
         columns = counts[parents]
@@ -121,14 +124,15 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
 
 def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, Ints]:
     """The group of each decode, -1 for none, and the blocks that each group shares."""
-    # From the last level on: which groups leave the group that they are part of, because more is
-    # saved then, of what stays behind, too.
+    # From the last level on: which groups leave the group that they are part of, where each decode
+    # but one of `members` saves what all share. Those that leave must pay for what stays, too.
     leaving = [np.ones(len(levels[0].sizes), bool)]
     below, best_below = None, np.zeros(0, np.int64)  # the most that its groups save
     for level in reversed(levels):
         best = _saved(level.sizes, level.counts, members)
         if below is not None:
-            leave = best_below > _saved(below.sizes, level.counts[below.parents], members)
+            staying = below.sizes * level.counts[below.parents] * (members - 1)
+            leave = best_below * members > staying
             moved, gained = np.zeros((2, len(best)), np.int64)
             np.add.at(moved, below.parents, below.sizes * leave)
             np.add.at(gained, below.parents, best_below * leave)

@@ -4,7 +4,7 @@ Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -125,13 +125,13 @@ def bare_names(names: Iterable[str]) -> dict[str, str]:
     return {f"model.{name}": name for name in names if not name.startswith("lm_head.")}
 
 
-def as_saved(name: str, files: Container[str]) -> str:
-    """The name that a tensor has in a checkpoint: transformers calls the scale of a whole tensor
-    as it calls those of blocks (`FP8Linear`).
+def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
+    """The name of a tensor in a checkpoint, where others may have other `names`. Transformers calls
+    the scale of a whole tensor as it calls those of blocks (`FP8Linear`).
     """
-    other = f"{name}_inv"
-    is_other = name.endswith(".weight_scale") and name not in files and other in files
-    return other if is_other else name
+    spellings = [own, f"{own}_inv"] if own.endswith(".weight_scale") else [own]
+    found = [names.get(spelling, spelling) for spelling in spellings]
+    return next((name for name in found if name in files), found[0])
 
 
 def load_model(
@@ -155,7 +155,7 @@ def load_model(
     names = text_names(files) if is_part else bare_names(files)
     if is_part:
         files = {name: files[name] for name in names.values()}
-    targets = {as_saved(names.get(own, own), files): shard for own, shard in targets.items()}
+    targets = {as_saved(own, names, files): shard for own, shard in targets.items()}
     head = names.get(head, head)
     # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
@@ -167,10 +167,13 @@ def load_model(
         problems.append(f"missing from the checkpoint: {_names(missing)}")
     if unused := sorted(set(files) - set(targets) - ignored):
         problems.append(f"not used by this model: {_names(unused)}")
-    if any(name.endswith(OF_CODES) for name in [*missing, *unused]):
+    of_codes = [name for name in [*missing, *unused] if name.endswith(OF_CODES)]
+    if of_codes and not any(name.endswith(OF_CODES) for name in targets):
+        problems.append("its weights are quantised, which `quantization_config` must describe")
+    elif of_codes:
         problems.append(
-            "linear layers, all of them and nothing else, must be quantised as its "
-            "`quantization_config` says: take such a checkpoint, or the original weights"
+            "if no file is missing, it is quantised in part, which is not supported: take a "
+            "checkpoint in which all linear layers are quantised, or the original weights"
         )
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from nanovllm.engine import prefixes
-from nanovllm.engine.prefixes import MIN_MEMBERS, find_shared_prefixes, most_tiles
+from nanovllm.engine.prefixes import (
+    MIN_MEMBERS,
+    MIN_SAVED,
+    MOST_LEVELS,
+    find_shared_prefixes,
+    most_tiles,
+)
 
 BLOCK = 16
 
@@ -31,18 +37,31 @@ def as_array(tables: list[list[int]]) -> np.ndarray:
     return out
 
 
-def most_saved(tables: list[tuple[int, ...]], depth: int, members: int) -> int:
-    """Blocks that are not read again if decodes which share `depth` blocks do so as one group, or
-    divided by their next block, whatever saves more; each table has the blocks that may be shared.
+def most_saved(tables: list[tuple[int, ...]], members: int, depth: int = 0) -> tuple[int, int]:
+    """Blocks that are not read again by decodes which share `depth` blocks, each in one group: if
+    any of those that share the next block, too, may be groups apart; and if all of them or none
+    must be. Each table has the blocks that may be shared.
     """
-    if len(tables) < MIN_MEMBERS:
-        return 0
-    together = (len(tables) - -(-len(tables) // members)) * depth
+
+    def together(count: int) -> int:
+        return (count - -(-count // members)) * depth if count >= MIN_MEMBERS else 0
+
     parts: dict[int, list[tuple[int, ...]]] = {}
     for table in tables:
         if len(table) > depth:
             parts.setdefault(table[depth], []).append(table)
-    return max(together, sum(most_saved(part, depth + 1, members) for part in parts.values()))
+    best = {0: 0}  # by how many have left
+    all_apart = 0
+    for part in parts.values():
+        if len(part) < MIN_MEMBERS:
+            continue
+        most, apart = most_saved(part, members, depth + 1)
+        all_apart += apart
+        for count, saved in list(best.items()):
+            left = count + len(part)
+            best[left] = max(best.get(left, 0), saved + most)
+    most = max(saved + together(len(tables) - left) for left, saved in best.items())
+    return most, max(together(len(tables)), all_apart)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -51,16 +70,16 @@ def test_groups_begin_with_whole_blocks_that_all_of_them_have(
 ) -> None:
     print(f"seed {seed}")
     monkeypatch.setattr(prefixes, "MIN_SAVED", 1)
-    rng, num_found, num_divided = random.Random(seed), 0, 0
+    rng, num_found, num_divided, all_saved, all_wanted = random.Random(seed), 0, 0, 0, 0
     for _ in range(200):
         tables, context_lens = draw(rng)
         members = rng.choice([1, 3, 16])
         found = find_shared_prefixes(tables, context_lens, BLOCK, members)
         whole = (context_lens - 1) // BLOCK
         heads = [tuple(table[:n].tolist()) for table, n in zip(tables, whole, strict=True)]
-        wanted = most_saved(heads, 0, members)
+        most, least = most_saved(heads, members)
         if found is None:
-            assert wanted == 0
+            assert least == 0
             continue
         num_found += 1
         shared = (found.lens // BLOCK).tolist()
@@ -75,9 +94,11 @@ def test_groups_begin_with_whole_blocks_that_all_of_them_have(
             assert len(begun) == shared[tile[0]]
             saved += (len(tile) - 1) * len(begun)
             groups[begun] = groups.get(begun, 0) + len(tile)
-        assert saved >= wanted and min(groups.values()) >= MIN_MEMBERS
+        assert most >= saved >= least and min(groups.values()) >= MIN_MEMBERS
+        all_saved, all_wanted = all_saved + saved, all_wanted + most
         num_divided += len({begun[0] for begun in groups}) < len(groups)
     assert num_found > 20 and num_divided > 20
+    assert all_saved > 0.98 * all_wanted  # the best division would take longer to find
 
 
 def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
@@ -92,9 +113,80 @@ def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
     assert found.begins.tolist() == list(range(0, 32, 4))
 
 
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        # (prompts, samples of each, own blocks), behind 40 common blocks. Only the long one leaves:
+        ([(15, 4, 1), (1, 4, 100)], [(60, 40), (4, 140)]),
+        ([(32, 4, 1), (1, 16, 200)], [(128, 40), (16, 240)]),
+        # All leave, some leave, none does.
+        ([(4, 8, 40)], [(32, 80)]),
+        ([(4, 3, 40), (1, 5, 60)], [(12, 40), (5, 100)]),
+        ([(6, 4, 1)], [(24, 40)]),
+    ],
+)
+def test_what_saves_more_leaves_its_group(
+    parts: list[tuple[int, int, int]], wanted: list[tuple[int, int]]
+) -> None:
+    free, tables = iter(range(1000, 99999)), []
+    for num_prompts, num_samples, num_own in parts:
+        for _ in range(num_prompts):
+            own = [next(free) for _ in range(num_own)]
+            tables += [[*range(1, 41), *own, next(free)] for _ in range(num_samples)]
+    lens = np.array([len(table) * BLOCK for table in tables], np.int32)
+    found = find_shared_prefixes(as_array(tables), lens, BLOCK, 32)
+    assert found is not None
+    assert found.lens.tolist() == [n * BLOCK for count, n in wanted for _ in range(count)]
+
+
+def nested(groups: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tables and lengths of decodes, so many that each begin with the same blocks of a list."""
+    free, tables = iter(range(1000, 99999)), []
+    for count, blocks in groups:
+        tables += [[*blocks, next(free)] for _ in range(count)]
+    return as_array(tables), np.array([len(table) * 1024 for table in tables], np.int32)
+
+
+def test_each_level_may_leave_the_one_before() -> None:
+    chain = list(range(1, 2**MOST_LEVELS))
+    groups = [(8, chain[: 2**level]) for level in range(MOST_LEVELS)]
+    found = find_shared_prefixes(*nested(groups), 1024, 32)
+    assert found is not None
+    wanted = [2**level for level in range(MOST_LEVELS) for _ in range(8)]
+    assert (found.lens // 1024).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "wanted"),
+    [
+        (92, 100, [40] * 92 + [100] * 8),  # they pay for leaving all others, as two groups
+        (3, 53, [40] * 11),  # as two groups they save more, but not what all of them do
+    ],
+)
+def test_a_group_leaves_for_what_its_parts_save(others: int, own: int, wanted: list[int]) -> None:
+    """Of the decodes with 40 blocks in common eight have one more, and each four of these more."""
+    common = list(range(1, 41))
+    fours = [[*common, 50, *range(first, first + own - 41)] for first in (100, 500)]
+    singles = [(1, [*common, 60 + i]) for i in range(others)]
+    tables, lens = nested([*singles, *((4, four) for four in fours)])
+    found = find_shared_prefixes(tables, lens, 1024, 32)
+    assert found is not None and (found.lens // 1024).tolist() == wanted
+
+
+def test_few_decodes_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_levels", None)
+    tables, lens = (
+        np.array([[1, 2, 10 + i] for i in range(3)], np.int32),
+        np.full(3, 9999, np.int32),
+    )
+    assert find_shared_prefixes(tables, lens, 4096, 8) is None
+
+
 def test_little_is_not_worth_a_kernel() -> None:
     tables = np.array([[1, 2, 10 + i] for i in range(8)], np.int32)
     lens = np.full(8, 40, np.int32)
     assert find_shared_prefixes(tables, lens, BLOCK, 8) is None
-    found = find_shared_prefixes(tables, lens * 32, BLOCK * 32, 8)
-    assert found is not None and found.lens.tolist() == [1024] * 8
+    for size, is_enough in ((MIN_SAVED // 4, True), (MIN_SAVED // 4 - 1, False)):
+        tables, lens = nested([(5, [1])])  # four read a block less
+        found = find_shared_prefixes(tables, lens // 1024 * size, size, 8)
+        assert (found is not None) == is_enough

@@ -3,6 +3,7 @@
 The oracle is transformers with the numbers that the codes mean, which this file computes.
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from checkpoints import (
     reference_logprobs,
 )
 from nanovllm import LLM
+from nanovllm.quantization import Fp8, read_quantization
 from nanovllm.utils import fp8 as utils_fp8
 
 E4M3 = torch.float8_e4m3fn
@@ -128,6 +130,60 @@ def test_without_triton_the_numbers_are_multiplied(
         assert llm.metrics()["quantization"] == "none"
 
 
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        {"model.": "model.language_model.", "lm_head.": "lm_head."},
+    ],
+)
+@pytest.mark.parametrize("way", ["tensor, inverse", "rows"])
+def test_the_part_for_text_of_a_checkpoint_with_others(
+    way: str, prefixes: dict[str, str], tmp_path: Path
+) -> None:
+    quantised, exact = checkpoints(tmp_path, way, "llama")
+    file = quantised / "model.safetensors"
+    tensors = {
+        prefixes[own] + name.removeprefix(own): x
+        for name, x in load_file(file).items()
+        for own in prefixes
+        if name.startswith(own)
+    }
+    save_file({**tensors, "vision_tower.patches.weight": torch.ones(2, 2)}, file)
+    config = json.loads((quantised / "config.json").read_text())
+    how = config.pop("quantization_config")
+    plain = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    edit_json(
+        quantised / "config.json",
+        architectures=["Mistral3ForConditionalGeneration"],
+        text_config=config,
+        quantization_config={**how, "modules_to_not_convert": plain},
+    )
+    with LLM(quantised, **SMALL) as llm:
+        assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"),
+        *("re:.*mlp.gate$", "model.layers.3.mlp.router", "model.visual.blocks.0.attn.proj"),
+        *("vision_tower.transformer.layers.0.attention.q_proj", "re:.*audio_tower.layers.0.mlp"),
+        "multi_modal_projector.layers.0",
+    ],
+)
+def test_what_is_not_of_the_text_or_not_linear_may_stay_as_it_is(name: str) -> None:
+    config = GROUP | {"ignore": [name], "transform_config": None, "sparsity_config": {}}
+    found = read_quantization({"quantization_config": config})
+    assert found == Fp8((1, 0), "weight_scale", "compressed-tensors")
+
+
+@pytest.mark.parametrize("name", ["layers.0", "q_proj", "self_attn", "mlp", "moe", "experts"])
+def test_no_linear_layer_may_stay_as_it_is(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`ignore` leaves {name} as it is"):
+        read_quantization({"quantization_config": GROUP | {"ignore": [name]}})
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("way", "family"),
@@ -192,11 +248,12 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         ),
         (
             GROUP | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
-            "transform_config {'u'",
+            "compressed-tensors, transform_config' is not",
         ),
+        (GROUP | {"sparsity_config": ["2:4"]}, "compressed-tensors, sparsity_config' is not"),
         (
             GROUP | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparsity_config sparse-24-bitmask",
+            "compressed-tensors, sparsity_config' is not",
         ),
         (
             COMPRESSED
@@ -227,8 +284,8 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
         (torch.ones(95, 1), r"weight_scale has shape \[95, 1\], config.json implies \[96, 1\]"),
         (
             None,
-            r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; linear layers, "
-            r"all of them .* take such a checkpoint, or the original weights",
+            r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; if no file is "
+            r"missing, it is quantised in part, which is not supported: take a checkpoint in which",
         ),
     ],
 )

@@ -98,7 +98,9 @@ def test_what_does_not_fit_is_named(
 def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "awq")
     edit_json(quantised / "config.json", quantization_config=None)
-    with pytest.raises(ValueError, match="quantised as its `quantization_config` says: take such"):
+    with pytest.raises(
+        ValueError, match="are quantised, which `quantization_config` must describe"
+    ):
         LLM(quantised, **SMALL)
 
 
@@ -111,6 +113,8 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
         (compressed() | {"format": "marlin-24"}, "strategy group, format marlin-24' is not"),
         (GPTQ | {"group_size": 16}, "must be 32, 64 or 128, got 16"),
         (GPTQ, "`group_size` is missing"),
+        ({"quant_method": "gptq", "group_size": 128}, "`bits` is missing"),
+        ({"quant_method": "awq", "w_bit": None, "bits": 3}, "'awq, 3 bits' is not"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16}, "128, got 16"),
         ({"quant_method": "awq", "w_bit": 3, "q_group_size": 128}, "'awq, 3 bits' is not"),
         (GPTQ | {"is_marlin_format": True}, "'gptq, marlin' is not supported"),

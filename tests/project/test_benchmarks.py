@@ -412,6 +412,9 @@ def test_a_quantised_checkpoint_is_measured_as_it_is(
     with pytest.raises(SystemExit):
         run(accuracy.main, monkeypatch, *args, "--settings", "bfloat16", accuracy.INT4)
     assert "wants weights that are not quantised already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(accuracy.main, monkeypatch, "--model", str(tmp_path / "text"))
+    assert "must be the directory of a checkpoint or a name" in capsys.readouterr().err
     kept = {"float32", "float16", "bfloat16", "float32, FP8 KV", "bfloat16, FP8 KV"}
     run(accuracy.main, monkeypatch, *args, "--save", str(tmp_path / "saved"))
     [result] = saved(tmp_path / "saved")
@@ -448,3 +451,4 @@ def test_accuracy_against_transformers(
     error = (exact - rounded).abs().mean().item()
     assert 0.5 * error < rows["bfloat16"]["mean_error"] < 2 * error
     assert rows["float32, FP8 KV"]["mean_error"] > 1e-3
+    assert rows.keys() == {"float32", *settings[1:]}
