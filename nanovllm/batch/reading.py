@@ -42,9 +42,14 @@ def format_of(path: str | Path, given: str | None, name: str, formats: tuple[str
         return given
     if str(path) == STANDARD:
         return "jsonl"
-    if Path(path).is_dir():
-        return "parquet"
     found = SUFFIXES.get(Path(path).suffix.lower())
+    if Path(path).is_dir():
+        if found not in (None, "parquet"):
+            raise ValueError(
+                f"`{name}` must be given for {str(path)!r}, a directory with the name of a file: "
+                "pass parquet, or another path"
+            )
+        return "parquet"
     if found is None:
         raise ValueError(
             f"`{name}` must be given for a file with another suffix than {', '.join(SUFFIXES)}, "
@@ -132,7 +137,7 @@ def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[R
         except UnicodeDecodeError as error:
             problem = f"line must be UTF-8, got {_shown(error)}"
         except (ValueError, RecursionError) as error:
-            problem = f"line must be JSON: {error}"
+            problem = f"line must be JSON (for lines of text pass the input format text): {error}"
         if is_openai is None and isinstance(values, dict):
             is_openai = openai_batch.is_request(values)
         yield make_row(number, content, values, problem, bool(is_openai))

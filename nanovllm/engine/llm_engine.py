@@ -307,7 +307,9 @@ class LLMEngine:
             raise RuntimeError("this engine is closed: build a new LLM")
 
     def exit(self) -> None:
-        """Drop all requests and give the memory back. May be called again."""
+        """Drop all requests and give the memory back, after the call that another thread is in. May
+        be called again.
+        """
         if self._lock.is_forked:  # the device and its workers are the parent's
             return
         with self._lock:

@@ -169,9 +169,11 @@ def test_nobody_reads_and_the_disk_is_full(command, rows):
 
 
 def test_mistakes_end_with_one_line_and_nothing_computed(command, tmp_path, rows):
-    out = tmp_path / "out.jsonl"
+    out, folder = tmp_path / "out.jsonl", tmp_path / "folder.jsonl"
+    folder.mkdir()
     for options, says in (
         (("--input", rows, "--output", "x.csv"), "`output_format` must be given"),
+        (("--input", rows, "--output", folder), "a directory with the name of a file"),
         (("--input", rows, "--output", out, "--top-p", "3"), "`top_p` must be"),
         (("--input", rows, "--retry-errors"), "--retry-errors needs an output"),
         (("--input", tmp_path / "none.jsonl"), "No such file"),
