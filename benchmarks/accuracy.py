@@ -181,7 +181,7 @@ def main() -> None:
         parser.error(str(error))
     if config.get("quantization_config"):
         if wrong := [name for name in args.settings or () if name in QUANTISING]:
-            parser.error(f"--settings: {wrong[0]!r} wants weights that are not quantised already")
+            parser.error(f"--settings: {wrong[0]!r}: the weights are quantised: leave it out")
         asked = [name for name in asked if name not in QUANTISING]
     wanted = [name for name in SETTINGS if name in {REFERENCE, *asked}]
     print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
