@@ -37,9 +37,9 @@ from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import harness
 from nanovllm.cli import bench
 from nanovllm.hub import checkpoint_directory
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import find_weights
 from nanovllm.quantization import GROUPS
-from nanovllm.utils.files import read_json
 
 REFERENCE, INT4 = "float32", "bfloat16, INT4 weights"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -176,10 +176,10 @@ def main() -> None:
     asked = args.settings or list(SETTINGS)
     try:
         model = checkpoint_directory(args.model, None)
-        config = read_json(Path(model) / "config.json")
+        is_quantised = ModelConfig.from_pretrained(model).quantization is not None
     except ValueError as error:
         parser.error(str(error))
-    if config.get("quantization_config"):
+    if is_quantised:
         if wrong := [name for name in args.settings or () if name in QUANTISING]:
             parser.error(f"--settings: {wrong[0]!r}: the weights are quantised: leave it out")
         asked = [name for name in asked if name not in QUANTISING]

@@ -54,7 +54,7 @@ FOREIGN_OPTIONS: Foreign = {
     "config_format": (only("auto", "hf"), "config.json is read as Hugging Face has it"),
     "convert": (only(None, "auto", "none"), "generate(), embed() and score() need no option"),
     "cpu_offload_gb": (only(None, 0, 0.0), "weights stay on the device: pass tensor_parallel_size"),
-    "disable_cascade_attn": (only(False, True), "share_prefixes=False reads them apart"),
+    "disable_cascade_attn": (only(False), "pass share_prefixes=False"),
     "disable_log_requests": (only(False, True), "requests are not logged"),
     "disable_log_stats": (only(None, False, True), "metrics() has the statistics"),
     "disable_sliding_window": (only(False), "windows are those of config.json"),
@@ -107,7 +107,7 @@ FOREIGN_OPTIONS: Foreign = {
     "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
     "tokenizer_revision": (only(None), "pass revision"),
     "trust_remote_code": (only(False), NO_CODE),
-    "use_tqdm_on_load": (only(False, True), "leave it out: terminals show progress"),
+    "use_tqdm_on_load": (only(True), "TQDM_DISABLE=1 in the environment turns bars off"),
 }
 # of `generate` and `chat`
 FOREIGN_ARGUMENTS: Foreign = {

@@ -175,9 +175,12 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal("compressed-tensors without one group of layers")
-    for key, part in (("transform_config", "config_groups"), ("sparsity_config", "format")):
-        what = found.get(key)
-        if (what.get(part) if isinstance(what, dict) else what) not in (None, {}, "dense"):
+    for key, part, nothing in (
+        ("transform_config", "config_groups", {}),
+        ("sparsity_config", "format", "dense"),
+    ):
+        what = found.get(key) or {}
+        if not isinstance(what, dict) or what.get(part, nothing) not in (None, nothing):
             raise _refusal(f"compressed-tensors, {key}")
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None

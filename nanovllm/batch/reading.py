@@ -137,7 +137,9 @@ def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[R
         except UnicodeDecodeError as error:
             problem = f"line must be UTF-8, got {_shown(error)}"
         except (ValueError, RecursionError) as error:
-            problem = f"line must be JSON (for lines of text pass the input format text): {error}"
+            problem = f"line must be JSON: {error}"
+            if is_openai is None:
+                problem += " (for lines of text pass the input format text)"
         if is_openai is None and isinstance(values, dict):
             is_openai = openai_batch.is_request(values)
         yield make_row(number, content, values, problem, bool(is_openai))

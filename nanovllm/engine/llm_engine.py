@@ -307,8 +307,8 @@ class LLMEngine:
             raise RuntimeError("this engine is closed: build a new LLM")
 
     def exit(self) -> None:
-        """Drop all requests and give the memory back, after the call that another thread is in. May
-        be called again.
+        """Drop all requests and give the memory back, after the calls that other threads have
+        begun. May be called again.
         """
         if self._lock.is_forked:  # the device and its workers are the parent's
             return

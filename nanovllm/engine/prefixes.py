@@ -1,9 +1,8 @@
 """Which decodes begin with the same blocks, so that attention reads these once for all of them.
 
 Groups of decodes that share their first blocks form trees: a system prompt is shared by many, and
-behind it each prompt by its samples. A decode shares what one of its groups has in common. Which
-one is chosen so that few tokens are read: never more than if all with the same first block were one
-group, and hardly more than at best (docs/experiments.md, 47).
+behind it each prompt by its samples. A decode shares what one of its groups has in common, chosen
+so that few tokens are read: never more than if all with the same first block were one group.
 """
 
 from collections.abc import Iterator
@@ -124,10 +123,11 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
 
 def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, Ints]:
     """The group of each decode, -1 for none, and the blocks that each group shares."""
-    # From the last level on: which groups leave the group that they are part of, where each decode
-    # but one of `members` saves what all share. Those that leave must pay for what stays, too.
+    # From the last level on, a group leaves its parent if it saves more by itself than its decodes
+    # do there, of whose tiles one decode in `members` reads what all share. Then all that leave do
+    # so only if they, and the rest of the parent, save more than the parent whole.
     leaving = [np.ones(len(levels[0].sizes), bool)]
-    below, best_below = None, np.zeros(0, np.int64)  # the most that its groups save
+    below, best_below = None, np.zeros(0, np.int64)  # what its groups save, divided so
     for level in reversed(levels):
         best = _saved(level.sizes, level.counts, members)
         if below is not None:

@@ -172,8 +172,8 @@ def load_model(
         problems.append("its weights are quantised, which `quantization_config` must describe")
     elif of_codes:
         problems.append(
-            "if no file is missing, it is quantised in part, which is not supported: take a "
-            "checkpoint in which all linear layers are quantised, or the original weights"
+            "if no file is missing, it is not quantised as `quantization_config` says, with all "
+            "linear layers and nothing else: take a checkpoint that is, or the original weights"
         )
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")

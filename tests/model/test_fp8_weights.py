@@ -250,6 +250,7 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
             GROUP | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
             "compressed-tensors, transform_config' is not",
         ),
+        (GROUP | {"transform_config": "dense"}, "compressed-tensors, transform_config' is not"),
         (GROUP | {"sparsity_config": ["2:4"]}, "compressed-tensors, sparsity_config' is not"),
         (
             GROUP | {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -285,7 +286,7 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
         (
             None,
             r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; if no file is "
-            r"missing, it is quantised in part, which is not supported: take a checkpoint in which",
+            r"missing, it is not quantised as `quantization_config` says, with all linear layers",
         ),
     ],
 )

@@ -115,6 +115,7 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
         (GPTQ, "`group_size` is missing"),
         ({"quant_method": "gptq", "group_size": 128}, "`bits` is missing"),
         ({"quant_method": "awq", "w_bit": None, "bits": 3}, "'awq, 3 bits' is not"),
+        (AWQ | {"q_group_size": None, "group_size": 16}, "`group_size` of INT4 .* got 16"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 16}, "128, got 16"),
         ({"quant_method": "awq", "w_bit": 3, "q_group_size": 128}, "'awq, 3 bits' is not"),
         (GPTQ | {"is_marlin_format": True}, "'gptq, marlin' is not supported"),
