@@ -173,17 +173,16 @@ def main() -> None:
     text = None if args.text is None else args.text.read()
     results: dict[str, dict[str, float]] = {}
     exact: Measured | None = None
-    asked = args.settings or list(SETTINGS)
     try:
         model = checkpoint_directory(args.model, None)
         is_quantised = ModelConfig.from_pretrained(model).quantization is not None
     except ValueError as error:
         parser.error(str(error))
-    if is_quantised:
-        if wrong := [name for name in args.settings or () if name in QUANTISING]:
-            parser.error(f"--settings: {wrong[0]!r}: the weights are quantised: leave it out")
-        asked = [name for name in asked if name not in QUANTISING]
-    wanted = [name for name in SETTINGS if name in {REFERENCE, *asked}]
+    fitting = [name for name in SETTINGS if not (is_quantised and name in QUANTISING)]
+    asked = args.settings or fitting
+    if wrong := [name for name in asked if name not in fitting]:
+        parser.error(f"--settings: {wrong[0]!r}: the weights are quantised: leave it out")
+    wanted = [name for name in fitting if name in {REFERENCE, *asked}]
     print(f"{'setting':22s} mean error  99 %     largest  perplexity  likeliest token equal")
     for name in wanted:
         with (

@@ -175,10 +175,8 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _refusal("compressed-tensors without one group of layers")
-    for key, part, nothing in (
-        ("transform_config", "config_groups", {}),
-        ("sparsity_config", "format", "dense"),
-    ):
+    unused = {"transform_config": ("config_groups", {}), "sparsity_config": ("format", "dense")}
+    for key, (part, nothing) in unused.items():
         what = found.get(key) or {}
         if not isinstance(what, dict) or what.get(part, nothing) not in (None, nothing):
             raise _refusal(f"compressed-tensors, {key}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nanovllm.layers.controls import Int32
 
 Ints: TypeAlias = NDArray[np.intp]
+Bools: TypeAlias = NDArray[np.bool_]
 
 MIN_MEMBERS = 4  # decodes that share
 MIN_SAVED = 4096  # tokens that are not read again, in a step; fewer are not worth a kernel
@@ -60,12 +61,11 @@ def find_shared_prefixes(
     levels = list(_levels(block_tables, (context_lens - 1) // block_size))
     if not levels:
         return None
-    groups, counts = _choose(levels, len(context_lens), members)
-    sizes = np.bincount(groups + 1)[1:]
-    counts = np.where(sizes < MIN_MEMBERS, 0, counts[: len(sizes)])
-    if _saved(sizes, counts, members).sum() * block_size < MIN_SAVED:
+    leaving, saved = _divide(levels, members)
+    if saved * block_size < MIN_SAVED:
         return None
-    lens = np.append(counts, 0)[groups] * block_size  # -1, no group, is the last
+    groups, counts = _assign(levels, leaving, len(context_lens))
+    lens = counts[groups] * block_size
     rows = np.argsort(groups, kind="stable")
     rows = rows[lens[rows] > 0]
     bounds = np.flatnonzero(np.diff(groups[rows], prepend=-1, append=-1)).tolist()
@@ -121,33 +121,42 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
         columns = counts[parents]
 
 
-def _choose(levels: list[_Level], num_rows: int, members: int) -> tuple[Ints, Ints]:
-    """The group of each decode, -1 for none, and the blocks that each group shares."""
-    # From the last level on, a group leaves its parent if it saves more by itself than its decodes
-    # do there, of whose tiles one decode in `members` reads what all share. Then all that leave do
-    # so only if they, and the rest of the parent, save more than the parent whole.
-    leaving = [np.ones(len(levels[0].sizes), bool)]
-    below, best_below = None, np.zeros(0, np.int64)  # what its groups save, divided so
-    for level in reversed(levels):
-        best = _saved(level.sizes, level.counts, members)
-        if below is not None:
-            staying = below.sizes * level.counts[below.parents] * (members - 1)
-            leave = best_below * members > staying
-            moved, gained = np.zeros((2, len(best)), np.int64)
-            np.add.at(moved, below.parents, below.sizes * leave)
-            np.add.at(gained, below.parents, best_below * leave)
-            divided = gained + _saved(level.sizes - moved, level.counts, members)
-            leaving.insert(1, leave & (divided > best)[below.parents])
-            best = np.maximum(best, divided)
-        below, best_below = level, best
-    # From the first level on: a decode is in the last group that has left with it.
+def _divide(levels: list[_Level], members: int) -> tuple[list[Bools], int]:
+    """For each level which groups leave their parents, and the blocks that are not read again then.
+
+    A group leaves if it saves more by itself than its decodes do in the parent, of whose tiles one
+    decode in `members` reads what all share. Then all that leave do so only if they, and the rest
+    of the parent, save more than the parent whole.
+    """
+    below, leaving = levels[-1], list[Bools]()
+    saved = _saved(below.sizes, below.counts, members)
+    for level in reversed(levels[:-1]):
+        staying = below.sizes * level.counts[below.parents] * (members - 1)
+        leave = saved * members > staying
+        moved, gained = np.zeros((2, len(level.sizes)), np.int64)
+        np.add.at(moved, below.parents, below.sizes * leave)
+        np.add.at(gained, below.parents, saved * leave)
+        whole = _saved(level.sizes, level.counts, members)
+        divided = gained + _saved(level.sizes - moved, level.counts, members)
+        leaving.append(leave & (divided > whole)[below.parents])
+        below, saved = level, np.maximum(whole, divided)
+    leaving.append(np.ones(len(below.sizes), bool))
+    return leaving[::-1], int(saved.sum())
+
+
+def _assign(levels: list[_Level], leaving: list[Bools], num_rows: int) -> tuple[Ints, Ints]:
+    """The group of each decode, the last that has left with it, -1 for none; and the blocks that
+    each group shares, 0 where too few are left of it, and at the end for none.
+    """
     groups, first, left = np.full(num_rows, -1), 0, np.ones(1, bool)
     for level, leave in zip(levels, leaving, strict=True):
         left = leave & left[level.parents]
         end, moves = first + len(left), np.repeat(left, level.sizes)
         groups[level.rows[moves]] = np.repeat(np.arange(first, end), level.sizes)[moves]
         first = end
-    return groups, np.concatenate([level.counts for level in levels])
+    counts = np.concatenate([*(level.counts for level in levels), [0]])
+    sizes = np.bincount(groups % len(counts), minlength=len(counts))
+    return groups, np.where(sizes < MIN_MEMBERS, 0, counts)
 
 
 def _saved(sizes: Ints, counts: Ints, members: int) -> Ints:

@@ -1,7 +1,7 @@
 """Which decodes share what they begin with, one pair and one group of them at a time."""
 
 import random
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import pytest
@@ -90,15 +90,19 @@ def test_groups_begin_with_whole_blocks_that_all_of_them_have(
     assert num_found > 20 and num_divided > 20
 
 
+def nested(groups: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tables and lengths of decodes, so many that each begin with the same blocks of a list."""
+    free, tables = iter(range(1000, 99999)), []
+    for count, blocks in groups:
+        tables += [[*blocks, next(free)] for _ in range(count)]
+    return as_array(tables), np.array([len(table) * 1024 for table in tables], np.int32)
+
+
 def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
     """Of 8 prompts with 4 samples each, and of one that has nothing else in common with them."""
-    tables = [
-        [1, *range(10 * p, 10 * p + 8), 1000 + 4 * p + i] for p in range(1, 9) for i in range(4)
-    ]
-    tables.append([1, 2000])
-    lens = np.array([len(table) * 256 - 9 for table in tables], np.int32)
-    found = find_shared_prefixes(as_array(tables), lens, 256, 16)
-    assert found is not None and found.lens.tolist() == [9 * 256] * 32 + [0]
+    prompts = [(4, [1, *range(10 * p, 10 * p + 8)]) for p in range(1, 9)]
+    found = find_shared_prefixes(*nested([*prompts, (1, [1])]), 1024, 16)
+    assert found is not None and found.lens.tolist() == [9 * 1024] * 32 + [0]
     assert found.begins.tolist() == list(range(0, 32, 4))
 
 
@@ -117,23 +121,13 @@ def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
 def test_what_saves_more_leaves_its_group(
     parts: list[tuple[int, int, int]], wanted: list[tuple[int, int]]
 ) -> None:
-    free, tables = iter(range(1000, 99999)), []
+    own, groups = iter(range(100000, 999999)), []
     for num_prompts, num_samples, num_own in parts:
         for _ in range(num_prompts):
-            own = [next(free) for _ in range(num_own)]
-            tables += [[*range(1, 41), *own, next(free)] for _ in range(num_samples)]
-    lens = np.array([len(table) * BLOCK for table in tables], np.int32)
-    found = find_shared_prefixes(as_array(tables), lens, BLOCK, 32)
+            groups.append((num_samples, [*range(1, 41), *islice(own, num_own)]))
+    found = find_shared_prefixes(*nested(groups), 1024, 32)
     assert found is not None
-    assert found.lens.tolist() == [n * BLOCK for count, n in wanted for _ in range(count)]
-
-
-def nested(groups: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tables and lengths of decodes, so many that each begin with the same blocks of a list."""
-    free, tables = iter(range(1000, 99999)), []
-    for count, blocks in groups:
-        tables += [[*blocks, next(free)] for _ in range(count)]
-    return as_array(tables), np.array([len(table) * 1024 for table in tables], np.int32)
+    assert found.lens.tolist() == [n * 1024 for count, n in wanted for _ in range(count)]
 
 
 def test_each_level_may_leave_the_one_before() -> None:
@@ -168,17 +162,12 @@ def test_a_group_leaves_for_what_its_parts_save(others: int, own: int, wanted: l
 
 def test_few_decodes_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "_levels", None)
-    tables, lens = (
-        np.array([[1, 2, 10 + i] for i in range(3)], np.int32),
-        np.full(3, 9999, np.int32),
-    )
-    assert find_shared_prefixes(tables, lens, 4096, 8) is None
+    assert find_shared_prefixes(*nested([(3, [1, 2])]), 1024, 8) is None
 
 
 def test_little_is_not_worth_a_kernel() -> None:
-    tables = np.array([[1, 2, 10 + i] for i in range(8)], np.int32)
-    lens = np.full(8, 40, np.int32)
-    assert find_shared_prefixes(tables, lens, BLOCK, 8) is None
+    tables, lens = nested([(8, [1, 2])])
+    assert find_shared_prefixes(tables, lens // 1024 * BLOCK, BLOCK, 8) is None
     for size, is_enough in ((MIN_SAVED // 4, True), (MIN_SAVED // 4 - 1, False)):
         tables, lens = nested([(5, [1])])  # four read a block less
         found = find_shared_prefixes(tables, lens // 1024 * size, size, 8)
