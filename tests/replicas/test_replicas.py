@@ -36,6 +36,7 @@ from nanovllm import (
     WorkerError,
 )
 from nanovllm.engine import replicas
+from nanovllm.engine.remote_request import MAX_LOSSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
 
@@ -230,37 +231,41 @@ def test_prefixes_are_cached_and_forgotten(two):
 # -- replicas that die -----------------------------------------------------------------------------
 
 
-def kill_when(llm, monkeypatch, condition, number=0):
-    """SIGKILL a replica in the first step that finds it so. Returns the list of killed ones."""
-    step, killed = llm.core.step, []
+def kill_at_order(llm, monkeypatch, condition):
+    """SIGKILL the replica that is told to take orders of which the condition holds, just before:
+    later it could have finished them. Returns the numbers of those killed.
+    """
+    tell, killed = llm.executor.tell, []
 
-    def wrapped():
-        step()
-        if not killed and condition():
-            killed.append(pids(llm)[number])
-            os.kill(killed[0], signal.SIGKILL)
+    def wrapped(number, method, *args):
+        if method == "take" and condition(*args):
+            killed.append(number)
+            os.kill(pids(llm)[number], signal.SIGKILL)
+        tell(number, method, *args)
 
-    monkeypatch.setattr(llm.core, "step", wrapped)
+    monkeypatch.setattr(llm.executor, "tell", wrapped)
     return killed
 
 
 def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
     llm, params = disturbed, replace(DRAWN, seed=3)
-    finished = llm.core.metrics.num_finished
-    killed = kill_when(llm, monkeypatch, lambda: llm.core.metrics.num_finished > finished + 2)
+    before, finished = pids(llm), llm.core.metrics.num_finished
+    metrics = llm.core.metrics
+    killed = kill_at_order(
+        llm, monkeypatch, lambda _: not killed and metrics.num_finished > finished + 2
+    )
     found = within_deadline(lambda: llm.generate(PROMPTS, params, use_tqdm=False))
-    assert killed
+    (number,) = killed
     assert_same(found, one.generate(PROMPTS, params, use_tqdm=False))
     assert llm.core.metrics.num_finished == finished + len(PROMPTS)
-    (record,) = [record for record in caplog.records if "replica 0" in record.getMessage()]
-    assert record.levelno == logging.WARNING
-    lost = re.search(r"replica 0 was killed by SIGKILL.*; (\d+) requests", record.getMessage())
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    lost = re.match(rf"replica {number} was killed.*; (\d+) requests", warning.getMessage())
     assert int(lost[1]) > 0
     within_deadline(lambda: until_ready(llm))
-    assert killed[0] not in pids(llm).values()
+    assert pids(llm)[number] != before[number]
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_same(found, one.generate(PROMPTS, GREEDY, use_tqdm=False))
-    assert llm.metrics()["replicas"]["0"]["num_finished"] > 0, "it works again"
+    assert llm.metrics()["replicas"][str(number)]["num_finished"] > 0, "it works again"
 
 
 STREAMED = {
@@ -350,22 +355,15 @@ def test_death_without_requests_is_noticed_by_the_next_call(disturbed, one):
 @pytest.mark.slow
 def test_a_request_that_replicas_die_of_is_given_up(two, one, monkeypatch):
     """Alone: it ended all replicas, and with them the call."""
-    step, poison = two.core.step, PROMPTS[3]
-
-    def kill():
-        step()
-        for request in list(two.core.requests.values()):
-            if request.prompt == poison and not request.is_finished:
-                number = two.core._dispatcher.replica_of(request)
-                if number is not None and two.executor._replicas[number].process.poll() is None:
-                    two.executor._replicas[number].process.kill()
-
-    monkeypatch.setattr(two.core, "step", kill)
+    poison = two.get_tokenizer().encode(PROMPTS[3])
+    killed = kill_at_order(
+        two, monkeypatch, lambda orders: poison in [order.token_ids for order in orders]
+    )
     found = within_deadline(lambda: two.generate(PROMPTS, GREEDY, use_tqdm=False))
-    monkeypatch.undo()
+    assert len(killed) == MAX_LOSSES
     failed = found.pop(3)
     assert "was killed by SIGKILL" in failed.error
-    assert failed.prompt == poison
+    assert failed.prompt == PROMPTS[3]
     wanted = one.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_same(found, wanted[:3] + wanted[4:])
     within_deadline(lambda: until_ready(two))
