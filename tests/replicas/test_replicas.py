@@ -214,7 +214,8 @@ def test_metrics_are_sums_and_of_each(two):
     assert after["total_seconds"]["count"] == count
     assert after["total_seconds"]["max"] > 0
     assert after["num_kvcache_blocks"] == 2 * OPTIONS["num_kvcache_blocks"]
-    assert (after["data_parallel_size"], after["num_replica_restarts"]) == (2, 0)
+    assert after["data_parallel_size"] == 2
+    assert after["num_replica_restarts"] == before["num_replica_restarts"]
     assert "2 replicas" in repr(two)
 
 
