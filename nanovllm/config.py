@@ -5,18 +5,19 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
 
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     Foreign,
     check_bool,
     check_choice,
     check_float,
     check_int,
+    is_number,
     only,
     own_options,
     plain_numbers,
@@ -36,10 +37,10 @@ NO_LORA = "LoRA is not supported: merge the adapter into the checkpoint"
 ONE_TOKENIZER = "the tokenizer is read from the model's directory"
 TEXT_ONLY = "prompts are text or token ids"
 FOREIGN_OPTIONS: Foreign = {
-    **{
-        name: (only(None), "leave it out for the default")
-        for name in ("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "seed")
-    },
+    **dict.fromkeys(
+        ("enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "seed"),
+        (only(None), "leave it out for the default"),
+    ),
     "allowed_local_media_path": (only(""), TEXT_ONLY),
     "async_scheduling": (only(None, False, True), "overlap=False turns overlapped steps off"),
     "attention_config": (only(None), "pass attention_backend"),
@@ -76,14 +77,8 @@ FOREIGN_OPTIONS: Foreign = {
     "logits_processors": (only(None, []), "SamplingParams has logit_bias and structured_outputs"),
     "logprobs_mode": (only("raw_logprobs"), "log-probabilities are those of the model alone"),
     "max_logprobs": (only(None, *range(21)), "20 are the most"),
-    **{
-        name: (lambda value: value is None or isinstance(value, Real), NO_LORA)
-        for name in ("max_cpu_loras", "max_lora_rank", "max_loras")
-    },
-    "max_seq_len_to_capture": (
-        lambda value: isinstance(value, Real),
-        "CUDA graphs are for sequences of any length",
-    ),
+    **dict.fromkeys(("max_cpu_loras", "max_lora_rank", "max_loras"), (is_number, NO_LORA)),
+    "max_seq_len_to_capture": (is_number, "CUDA graphs are for sequences of any length"),
     "mm_processor_kwargs": (only(None, {}), TEXT_ONLY),
     "model_impl": (only("auto", "vllm"), "models are those of this package"),
     "num_gpu_blocks_override": (only(None), "pass num_kvcache_blocks"),
@@ -98,10 +93,7 @@ FOREIGN_OPTIONS: Foreign = {
     "skip_tokenizer_init": (only(False), "pass token ids, and detokenize=False for no text"),
     "speculative_config": (only(None), "speculative decoding is not supported"),
     "structured_outputs_config": (only(None), "SamplingParams has structured_outputs"),
-    "swap_space": (
-        lambda value: isinstance(value, Real),
-        "not needed: what a preempted request had is computed again",
-    ),
+    "swap_space": (is_number, "not needed: what a preempted request had is computed again"),
     "task": (only(None, "auto", "generate"), "embed() and score() need no option"),
     "tokenizer": (only(None), ONE_TOKENIZER),
     "tokenizer_mode": (only("auto"), ONE_TOKENIZER),
@@ -117,6 +109,7 @@ FOREIGN_ARGUMENTS: Foreign = {
     "priority": (only(None), "prompts run in their order"),
     "prompt_token_ids": (only(None), "pass token ids as prompts"),
     "tokenization_kwargs": (only(None, {}), "pass token ids as prompts"),
+    **{f.name: (only(), f"pass SamplingParams({f.name}=...)") for f in fields(SamplingParams)},
 }
 
 

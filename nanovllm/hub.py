@@ -108,10 +108,7 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
     page = f"{constants.ENDPOINT}/{name}"
     try:
         return snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=_wanted(weights),
-            ignore_patterns=NOT_WANTED,
+            name, revision=revision, allow_patterns=_wanted(weights), ignore_patterns=NOT_WANTED
         )
     except GatedRepoError as error:
         reason, remedy = "it is for those who have agreed to its terms", f"do so on {page}, and set"

@@ -42,11 +42,7 @@ class LLM(LLMEngine):
     """
 
     def stream(
-        self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        *,
-        on_error: OnError = "raise",
+        self, prompts: Prompts, sampling_params: Params = None, *, on_error: OnError = "raise"
     ) -> Iterator[RequestOutput]:
         """Complete prompts, and give what is new after each step.
 

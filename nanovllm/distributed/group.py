@@ -66,11 +66,7 @@ class Group:
                 self._backend = Gloo(store, self.rank, self.size)
 
     def open_peer_memory(
-        self,
-        dtype: torch.dtype,
-        hidden_size: int,
-        max_num_seqs: int,
-        most_rows: int,
+        self, dtype: torch.dtype, hidden_size: int, max_num_seqs: int, most_rows: int
     ) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks.
 

@@ -154,10 +154,7 @@ class LLMEngine:
             return self._add(self._intake.check(prompt, sampling_params), listener=listener)
 
     def _add(
-        self,
-        checked: CheckedRequest,
-        pooling: str | None = None,
-        listener: Listener | None = None,
+        self, checked: CheckedRequest, pooling: str | None = None, listener: Listener | None = None
     ) -> int:
         request = self._make(checked, pooling, listener)
         self.core.add(request)
@@ -252,10 +249,7 @@ class LLMEngine:
             return self._complete(checked, use_tqdm)
 
     def _complete(
-        self,
-        checked: list[CheckedRequest | Refusal],
-        use_tqdm: bool,
-        pooling: str | None = None,
+        self, checked: list[CheckedRequest | Refusal], use_tqdm: bool, pooling: str | None = None
     ) -> list[RequestOutput]:
         """Run checked requests to their end."""
         check_bool("use_tqdm", use_tqdm)

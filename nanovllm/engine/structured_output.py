@@ -62,10 +62,7 @@ class Grammar:
     """
 
     def __init__(
-        self,
-        compiled: "LLMatcher",
-        eos_token_ids: Collection[int],
-        by_hand: Collection[int] = (),
+        self, compiled: "LLMatcher", eos_token_ids: Collection[int], by_hand: Collection[int] = ()
     ) -> None:
         self._compiled, self._eos_token_ids, self._by_hand = compiled, eos_token_ids, by_hand
         self._has_warned = False

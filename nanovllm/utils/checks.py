@@ -65,6 +65,11 @@ def only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(known) and value == known for known in values)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or None."""
+    return isinstance(value, (numbers.Real, type(None)))
+
+
 def own_options(
     owner: str, options: Mapping[str, Any], known: Sequence[str], foreign: Foreign
 ) -> dict[str, Any]:

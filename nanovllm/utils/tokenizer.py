@@ -54,9 +54,7 @@ def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> 
     for, would delete spaces before punctuation, in code too.
     """
     return tokenizer.decode(
-        token_ids,
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
+        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
 
 

@@ -681,6 +681,7 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
         ("prompt_token_ids", None, [[1]], "as prompts"),
         ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),
         ("use_tdqm", "", False, "did you mean `use_tqdm`"),
+        ("max_tokens", "", None, r"pass SamplingParams\(max_tokens=...\)"),
     ],
 )
 def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, tiny):

@@ -11,7 +11,7 @@ from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from nanovllm.batch import Result, read_rows
 from nanovllm.batch.keys import KeySet
 from nanovllm.batch.openai_batch import read_request
-from nanovllm.batch.rows import as_rows, read_ask
+from nanovllm.batch.rows import _warn_of, as_rows, read_ask
 
 DEFAULT = SamplingParams(temperature=0.5, max_tokens=7)
 CHAT = "/v1/chat/completions"
@@ -73,6 +73,16 @@ def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
 def test_mistakes_in_a_row_are_named(values, says):
     with pytest.raises((TypeError, ValueError), match=says):
         read_ask(values, DEFAULT)
+
+
+def test_a_field_that_looks_like_a_parameter_is_named_once(caplog):
+    _warn_of.cache_clear()
+    for _ in range(2):
+        row = {"prompt": "a", "max_new_tokens": 4, "prompt_token_ids": [1], "name": "b"}
+        assert read_ask(row, SamplingParams()).params == SamplingParams()
+    (message,) = caplog.messages
+    assert "`max_new_tokens`, which changes nothing" in message
+    assert message.endswith("the sampling parameter is called `max_tokens`")
 
 
 def test_rows_are_known_by_their_id_else_by_number_and_content():
