@@ -37,6 +37,7 @@ from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
+from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import capability, capturing, resolve_device, wait_for_device
 from nanovllm.utils.fp8 import FP8
 
@@ -94,6 +95,8 @@ class ModelRunner:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         self.graphs: StepGraphs | None = None
         self.timer: StepTimer | None = None
+        has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
+        self._cpu_wait = CpuWait() if has_threads else None
         with self._scope(), CompileAhead(self.device) as ahead:
             self._build(ahead, connect)
         self._log_backend()
@@ -267,6 +270,8 @@ class ModelRunner:
                 if self.timer is not None:
                     self.timer.begin()
                 computed = self.run_model(inputs)
+        if self._cpu_wait is not None:
+            self._cpu_wait.look()
         return LaunchedStep(plan, batch, computed, None if self.timer is None else self.timer.span)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:

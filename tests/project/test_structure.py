@@ -12,8 +12,8 @@ CEILINGS = {
     "files": 40,
     "files_in_circles": 0,
     "core_lines": 4440,
-    "package_lines": 28_500,
-    "longest_file": 370,
+    "package_lines": 28_550,
+    "longest_file": 368,
     "model_lines": 123,
 }
 LONGEST_FUNCTION = 60
