@@ -13,11 +13,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Self, Unpack
 
-from nanovllm.config import Options, takes_options
+from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
 from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
 
 News: TypeAlias = "RequestOutput | BaseException"
@@ -57,6 +58,7 @@ class AsyncLLM:
             return "AsyncLLM()"
         return f"AsyncLLM({self._shown}{', closed' if self.is_closed else ''})"
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -82,6 +84,7 @@ class AsyncLLM:
                 outputs = [whole[index] for index in sorted(whole)]
                 yield RequestOutput(**{**vars(output), "outputs": outputs})
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     async def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:

@@ -41,6 +41,7 @@ class LLM(LLMEngine):
     `exit()`, to give the memory back at a known time.
     """
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     def stream(
         self, prompts: Prompts, sampling_params: Params = None, *, on_error: OnError = "raise"
     ) -> Iterator[RequestOutput]:

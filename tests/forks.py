@@ -2,8 +2,7 @@
 
 Run as a script, this reads calls, a line of JSON each, and answers with a line. A call has `argv`;
 `script`, in place of the command line, and `cwd`; files as `stdin` and `stdout`; `closed`: nobody
-reads its standard output; `signal` and `at`: the signal is sent when the output has so many bytes;
-`part_rows`: of a file of Parquet.
+reads its standard output; `signal` and `at`: see `signal_at`; `part_rows`: of a file of Parquet.
 """
 
 import faulthandler
@@ -13,7 +12,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 DEADLINE = 120  # seconds, only to turn a hang into a failure
@@ -51,6 +49,29 @@ def size_of(path: Path) -> int:
         return 0
 
 
+def signal_at(output: Path, at: int, number: signal.Signals):
+    """Send this process a signal when the output has so many bytes: within a line as a rule, behind
+    a file of Parquet. From outside it could come when all is done.
+    """
+    write, replace = os.write, os.replace
+
+    def writing(fd, data):
+        if output.is_file() and os.path.samestat(os.fstat(fd), output.stat()):
+            room = at - size_of(output)
+            if 0 < room <= len(data):
+                count = write(fd, data[:room])
+                os.kill(os.getpid(), number)
+                return count
+        return write(fd, data)
+
+    def replacing(source, target):
+        replace(source, target)
+        if output.is_dir() and size_of(output) >= at:
+            os.kill(os.getpid(), number)
+
+    os.write, os.replace = writing, replacing
+
+
 def child(call, stderr):
     """The command or the script, in this process."""
     from nanovllm.batch import parts
@@ -68,6 +89,9 @@ def child(call, stderr):
     for name, fd in (("stdout", 1), ("stderr", 2)):
         setattr(sys, name, open(fd, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     os.chdir(call.get("cwd", "."))
+    if "signal" in call:
+        output = Path(call["argv"][call["argv"].index("--output") + 1])
+        signal_at(output, call["at"], signal.Signals[call["signal"]])
     code = 70
     try:
         if "script" in call:
@@ -94,17 +118,7 @@ def serve():
         pid = os.fork()
         if not pid:
             child(call, stderr)
-        status = None
-        if "signal" in call:
-            output = Path(call["argv"][call["argv"].index("--output") + 1])
-            while status is None and size_of(output) < call["at"]:
-                ended, found = os.waitpid(pid, os.WNOHANG)
-                status = found if ended else None
-                time.sleep(0.001)
-            if status is None:
-                os.kill(pid, signal.Signals[call["signal"]])
-        if status is None:
-            status = os.waitpid(pid, 0)[1]
+        status = os.waitpid(pid, 0)[1]
         os.lseek(stderr, 0, os.SEEK_SET)
         with open(stderr, encoding="utf-8") as file:
             answer = {"code": os.waitstatus_to_exitcode(status), "stderr": file.read()}

@@ -5,6 +5,7 @@ the input. Rows are read, rendered and tokenised between steps, while the device
 a time, so that it does not wait for them, and more while the engine has fewer than it can run.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,16 +15,20 @@ from xxhash import xxh3_64_intdigest
 
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.openai_batch import read_request
+from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import Row, as_rows, read_ask
+from nanovllm.batch.rows import PARAMETERS, Row, as_rows, read_ask
 from nanovllm.chat import ChatRenderer
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 BETWEEN_STEPS = 16  # rows: what they take is to be less than a step
 Results: TypeAlias = Generator[Result, None, None]
 WAIT = 0.1  # seconds for a row, until `stop` is asked again
 MOST_HELD = 8  # windows of results that wait for one before them
+MOST_NAMES = 1000  # of fields that are looked at
 
 
 class Engine(Protocol):
@@ -112,6 +117,7 @@ class _Job:
         self._order: deque[bytes] = deque()  # keys of rows whose result has not been given
         self._ramp = BETWEEN_STEPS  # the first steps are not to wait for all rows that can run
         self._is_end = False
+        self._names = set(PARAMETERS)  # of fields that have been looked at
 
     def results(self) -> Results:
         """The results, in the order that was asked for."""
@@ -184,10 +190,25 @@ class _Job:
         if row.is_openai:
             ask = read_request(row.fields, self._params, seed)
         else:
+            self._look_at_names(row.fields)
             ask = read_ask(row.fields, self._params, seed, self._chat)
         if ask.messages is None:
             return ask.prompt, ask.params
         return self.renderer(ask.chat).render(ask.messages, "messages"), ask.params
+
+    def _look_at_names(self, fields: Mapping[str, Any]) -> None:
+        """Say, once, which fields of the caller's own are called nearly like a parameter."""
+        for name, value in fields.items():
+            if value is None or name in self._names or len(self._names) >= MOST_NAMES:
+                continue
+            self._names.add(name)
+            if (parameter := parameter_like(name)) is not None:
+                logger.warning(
+                    "rows have a field `%s`, which changes nothing and which results carry; the "
+                    "sampling parameter is called `%s`",
+                    name,
+                    parameter,
+                )
 
     def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:
         """Of conversations with such arguments of their own."""

@@ -1,9 +1,28 @@
 """Sampling parameters as JSON and columns of tables have them."""
 
+import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+NAMES = {  # parameters by their names, and by those that other libraries have for them
+    **{field.name.replace("_", ""): field.name for field in fields(SamplingParams)},
+    **dict.fromkeys(("maxnewtokens", "maxcompletiontokens", "maxoutputtokens"), "max_tokens"),
+    **dict.fromkeys(("stopsequences", "stopstrings"), "stop"),
+    **{"maxlength": "max_tokens", "numreturnsequences": "n", "dosample": "temperature"},
+    "responseformat": "structured_outputs",
+}
+CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
+LONG = 6  # letters of names of which one may be wrong
+
+
+def parameter_like(name: Any) -> str | None:
+    """The sampling parameter that a field of another name may be meant for."""
+    plain = str(name).lower().replace("_", "").replace("-", "")
+    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE) if len(plain) >= LONG else []
+    return NAMES.get(near[0] if near else plain)
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:

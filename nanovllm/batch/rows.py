@@ -8,16 +8,13 @@ A row is an object with one of these, and with what the caller likes:
 
 Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
 unknown names are refused; null stands for the job's default. All other fields are the caller's own:
-the result carries them, and a warning names those that look like parameters.
+the result carries them, and a warning names those that are nearly called like a parameter.
 
 A row is known by its `custom_id` (a string or an integer), or without one by its number and
 content. Of rows with the same `custom_id` the first is computed; the others carry an error.
 """
 
-import difflib
-import functools
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -27,13 +24,9 @@ from xxhash import xxh3_128_digest
 from nanovllm.batch.keys import KeySet
 from nanovllm.batch.params import from_json
 from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
-from nanovllm.utils.checks import CLOSE
-
-logger = logging.getLogger(__name__)
 
 PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-INPUTS = {"prompt", "prompt_token_ids", "messages", "custom_id", "sampling_params", *CHAT_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -195,23 +188,9 @@ def read_params(
     nested = values.get("sampling_params")
     if nested is not None and not isinstance(nested, Mapping):
         raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
-    for name in values.keys() - PARAMETERS - INPUTS:
-        _warn_of(name)
     own = {name: value for name, value in values.items() if name in PARAMETERS}
     given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
     has_seed = default.seed is not None or given.get("seed", -1) != -1  # which is none, too
     if seed is not None and not has_seed and given.get("temperature", default.temperature) != 0:
         given["seed"] = seed
     return replace(default, **from_json(given)) if given else default
-
-
-@functools.lru_cache(1024)
-def _warn_of(name: str) -> None:
-    """Say, once, that a field is the caller's own though its name is nearly that of a parameter."""
-    if close := difflib.get_close_matches(name, sorted(PARAMETERS), n=1, cutoff=CLOSE):
-        logger.warning(
-            "rows have a field `%s`, which changes nothing and which results carry; the sampling "
-            "parameter is called `%s`",
-            name,
-            close[0],
-        )

@@ -128,6 +128,7 @@ class LLMEngine:
 
     # -- the step API ---------------------------------------------------------------------------
 
+    @takes_foreign(FOREIGN_ARGUMENTS)
     def add_request(
         self,
         prompt: Any,

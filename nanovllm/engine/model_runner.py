@@ -217,10 +217,9 @@ class ModelRunner:
         self.graphs = StepGraphs(self.run_model, self.device, *sizes)
 
     def _log_backend(self) -> None:
+        graphs = "no CUDA graphs"
         if self.graphs is not None:
             graphs = f"{len(self.graphs.sizes)} CUDA graphs up to batch {self.graphs.sizes[-1]}"
-        else:
-            graphs = "no CUDA graphs"
         logger.info("attention: %s (%s); %s", self.backend.name, self._backend_reason, graphs)
 
     def describe(self) -> dict[str, str | int]:
@@ -257,6 +256,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch the model for a step, the same on all ranks, and sample without controls."""
+        began = time.perf_counter()
         self._table.update(plan)
         batch = build_batch(plan, self._table, self.config.kvcache_block_size, self._members)
         self.num_shared_steps += batch.prefixes is not None
@@ -271,7 +271,7 @@ class ModelRunner:
                     self.timer.begin()
                 computed = self.run_model(inputs)
         if self._cpu_wait is not None:
-            self._cpu_wait.look()
+            self._cpu_wait.look(began)
         return LaunchedStep(plan, batch, computed, None if self.timer is None else self.timer.span)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:

@@ -65,8 +65,8 @@ def only(*values: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(known) and value == known for known in values)
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, or None."""
+def is_number_or_none(value: Any) -> bool:
+    """Whether a value is one."""
     return isinstance(value, (numbers.Real, type(None)))
 
 
@@ -84,8 +84,9 @@ def own_options(
         if is_nothing is not None and is_nothing(value):
             continue
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-            hint = f"did you mean `{close[0]}`?" if close else f"options: {', '.join(known)}"
+            hint = f"options: {', '.join(known)}"
+            for near in difflib.get_close_matches(name, [*known, *foreign], 1, CLOSE):
+                hint = f"did you mean `{near}`?" if near in known else foreign[near][1]
             raise TypeError(f"{owner}() has no option `{name}`; {remedy or hint}")
         own[name] = value
     return own

@@ -1,55 +1,65 @@
-"""`CpuWait` says when PyTorch's threads wait for CPUs that others have (Linux). No torch here.
+"""`CpuWait` says when threads wait for CPUs that others have (Linux). No torch here.
 
-They meet after each operation, so one that waits holds up all: on two cores, beside one process
-that computed, two threads ran at a thirtieth of their speed alone, and one thread as fast as ever.
+PyTorch's meet after each operation, so one that waits holds up all.
 """
 
 import logging
+import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 PERIOD = 5.0  # seconds
-SHARE = 0.25  # of them that threads wait, all together
+PAUSE = 1.0  # seconds without a step: what was before is forgotten
+SHARE = 0.25  # of a period, that one thread waits
 
 
 class CpuWait:
-    """Warns once."""
+    """Warns once for each engine."""
 
     def __init__(self) -> None:
         self._has_warned = False
-        self._looked_at, self._waited = time.perf_counter(), seconds_waited()
+        self._since = self._looked_at = -math.inf  # seconds of time.perf_counter
+        self._waited: dict[str, float] = {}  # at `_since`
 
-    def look(self) -> None:
-        """See whether they have waited since `PERIOD` or longer. Call it again and again."""
-        seconds = time.perf_counter() - self._looked_at
-        if self._has_warned or seconds < PERIOD:
+    def look(self, began: float) -> None:
+        """Warn if a thread has waited for much of the last `PERIOD`. To be called behind each step.
+
+        Args:
+            began: when the step did, in seconds of time.perf_counter.
+        """
+        now = time.perf_counter()
+        has_paused, self._looked_at = began - self._looked_at > PAUSE, now
+        seconds = now - self._since
+        if self._has_warned or (seconds < PERIOD and not has_paused):
             return
-        waited = seconds_waited() - self._waited
-        if waited > SHARE * seconds:
+        before, self._waited, self._since = self._waited, seconds_waited(), now
+        if has_paused:
+            return
+        most = max((self._waited[i] - before[i] for i in self._waited.keys() & before), default=0.0)
+        if most > SHARE * seconds:
             self._has_warned = True
             logger.warning(
-                "threads of this process waited %.1f s for a CPU in the last %.1f s, and others "
-                "waited for them: more threads want to run than there are CPUs; set "
-                "OMP_NUM_THREADS to the cores that are free, before Python starts",
-                waited,
+                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and those of "
+                "PyTorch wait for each other: others use the CPUs, or a container allows fewer of "
+                "them; call torch.set_num_threads, or set OMP_NUM_THREADS before Python starts, to "
+                "as many as are free",
+                most,
                 seconds,
             )
-        self._looked_at, self._waited = self._looked_at + seconds, self._waited + waited
 
 
-def seconds_waited() -> float:
-    """How long the threads that there are could have run and had no CPU; 0 on other systems.
+def seconds_waited() -> dict[str, float]:
+    """How long each thread could have run and had no CPU; nothing on other systems.
 
     The second number of /proc/PID/schedstat, in nanoseconds:
     https://docs.kernel.org/scheduler/sched-stats.html
     """
-    nanoseconds = 0
+    found = {}
     for file in TASKS.glob("*/schedstat"):
-        try:
-            nanoseconds += int(file.read_text().split()[1])
-        except (OSError, IndexError, ValueError):  # it has ended, or nothing is counted
-            continue
-    return nanoseconds / 1e9
+        with suppress(OSError, IndexError, ValueError):  # it has ended, or nothing is counted
+            found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return found

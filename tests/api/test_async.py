@@ -21,10 +21,10 @@ from checkpoints import (
     SMALL,
     TINY,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     facts,
     gather,
     greedy,
+    make_checkpoint,
     rare,
     reference,
     references,
@@ -34,6 +34,14 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import _Jobs, _serve
 
 PATIENCE = 60  # seconds, for what would hang for ever
+# Requests without an end take some seconds, so that they run still when a loop comes late.
+LONG = {**SMALL, "num_kvcache_blocks": 600, "max_model_len": 4096}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long")
+    return make_checkpoint(path, max_position_embeddings=LONG["max_model_len"])
 
 
 class Hall:
@@ -50,7 +58,7 @@ class Hall:
         ready = threading.Event()
         with monkeypatch.context() as patch:
             patch.setattr(_Jobs, "__init__", begun)
-            self.async_llm = AsyncLLM(path, **SMALL, **options)
+            self.async_llm = AsyncLLM(path, **LONG, **options)
             assert ready.wait(PATIENCE)
         self.llm = found[0]
 

@@ -8,6 +8,7 @@ import re
 from array import array
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -681,7 +682,11 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
         ("prompt_token_ids", None, [[1]], "as prompts"),
         ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),
         ("use_tdqm", "", False, "did you mean `use_tqdm`"),
-        ("max_tokens", "", None, r"pass SamplingParams\(max_tokens=...\)"),
+        ("temprature", "", 1, r"pass SamplingParams\(temperature=...\)"),
+        *(
+            (field.name, "", None, rf"pass SamplingParams\({field.name}=...\)")
+            for field in fields(SamplingParams)
+        ),
     ],
 )
 def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, tiny):

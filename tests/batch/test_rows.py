@@ -11,7 +11,8 @@ from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from nanovllm.batch import Result, read_rows
 from nanovllm.batch.keys import KeySet
 from nanovllm.batch.openai_batch import read_request
-from nanovllm.batch.rows import _warn_of, as_rows, read_ask
+from nanovllm.batch.params import parameter_like
+from nanovllm.batch.rows import CHAT_FIELDS, as_rows, read_ask
 
 DEFAULT = SamplingParams(temperature=0.5, max_tokens=7)
 CHAT = "/v1/chat/completions"
@@ -75,14 +76,23 @@ def test_mistakes_in_a_row_are_named(values, says):
         read_ask(values, DEFAULT)
 
 
-def test_a_field_that_looks_like_a_parameter_is_named_once(caplog):
-    _warn_of.cache_clear()
-    for _ in range(2):
-        row = {"prompt": "a", "max_new_tokens": 4, "prompt_token_ids": [1], "name": "b"}
-        assert read_ask(row, SamplingParams()).params == SamplingParams()
-    (message,) = caplog.messages
-    assert "`max_new_tokens`, which changes nothing" in message
-    assert message.endswith("the sampling parameter is called `max_tokens`")
+LIKE = {  # fields, and the parameters that they may be meant for
+    **{"max_token": "max_tokens", "maxTokens": "max_tokens", "max-tokens": "max_tokens"},
+    **{"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "topP": "top_p"},
+    **{"TEMPERATURE": "temperature", "temprature": "temperature", "stop_sequences": "stop"},
+    **{"num_return_sequences": "n", "response_format": "structured_outputs"},
+}
+UNLIKE = [
+    *("step", "stops", "seeds", "top_1", "tokens", "num_tokens", "token_ids", "eos_token_id"),
+    *("label", "name", "id", "_row", "_key", "generated_text", "finish_reason", "error", "outputs"),
+    *("num_prompt_tokens", "num_generated_tokens", "custom_id", "sampling_params", *CHAT_FIELDS),
+    *("prompt", "prompt_token_ids", "messages", None, 0, ("a", 1)),
+]
+
+
+def test_fields_that_look_like_parameters():
+    assert {name: parameter_like(name) for name in LIKE} == LIKE
+    assert [name for name in UNLIKE if parameter_like(name)] == []
 
 
 def test_rows_are_known_by_their_id_else_by_number_and_content():

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,50 +14,61 @@ import torch
 from faults import wait_until
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.utils import cpu_wait
-from nanovllm.utils.cpu_wait import PERIOD, SHARE, CpuWait, seconds_waited
+from nanovllm.utils.cpu_wait import PAUSE, PERIOD, SHARE, CpuWait, seconds_waited
 
 
-def test_long_waits_are_said_once(tmp_path, monkeypatch, caplog):
-    clock = SimpleNamespace(now=100.0)
+@pytest.fixture
+def passed(tmp_path, monkeypatch, caplog):
+    """Lets a step pass that takes so much time, in which threads wait for so much. Returns how many
+    warnings there are.
+    """
+    clock, watch, waited = SimpleNamespace(now=100.0), CpuWait(), Counter()
     monkeypatch.setattr(cpu_wait, "TASKS", tmp_path)
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    for thread in ("1", "2", "3"):
-        (tmp_path / thread).mkdir()
-    (tmp_path / "3" / "schedstat").write_text("")  # it ends
-    waited = 0.0
 
-    def passed(seconds, more):
-        """Look when so much time has passed, in which the threads have waited for more."""
-        nonlocal waited
-        clock.now, waited = clock.now + seconds, waited + more
-        (tmp_path / "1" / "schedstat").write_text(f"7 {round(waited * 0.25e9)} 9\n")
-        (tmp_path / "2" / "schedstat").write_text(f"7 {round(waited * 0.75e9)} 9\n")
-        watch.look()
+    def step(seconds, more, pause=0.0):
+        began = clock.now + pause
+        clock.now = began + seconds
+        waited.update(more)
+        for thread in more:
+            (tmp_path / thread).mkdir(exist_ok=True)
+            (tmp_path / thread / "schedstat").write_text(f"7 {round(waited[thread] * 1e9)} 9\n")
+        watch.look(began)
         return len(caplog.messages)
 
-    watch = CpuWait()
-    assert passed(PERIOD, 0.9 * SHARE * PERIOD) == 0
-    assert passed(0.9 * PERIOD, 10 * PERIOD) == 0, "too early"
-    waited -= 10 * PERIOD
-    assert passed(1.1 * PERIOD, 1.9 * SHARE * PERIOD) == 0, "since the last look"
-    assert passed(PERIOD, 1.1 * SHARE * PERIOD) == 1
-    assert passed(PERIOD, 2 * PERIOD) == 1
-    assert "waited 1.4 s for a CPU in the last 5.0 s" in caplog.text
+    return step
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
+def test_long_waits_are_said_once(passed, tmp_path, caplog):
+    much, little = 1.1 * SHARE * PERIOD, 0.9 * SHARE * PERIOD
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "schedstat").write_text("")
+    (tmp_path / "ended" / "schedstat").mkdir(parents=True)
+    assert passed(2 * PERIOD, {"a": 9 * PERIOD, "b": 9 * PERIOD}) == 0, "nobody knows since when"
+    assert passed(PERIOD, {"a": little, "b": little}) == 0, "they may have waited at once"
+    assert passed(0.1 * PERIOD, {"a": much}) == 0, "too early"
+    assert passed(0.8 * PERIOD, {}, pause=1.1 * PAUSE) == 0, "what came before a pause is forgotten"
+    assert passed(PERIOD, {"a": little, "new": 9 * PERIOD}) == 0, "it may have waited before"
+    assert passed(0.5 * PERIOD, {"a": 0.5 * much}) == 0
+    assert passed(0.5 * PERIOD, {"a": 0.5 * much}) == 1
+    assert passed(PERIOD, {"a": PERIOD}) == 1
+    assert f"waited {much:.1f} s for a CPU in the last {PERIOD:.1f} s" in caplog.text
+
+
+@pytest.mark.skipif(not seconds_waited(), reason="this system does not count them")
 def test_the_system_counts_waits():
     """Two processes on one core."""
-    cores = os.sched_getaffinity(0)
+    thread, cores = str(threading.get_native_id()), os.sched_getaffinity(0)
+    before = seconds_waited()[thread]
     os.sched_setaffinity(0, {min(cores)})
-    before = seconds_waited()
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
     try:
-        wait_until(lambda: sum(range(10**5)) and seconds_waited() > before + 0.05)
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            try:
+                wait_until(lambda: sum(range(10**5)) and seconds_waited()[thread] > before + 0.05)
+            finally:
+                other.kill()
     finally:
         os.sched_setaffinity(0, cores)
-        other.kill()
-        other.wait()
 
 
 @pytest.mark.parametrize(("num_threads", "count"), [(1, 0), (2, 1)])
@@ -63,6 +76,7 @@ def test_engines_on_cpus_look_after_their_threads(num_threads, count, monkeypatc
     """One thread has no others that wait for it."""
     monkeypatch.setattr(cpu_wait, "PERIOD", 0.0)
     monkeypatch.setattr(cpu_wait, "SHARE", -1.0)
+    monkeypatch.setattr(cpu_wait, "seconds_waited", lambda: {"a": 0.0})
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

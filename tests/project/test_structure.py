@@ -12,7 +12,7 @@ CEILINGS = {
     "files": 40,
     "files_in_circles": 0,
     "core_lines": 4440,
-    "package_lines": 28_550,
+    "package_lines": 28_590,
     "longest_file": 368,
     "model_lines": 123,
 }
