@@ -15,14 +15,13 @@ NAMES = {  # parameters by their names, and by those that other libraries have f
     "responseformat": "structured_outputs",
 }
 CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
-LONG = 6  # letters of names of which one may be wrong
 
 
 def parameter_like(name: Any) -> str | None:
     """The sampling parameter that a field of another name may be meant for."""
     plain = str(name).lower().replace("_", "").replace("-", "")
-    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE) if len(plain) >= LONG else []
-    return NAMES.get(near[0] if near else plain)
+    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE)
+    return NAMES[near[0]] if near else None
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import nanovllm.batch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.batch import ResumableSink, run
+from nanovllm.batch import ResumableSink, job, run
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.identity import default_params, describe_job, describe_model, differences
 from nanovllm.batch.job import BETWEEN_STEPS, MOST_HELD
-from nanovllm.batch.rows import as_rows
+from nanovllm.batch.rows import PARAMETERS, as_rows
 from nanovllm.config import Config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -58,6 +58,22 @@ def test_the_window_is_bounded_and_filled_a_few_rows_at_a_time():
     assert sum(1 for _ in run(wide, (f"p{i}" for i in range(3000)))) == 3000
     assert wide.counts[0] == 2 * BETWEEN_STEPS  # the first step does not wait for all
     assert min(wide.counts[5:30]) >= 400  # and later ones always have what they can run
+
+
+def test_fields_that_look_like_parameters_are_named_once_for_a_job(caplog, monkeypatch):
+    llm = StandIn(max_num_seqs=2)
+    rows = [
+        {"prompt": "a", "maxTokens": 4, "temprature": None, "label": 1, None: 2, "max_tokens": 3},
+        {"prompt": "b", "maxTokens": 4, "temprature": 1},
+    ]
+    for _ in range(2):
+        assert [result.error for result in run(llm, rows)] == [None, None]
+        said = [message.split("`")[1::2] for message in caplog.messages]
+        assert said == [["maxTokens", "max_tokens"], ["temprature", "temperature"]]
+        caplog.clear()
+    monkeypatch.setattr(job, "MOST_NAMES", len(PARAMETERS) + 3)  # those of rows without an end, say
+    assert len([*run(llm, [{"prompt": "a", "x": 1, "y": 2, "maxTokens": 3}])]) == 1
+    assert caplog.messages == []
 
 
 def test_results_that_wait_for_their_turn_are_bounded():

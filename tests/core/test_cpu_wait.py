@@ -46,8 +46,9 @@ def test_long_waits_are_said_once(passed, tmp_path, caplog):
     (tmp_path / "ended" / "schedstat").mkdir(parents=True)
     assert passed(2 * PERIOD, {"a": 9 * PERIOD, "b": 9 * PERIOD}) == 0, "nobody knows since when"
     assert passed(PERIOD, {"a": little, "b": little}) == 0, "they may have waited at once"
-    assert passed(0.1 * PERIOD, {"a": much}) == 0, "too early"
-    assert passed(0.8 * PERIOD, {}, pause=1.1 * PAUSE) == 0, "what came before a pause is forgotten"
+    assert passed(0.1 * PERIOD, {"a": 2 * PERIOD}) == 0, "too early"
+    assert passed(0.1 * PERIOD, {}, pause=1.1 * PAUSE) == 0
+    assert passed(PERIOD, {"a": little}) == 0, "what came before a pause is forgotten"
     assert passed(PERIOD, {"a": little, "new": 9 * PERIOD}) == 0, "it may have waited before"
     assert passed(0.5 * PERIOD, {"a": 0.5 * much}) == 0
     assert passed(0.5 * PERIOD, {"a": 0.5 * much}) == 1
