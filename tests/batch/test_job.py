@@ -63,7 +63,7 @@ def test_the_window_is_bounded_and_filled_a_few_rows_at_a_time():
 def test_fields_that_look_like_parameters_are_named_once_for_a_job(caplog, monkeypatch):
     llm = StandIn(max_num_seqs=2)
     rows = [
-        {"prompt": "a", "maxTokens": 4, "temprature": None, "label": 1, None: 2, "max_tokens": 3},
+        {"prompt": "a", "temprature": None, "maxTokens": 4, "label": 1, None: 2, "max_tokens": 3},
         {"prompt": "b", "maxTokens": 4, "temprature": 1},
     ]
     for _ in range(2):
