@@ -27,7 +27,7 @@ from checkpoints import (
     greedy,
     reference,
 )
-from nanovllm import LLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
+from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.engine.inputs import bad_word_tokens, name_prompts, spread_sampling_params
 from nanovllm.engine.intake import Intake
 from nanovllm.sampling_params import StructuredOutputsParams
@@ -691,13 +691,18 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
 )
 def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, tiny):
     hello = [{"role": "user", "content": "Hi"}]
-    for call, prompts in ((tiny.generate, "Hi"), (tiny.chat, hello)):
+    calls = {tiny.generate: "Hi", tiny.chat: hello, tiny.stream: "Hi", tiny.add_request: "Hi"}
+    for call, prompts in calls.items():
         with pytest.raises(
             TypeError, match=rf"{call.__name__}\(\) has no option `{name}`; .*{hint}"
         ):
             call(prompts, greedy(1), **{name: something})
-        if nothing != "":
-            assert call(prompts, greedy(1), use_tqdm=False, **{name: nothing})[0].finished
+    for call in (tiny.generate, tiny.chat) if nothing != "" else ():
+        [output] = call(calls[call], greedy(1), use_tqdm=False, **{name: nothing})
+        assert output.finished
+    for call in (AsyncLLM.generate, AsyncLLM.stream) if name != "use_tdqm" else ():
+        with pytest.raises(TypeError, match=f"has no option `{name}`; .*{hint}"):
+            call(None, "Hi", **{name: something})
 
 
 @pytest.mark.parametrize("wrong", [3, None])
