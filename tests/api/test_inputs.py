@@ -681,7 +681,6 @@ def test_own_parameters_are_refused_alone_and_others_with_the_call(tiny):
         ("priority", None, [1, 2], "order"),
         ("prompt_token_ids", None, [[1]], "as prompts"),
         ("tokenization_kwargs", {}, {"truncation": True}, "token ids"),
-        ("use_tdqm", "", False, "did you mean `use_tqdm`"),
         ("temprature", "", 1, r"pass SamplingParams\(temperature=...\)"),
         *(
             (field.name, "", None, rf"pass SamplingParams\({field.name}=...\)")
@@ -700,9 +699,15 @@ def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, 
     for call in (tiny.generate, tiny.chat) if nothing != "" else ():
         [output] = call(calls[call], greedy(1), use_tqdm=False, **{name: nothing})
         assert output.finished
-    for call in (AsyncLLM.generate, AsyncLLM.stream) if name != "use_tdqm" else ():
+    for call in (AsyncLLM.generate, AsyncLLM.stream):
         with pytest.raises(TypeError, match=f"has no option `{name}`; .*{hint}"):
             call(None, "Hi", **{name: something})
+
+
+def test_a_slip_of_the_pen(tiny):
+    for call in (tiny.generate, tiny.chat):
+        with pytest.raises(TypeError, match=r"no option `use_tdqm`; did you mean `use_tqdm`\?"):
+            call("Hi", use_tdqm=False)
 
 
 @pytest.mark.parametrize("wrong", [3, None])
