@@ -53,6 +53,7 @@ def signal_at(output: Path, at: int, number: signal.Signals):
     """Send this process a signal when the output has so many bytes: within a line as a rule, behind
     a file of Parquet. From outside it could come when all is done.
     """
+    assert output.is_dir() or size_of(output) < at
     write, replace = os.write, os.replace
 
     def writing(fd, data):

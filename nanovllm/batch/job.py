@@ -28,7 +28,7 @@ BETWEEN_STEPS = 16  # rows: what they take is to be less than a step
 Results: TypeAlias = Generator[Result, None, None]
 WAIT = 0.1  # seconds for a row, until `stop` is asked again
 MOST_HELD = 8  # windows of results that wait for one before them
-MOST_NAMES = 1000  # of fields that are looked at
+MOST_NAMES = 1000  # of fields that are looked at, and of parameters
 
 
 class Engine(Protocol):
@@ -204,8 +204,8 @@ class _Job:
             self._names.add(name)
             if (parameter := parameter_like(name)) is not None:
                 logger.warning(
-                    "rows have a field `%s`, which changes nothing and which results carry; the "
-                    "sampling parameter is called `%s`",
+                    "rows have a field `%s`, which changes nothing and which results carry; did "
+                    "you mean the sampling parameter `%s`?",
                     name,
                     parameter,
                 )

@@ -7,12 +7,16 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-NAMES = {  # parameters by their names, and by those that other libraries have for them
+# Parameters by their names, and by those that other libraries have for them or for what is near.
+NAMES = {
     **{field.name.replace("_", ""): field.name for field in fields(SamplingParams)},
     **dict.fromkeys(("maxnewtokens", "maxcompletiontokens", "maxoutputtokens"), "max_tokens"),
+    **dict.fromkeys(("maxtokenstosample", "numpredict"), "max_tokens"),
     **dict.fromkeys(("stopsequences", "stopstrings"), "stop"),
-    **{"maxlength": "max_tokens", "numreturnsequences": "n", "dosample": "temperature"},
-    "responseformat": "structured_outputs",
+    **dict.fromkeys(("guidedjson", "guidedregex", "guidedchoice"), "structured_outputs"),
+    **{"guidedgrammar": "structured_outputs", "responseformat": "structured_outputs"},
+    **{"minnewtokens": "min_tokens", "toplogprobs": "logprobs", "randomseed": "seed"},
+    **{"repeatpenalty": "repetition_penalty", "numreturnsequences": "n", "dosample": "temperature"},
 }
 CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
 
@@ -20,7 +24,7 @@ CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
 def parameter_like(name: Any) -> str | None:
     """The sampling parameter that a field of another name may be meant for."""
     plain = str(name).lower().replace("_", "").replace("-", "")
-    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE)
+    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE) if len(plain) > 1 else ()
     return NAMES[near[0]] if near else None
 
 

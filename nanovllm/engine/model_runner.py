@@ -51,6 +51,7 @@ class LaunchedStep(NamedTuple):
     batch: Batch
     computed: Computed
     span: Span | None
+    began: float  # seconds of time.perf_counter
 
 
 class ModelRunner:
@@ -270,9 +271,8 @@ class ModelRunner:
                 if self.timer is not None:
                     self.timer.begin()
                 computed = self.run_model(inputs)
-        if self._cpu_wait is not None:
-            self._cpu_wait.look(began)
-        return LaunchedStep(plan, batch, computed, None if self.timer is None else self.timer.span)
+        span = None if self.timer is None else self.timer.span
+        return LaunchedStep(plan, batch, computed, span, began)
 
     def finish(self, step: LaunchedStep, controls: Controls | None) -> PendingTokens:
         """Sample the rows with controls again, and send the step's results to the host.
@@ -280,11 +280,13 @@ class ModelRunner:
         Args:
             controls: those of the step, on rank 0; None if no row has any.
         """
-        plan, batch, computed, span = step
+        plan, batch, computed, span, began = step
         with self._scope():
             extras = None
             if plan.has_extras:
                 extras = self.extras.compute(plan, batch, computed, controls)
+            if self._cpu_wait is not None:
+                self._cpu_wait.look(began)
             return PendingTokens(computed.tokens, extras, span)
 
     def run_model(self, inputs: StepInputs) -> Computed:

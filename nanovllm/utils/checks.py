@@ -66,7 +66,7 @@ def only(*values: Any) -> Callable[[Any], bool]:
 
 
 def is_number_or_none(value: Any) -> bool:
-    """Whether a value is one."""
+    """Whether a value is a number or None."""
     return isinstance(value, (numbers.Real, type(None)))
 
 
@@ -84,9 +84,10 @@ def own_options(
         if is_nothing is not None and is_nothing(value):
             continue
         if name not in known:
-            hint = f"options: {', '.join(known)}"
-            for near in difflib.get_close_matches(name, [*known, *foreign], 1, CLOSE):
-                hint = f"did you mean `{near}`?" if near in known else foreign[near][1]
+            near = [*difflib.get_close_matches(name, [*known, *foreign], 1, CLOSE), ""][0]
+            hint = f"did you mean `{near}`?" if near else f"options: {', '.join(known)}"
+            if near and near not in known:
+                hint = f"{hint} {foreign[near][1]}"
             raise TypeError(f"{owner}() has no option `{name}`; {remedy or hint}")
         own[name] = value
     return own

@@ -1,6 +1,7 @@
 """`CpuWait` says when threads wait for CPUs that others have (Linux). No torch here.
 
-PyTorch's meet after each operation, so one that waits holds up all.
+PyTorch's meet after each operation, so one that waits holds up all. Which threads are PyTorch's
+nobody can tell, so all of the process count.
 """
 
 import logging
@@ -43,10 +44,10 @@ class CpuWait:
         if most > SHARE * seconds:
             self._has_warned = True
             logger.warning(
-                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and those of "
-                "PyTorch wait for each other: others use the CPUs, or a container allows fewer of "
-                "them; call torch.set_num_threads, or set OMP_NUM_THREADS before Python starts, to "
-                "as many as are free",
+                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and "
+                "PyTorch's wait for each other: there are fewer CPUs than threads, or others use them; "
+                "give the number that is free to torch.set_num_threads, before the engine is made, "
+                "or to OMP_NUM_THREADS, before Python starts",
                 most,
                 seconds,
             )

@@ -696,9 +696,12 @@ def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, 
             TypeError, match=rf"{call.__name__}\(\) has no option `{name}`; .*{hint}"
         ):
             call(prompts, greedy(1), **{name: something})
-    for call in (tiny.generate, tiny.chat) if nothing != "" else ():
-        [output] = call(calls[call], greedy(1), use_tqdm=False, **{name: nothing})
-        assert output.finished
+    if nothing != "":
+        for call in (tiny.generate, tiny.chat):
+            [output] = call(calls[call], greedy(1), use_tqdm=False, **{name: nothing})
+            assert output.finished
+        assert [output.finished for output in tiny.stream("Hi", greedy(1), **{name: nothing})]
+        assert tiny.abort(tiny.add_request("Hi", greedy(1), **{name: nothing}))
     for call in (AsyncLLM.generate, AsyncLLM.stream):
         with pytest.raises(TypeError, match=f"has no option `{name}`; .*{hint}"):
             call(None, "Hi", **{name: something})

@@ -81,11 +81,13 @@ LIKE = {  # fields, and the parameters that they may be meant for
     **{"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "topP": "top_p"},
     **{"TEMPERATURE": "temperature", "temprature": "temperature", "stop_sequences": "stop"},
     **{"num_return_sequences": "n", "response_format": "structured_outputs"},
+    **{"guided_json": "structured_outputs", "min_new_tokens": "min_tokens", "logprob": "logprobs"},
 }
 UNLIKE = [
     *("step", "stops", "seeds", "top_1", "tokens", "num_tokens", "token_ids", "eos_token_id"),
-    *("label", "name", "id", "_row", "_key", "generated_text", "finish_reason", "error", "outputs"),
-    *("num_prompt_tokens", "num_generated_tokens", "custom_id", "sampling_params", *CHAT_FIELDS),
+    *("N", "n_", "max_length", "temp", "stop_words", "label", "name", "id", "_row", "_key"),
+    *("generated_text", "finish_reason", "error", "outputs", "num_prompt_tokens"),
+    *("num_generated_tokens", "custom_id", "sampling_params", *CHAT_FIELDS),
     *("prompt", "prompt_token_ids", "messages", None, 0, ("a", 1)),
 ]
 

@@ -56,7 +56,7 @@ def test_long_waits_are_said_once(passed, tmp_path, caplog):
     assert f"waited {much:.1f} s for a CPU in the last {PERIOD:.1f} s" in caplog.text
 
 
-@pytest.mark.skipif(not seconds_waited(), reason="this system does not count them")
+@pytest.mark.skipif(not any(seconds_waited().values()), reason="this system does not count them")
 def test_the_system_counts_waits():
     """Two processes on one core."""
     thread, cores = str(threading.get_native_id()), os.sched_getaffinity(0)
@@ -72,17 +72,36 @@ def test_the_system_counts_waits():
         os.sched_setaffinity(0, cores)
 
 
-@pytest.mark.parametrize(("num_threads", "count"), [(1, 0), (2, 1)])
-def test_engines_on_cpus_look_after_their_threads(num_threads, count, monkeypatch, caplog):
-    """One thread has no others that wait for it."""
-    monkeypatch.setattr(cpu_wait, "PERIOD", 0.0)
-    monkeypatch.setattr(cpu_wait, "SHARE", -1.0)
-    monkeypatch.setattr(cpu_wait, "seconds_waited", lambda: {"a": 0.0})
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_engines_on_cpus_look_after_their_threads(num_threads, monkeypatch):
+    """Behind each step, with the time of its begin; one thread has no others that wait for it."""
+    events, before = [], torch.get_num_threads()
+    monkeypatch.setattr(CpuWait, "look", lambda _, began: events.append(("look", began)))
     torch.set_num_threads(num_threads)
     try:
         with LLM(TINY, device="cpu", num_kvcache_blocks=4) as llm:
-            llm.generate("1+1=", SamplingParams(max_tokens=4), use_tqdm=False)
+            for owner, name in (
+                (llm.model_runner, "launch"),
+                (llm.model_runner, "run_model"),
+                (llm.model_runner.extras, "compute"),
+            ):
+                note_calls(monkeypatch, owner, name, events)
+            params = SamplingParams(max_tokens=3, logprobs=0)
+            llm.generate("1+1=", params, use_tqdm=False)
     finally:
         torch.set_num_threads(before)
-    assert sum("OMP_NUM_THREADS" in message for message in caplog.messages) == count
+    step = ["launch", "run_model", "compute"] + ["look"] * (num_threads > 1)
+    assert [name for name, _ in events] == step * 3
+    for i in range(0, len(events) if num_threads > 1 else 0, len(step)):
+        (_, launch), (_, run), _, (_, began) = events[i : i + len(step)]
+        assert launch <= began <= run
+
+
+def note_calls(monkeypatch, owner, name, events):
+    original = getattr(owner, name)
+
+    def noted(*args):
+        events.append((name, time.perf_counter()))
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, noted)

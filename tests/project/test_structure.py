@@ -11,7 +11,7 @@ CEILINGS = {
     "functions": 240,
     "files": 40,
     "files_in_circles": 0,
-    "core_lines": 4440,
+    "core_lines": 4442,
     "package_lines": 28_590,
     "longest_file": 368,
     "model_lines": 123,
