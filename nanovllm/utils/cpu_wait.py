@@ -44,10 +44,10 @@ class CpuWait:
         if most > SHARE * seconds:
             self._has_warned = True
             logger.warning(
-                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and "
-                "PyTorch's wait for each other: there are fewer CPUs than threads, or others use them; "
-                "give the number that is free to torch.set_num_threads, before the engine is made, "
-                "or to OMP_NUM_THREADS, before Python starts",
+                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and those of "
+                "PyTorch wait for each other: there are fewer CPUs than threads, or others use "
+                "them; give the number that is free to torch.set_num_threads, before the engine is "
+                "made, or to OMP_NUM_THREADS, before Python starts",
                 most,
                 seconds,
             )
