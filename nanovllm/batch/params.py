@@ -1,13 +1,13 @@
 """Sampling parameters as JSON and columns of tables have them."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.utils.checks import nearest
 
-# Parameters by their names, and by those that other libraries have for them or for what is near.
+# Names without underscores, ours and those of other libraries, and the parameter of each.
 NAMES = {
     **{field.name.replace("_", ""): field.name for field in fields(SamplingParams)},
     **dict.fromkeys(("maxnewtokens", "maxcompletiontokens", "maxoutputtokens"), "max_tokens"),
@@ -24,8 +24,7 @@ CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
 def parameter_like(name: Any) -> str | None:
     """The sampling parameter that a field of another name may be meant for."""
     plain = str(name).lower().replace("_", "").replace("-", "")
-    near = difflib.get_close_matches(plain, NAMES, 1, CLOSE) if len(plain) > 1 else ()
-    return NAMES[near[0]] if near else None
+    return NAMES.get(nearest(plain, NAMES, CLOSE)) if len(plain) > 1 else None
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:

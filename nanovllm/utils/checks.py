@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -70,6 +70,11 @@ def is_number_or_none(value: Any) -> bool:
     return isinstance(value, (numbers.Real, type(None)))
 
 
+def nearest(name: str, known: Iterable[str], cutoff: float = CLOSE) -> str:
+    """The known name of which another one may be a slip of the pen; "" if there is none."""
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
+
+
 def own_options(
     owner: str, options: Mapping[str, Any], known: Sequence[str], foreign: Foreign
 ) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def own_options(
         if is_nothing is not None and is_nothing(value):
             continue
         if name not in known:
-            near = [*difflib.get_close_matches(name, [*known, *foreign], 1, CLOSE), ""][0]
+            near = nearest(name, [*known, *foreign])
             hint = f"did you mean `{near}`?" if near else f"options: {', '.join(known)}"
             if near and near not in known:
                 hint = f"{hint} {foreign[near][1]}"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 PERIOD = 5.0  # seconds
-PAUSE = 1.0  # seconds without a step: what was before is forgotten
+PAUSE = 1.0  # seconds without a step, which begin a new period
 SHARE = 0.25  # of a period, that one thread waits
 
 
@@ -27,10 +27,8 @@ class CpuWait:
         self._waited: dict[str, float] = {}  # at `_since`
 
     def look(self, began: float) -> None:
-        """Warn if a thread has waited for much of the last `PERIOD`. To be called behind each step.
-
-        Args:
-            began: when the step did, in seconds of time.perf_counter.
+        """Warn if a thread has waited for much of the last `PERIOD`. To be called behind each step,
+        with the time when it began, in seconds of time.perf_counter.
         """
         now = time.perf_counter()
         has_paused, self._looked_at = began - self._looked_at > PAUSE, now

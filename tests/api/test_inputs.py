@@ -700,7 +700,7 @@ def test_arguments_of_vllm_that_ask_for_nothing(name, nothing, something, hint, 
         for call in (tiny.generate, tiny.chat):
             [output] = call(calls[call], greedy(1), use_tqdm=False, **{name: nothing})
             assert output.finished
-        assert [output.finished for output in tiny.stream("Hi", greedy(1), **{name: nothing})]
+        assert [*tiny.stream("Hi", greedy(1), **{name: nothing})][-1].finished
         assert tiny.abort(tiny.add_request("Hi", greedy(1), **{name: nothing}))
     for call in (AsyncLLM.generate, AsyncLLM.stream):
         with pytest.raises(TypeError, match=f"has no option `{name}`; .*{hint}"):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -255,16 +256,18 @@ def kill_at_order(llm, monkeypatch, condition):
 
 def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
     llm, params = disturbed, replace(DRAWN, seed=3)
-    before, finished = pids(llm), llm.core.metrics.num_finished
-    metrics = llm.core.metrics
+    before, metrics = pids(llm), llm.core.metrics
+    finished = metrics.num_finished
     killed = kill_at_order(
         llm, monkeypatch, lambda _: not killed and metrics.num_finished > finished + 2
     )
     found = within_deadline(lambda: llm.generate(PROMPTS, params, use_tqdm=False))
     (number,) = killed
     assert_same(found, one.generate(PROMPTS, params, use_tqdm=False))
-    assert llm.core.metrics.num_finished == finished + len(PROMPTS)
-    (said,) = [message for message in caplog.messages if "was killed" in message]
+    assert metrics.num_finished == finished + len(PROMPTS)
+    (record,) = [record for record in caplog.records if "was killed" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    said = record.getMessage()
     lost = re.match(rf"replica {number} was killed by SIGKILL.*; (\d+) requests", said)
     assert int(lost[1]) > 0
     within_deadline(lambda: until_ready(llm))
