@@ -1,6 +1,7 @@
 """Scripts of examples/ as users run them: what their pages say they print, and that it is right.
 
-Those that need packages of the extra `examples` are in test_extras.py, Ray in batch/test_ray.py.
+Those that need packages of the extra `examples` are in test_extras.py, Ray's in
+batch/test_dataframes.py.
 """
 
 import ast
