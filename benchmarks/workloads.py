@@ -6,6 +6,7 @@
     shared-prefix  256 prompts of 2048 common and 64 own tokens, 64 new tokens each, after one
                    request that seeds the prefix
     wide           1024 prompts of 128 tokens, 128 new tokens each
+    first-token    one 128-token prompt, 1 new token; only if named
     long           4 prompts of 32,000 tokens, 1 new token each; only if named, and with
                    --max-model-len 32768
 
@@ -82,8 +83,10 @@ WORKLOADS: dict[str, Callable[[random.Random], Workload]] = {
     "prefill": lambda rng: uniform(many(rng, 64, 2048), 1, False),
     "shared-prefix": shared_prefix,
     "wide": lambda rng: uniform(many(rng, 1024, 128), 128, True),
+    "first-token": lambda rng: uniform(many(rng, 1, 128), 1, False),
     "long": lambda rng: uniform(many(rng, 4, 32000), 1, False),
 }
+IF_NAMED = ("first-token", "long")
 
 
 def make(name: str, vocab_size: int) -> Workload:
@@ -119,8 +122,8 @@ def main() -> None:
         "--only",
         nargs="+",
         choices=list(WORKLOADS),
-        default=[name for name in WORKLOADS if name != "long"],
-        help="workloads (all but long)",
+        default=[name for name in WORKLOADS if name not in IF_NAMED],
+        help=f"workloads (all but {' and '.join(IF_NAMED)})",
     )
     parser.add_argument("--repeat", type=bench.positive, default=3, help="timed runs (3)")
     args = parser.parse_args()
@@ -142,7 +145,7 @@ def main() -> None:
             num_shared=workload.num_shared,
         )
         result = result_of(workload, seconds)
-        digits = 0 if workload.per_second else 3
+        digits = 0 if workload.per_second else 3 if result["median"] > 0.1 else 5
         low, median, high = (
             f"{x:.{digits}f}" for x in (result["runs"][0], result["median"], result["runs"][-1])
         )

@@ -1,10 +1,15 @@
 """nano-vLLM's workload, a run of it, what that achieved, and what its figures depend on."""
 
 import json
+import os
 import platform
 import random
+import shutil
 import subprocess
 import time
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +56,36 @@ def num_new_tokens(params: list[SamplingParams]) -> list[int]:
     return [param.max_tokens or 0 for param in params]
 
 
+def commit() -> str | None:
+    """That of a clone, with `-dirty` where files have changed since; None without one."""
+    if not (ROOT / "pyproject.toml").is_file() or shutil.which("git") is None:
+        return None
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where and when something is measured, on `device`."""
+    driver = None
+    if device.startswith("cuda") and shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        driver = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    own = getattr(os, "sched_getaffinity", None)  # Linux; a container may have fewer than there are
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hardware": hardware_name(device),
+        "driver": driver or None,
+        "cpu": hardware_name("cpu"),
+        "cores": len(own(0)) if own else os.cpu_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": version("triton") if find_spec("triton") else None,
+        "python": platform.python_version(),
+    }
+
+
 def conditions(llm: LLM) -> dict[str, Any]:
-    """What a figure depends on. `commit` is that of a clone."""
-    commit = ""
-    if (ROOT / "pyproject.toml").is_file():
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    """What a figure depends on."""
     metrics = llm.metrics()
     keys = (
         *("attention_backend", "device", "dtype", "quantization", "kv_cache_dtype"),
@@ -64,11 +93,9 @@ def conditions(llm: LLM) -> dict[str, Any]:
         "num_kvcache_blocks",
     )
     return {
-        "commit": commit or None,
+        "commit": commit(),
         "nanovllm": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "hardware": hardware_name(metrics["device"]),
+        **machine(metrics["device"]),
         **{key: metrics[key] for key in keys},
         "mixed_steps": llm.config.mixed_steps,
         "fused_kernels": llm.config.fused_kernels,

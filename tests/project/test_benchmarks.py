@@ -1,9 +1,15 @@
 """The scripts of benchmarks/ at tiny size on a CPU, and the roofline against hand computation."""
 
+import argparse
+import contextlib
 import copy
 import json
 import math
+import os
 import re
+import runpy
+import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +21,8 @@ import torch
 from benchmarks import (
     accuracy,
     cpu_vs_transformers,
+    first_use,
+    page,
     roofline,
     sampling_controls,
     startup,
@@ -22,12 +30,16 @@ from benchmarks import (
     workloads,
 )
 from checkpoints import checkpoint_fixture  # noqa: F401
+from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits
 from nanovllm.benchmark.limits import Itemsizes
 from nanovllm.cli.main import main
 from nanovllm.model_config import ExpertConfig, ModelConfig
 from nanovllm.quantization import Fp8, Int4
+
+with contextlib.suppress(ImportError):  # Linux has Triton
+    import triton.language as tl
 
 SMALL: dict[str, Any] = {
     "rated": lambda rng: workloads.uniform(workloads.many(rng, 3, 20), 4, True),
@@ -43,6 +55,48 @@ def run(main: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
 
 def saved(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- harness.py -----------------------------------------------------------------------------------
+
+
+def test_figures_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what has changed since; of an installed package there is none."""
+
+    def git(*args: str) -> str:
+        names = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+        done = subprocess.run(
+            ["git", *names, *args], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    assert harness.commit() is None
+    (tmp_path / "pyproject.toml").write_text("1")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    git("tag", "v1")
+    assert harness.commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "results").touch()
+    assert harness.commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "pyproject.toml").write_text("2")
+    assert harness.commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+
+
+def test_figures_name_their_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 580.1 $1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU, {device}")
+    found = harness.machine("cuda:0")
+    assert found["driver"] == "580.1 --query-gpu=driver_version"
+    assert found["hardware"] == "a GPU, cuda:0"
+    assert found["cores"] == len(os.sched_getaffinity(0)) and found["torch"] == torch.__version__
+    assert harness.machine("cpu")["driver"] is None
+    program.unlink()
+    assert harness.machine("cuda:0")["driver"] is None
 
 
 # -- limits.py ------------------------------------------------------------------------------------
@@ -313,9 +367,318 @@ def test_startup_times_fresh_processes(
     (record,) = saved(file)
     assert record["benchmark"] == "startup" and record["device"] == "cpu"
     assert set(record["results"]) == {"warm", "cold", "first"}
-    for parts in record["results"].values():
-        assert tuple(parts) == (*startup.PARTS, "in all")
-        assert all(0 < part["median"] < 60 for part in parts.values())
+    log = [f"LLM(...) to {line}" for line in ("weights", "KV cache", "attention")]
+    for name, parts in record["results"].items():
+        compiled = parts.pop("kernels", None)
+        assert compiled == (None if name == "warm" else {"median": 0, "unit": ""})
+        assert [*parts] == [*startup.PARTS[:3], *log, startup.PARTS[3], "in all"]
+        medians = {part: values["median"] for part, values in parts.items()}
+        assert all(0 < median < 60 for median in medians.values())
+        assert medians["in all"] == pytest.approx(sum(medians[part] for part in startup.PARTS))
+        assert sorted(medians[line] for line in log) == [medians[line] for line in log]
+        assert medians[log[-1]] <= medians["LLM(...)"]
+
+
+# -- first_use.py ---------------------------------------------------------------------------------
+
+TINY_WORK = first_use.Size(num_seqs=6, group=2, prefix=64, prompt=16, output=10)
+SHORT_STEPS = {"max_num_batched_tokens": 64, "max_num_seqs": 32, "kvcache_block_size": 16}
+
+
+def test_work_is_anew_the_second_time(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind computes as many tokens of prompts again, and is what it is called."""
+    counted: list[dict[str, int]] = []
+    timed = first_use.timed
+
+    def counting(work: Any, kernels: Any) -> dict[str, Any]:
+        before = llm.metrics()
+        result = timed(work, kernels)
+        counts = {key: value for key, value in llm.metrics().items() if key.startswith("num_")}
+        counted.append({key: value - before[key] for key, value in counts.items()})
+        return result
+
+    monkeypatch.setattr(first_use, "timed", counting)
+    kinds: dict[str, dict[str, int]] = {}
+    with LLM(tiny, device="cpu", **SHORT_STEPS) as llm:
+        for name in first_use.KINDS:
+            counted.clear()
+            result = first_use.measure(llm, name, TINY_WORK, first_use.Compilations())
+            assert {*result} == {"first", "second", "allowed", "is_quick"}, name
+            first, second = counted
+            assert first["num_prefill_tokens"] == second["num_prefill_tokens"] > 0, name
+            assert first["num_cached_tokens"] == second["num_cached_tokens"], name
+            kinds[name] = first
+    own = 6 * 16  # tokens that are no prompt's but its own
+    assert kinds["plain"]["num_prefill_tokens"] == kinds["arriving prompts"]["num_prefill_tokens"]
+    assert kinds["plain"]["num_prefill_tokens"] == own
+    assert kinds["plain"]["num_generated_tokens"] == kinds["min_tokens"]["num_generated_tokens"]
+    assert kinds["arriving prompts"]["num_steps"] == 8 + 10  # each half takes ten, two of both
+    assert kinds["long prompts"]["num_prefill_tokens"] == 2 * 128 == 4 * 64  # four steps' worth
+    assert kinds["one prompt"]["num_finished"] == 1
+    assert kinds["samples of prompts"]["num_generated_tokens"] == 2 * 2 * 10
+    shared = {name: kinds[name]["num_prompt_tokens"] for name in kinds if "prefix" in name}
+    assert shared == {
+        "prefix of all prompts": 6 * (64 + 16),
+        "prefix of a group": 2 * (64 + 16),
+        "prefixes of groups": 4 * (8 + 8 + 16),
+    }
+    assert all(kinds[name]["num_cached_tokens"] > 0 for name in shared)
+
+
+def test_work_that_cannot_be_done_says_why(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_out(name: str) -> str:
+        result = first_use.measure(llm, name, TINY_WORK, first_use.Compilations())
+        assert startup.row_of(name, result) == f"| {name} | left out: {result['left_out']} | | |"
+        return result["left_out"]
+
+    with LLM(str(checkpoint), device="cpu", max_model_len=60, **SHORT_STEPS) as llm:
+        assert left_out("bad_words") == "the checkpoint has no tokenizer"
+        assert left_out("structured output") == "the checkpoint has no tokenizer"
+        assert "max_model_len 60" in left_out("long prompts")
+        monkeypatch.setattr(llm, "tokenizer", "one")
+        monkeypatch.setattr(first_use.importlib.util, "find_spec", lambda name: None)
+        assert left_out("structured output") == "llguidance is not installed"
+
+
+def stored(x_ptr, N):  # type: ignore[no-untyped-def]
+    tl.store(x_ptr, N)
+
+
+def test_kernels_are_compiled_once_and_found_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton compiles for a GPU that is not there; another listener still hears."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    heard: list[bool] = []
+    listener = lambda cache_hit, **_: heard.append(cache_hit)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
+    kernels = first_use.Compilations()
+    kernels.listen()
+
+    def compile_for(value: int) -> dict[str, list[str]]:
+        signature = {"x_ptr": "*i32", "N": "constexpr"}
+        source = ASTSource(JITFunction(stored), signature, constexprs={"N": value})
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        return kernels.take()
+
+    assert compile_for(1) == compile_for(2) == {"compiled": ["stored"], "found": []}
+    assert startup.num_kernels(str(tmp_path)) == 2
+    assert compile_for(1) == {"compiled": [], "found": ["stored"]}
+    assert heard == [False, False, True]
+
+
+def turn(seconds: float, *compiled: str) -> dict[str, Any]:
+    """Made up."""
+    return {"seconds": seconds, "compiled": [*compiled], "found": []}
+
+
+@pytest.mark.slow
+def test_first_uses_begin_with_an_empty_cache(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one process, or in one for each kind."""
+    caches: list[Path] = []
+    popen = startup.subprocess.Popen
+
+    def recording(command: list[str], env: dict[str, str], **options: Any) -> Any:
+        cache = Path(env["TRITON_CACHE_DIR"])
+        assert cache not in caches and not list(cache.iterdir())
+        caches.append(cache)
+        return popen(command, env=env, **options)
+
+    monkeypatch.setattr(startup.subprocess, "Popen", recording)
+    args = ("--model", tiny, "--device", "cpu", "--first-use", "--num-seqs", "4")
+    args += ("--only", "top_k", "plain", "--save", str(tmp_path / "saved"))
+    run(startup.main, monkeypatch, *args)
+    assert len(caches) == 1
+    run(startup.main, monkeypatch, *args, "--apart")
+    assert len(caches) == 3
+    lines: list[str] = []
+    for record in saved(tmp_path / "saved"):
+        assert record["benchmark"] == "first_use" and record["device"] == "cpu"
+        assert [*record["results"]] == ["LLM(...)", "top_k", "plain"]
+        for name in ("top_k", "plain"):
+            result = record["results"][name]
+            assert result["allowed"] == pytest.approx(1.1 * result["second"]["seconds"] + 0.05)
+            assert result["is_quick"] == (result["first"]["seconds"] <= result["allowed"])
+        slow = [name for name in ("top_k", "plain") if not record["results"][name]["is_quick"]]
+        lines.append(f"second and 50 ms: {', '.join(slow) or 'none'}")
+    out = capsys.readouterr().out
+    assert re.findall(r"second and 50 ms: .*$", out, re.M) == lines
+    assert out.count("\n| top_k | ") == 2
+
+
+def test_rows_name_what_was_compiled() -> None:
+    result = {"first": turn(3.5, "_a", "_b"), "second": turn(0.25, "_c")}
+    assert startup.row_of("top_p", result) == "| top_p | 3.500 s | 0.250 s | 2: _a, _b; then _c |"
+    result["second"]["compiled"] = []
+    assert startup.row_of("top_p", result) == "| top_p | 3.500 s | 0.250 s | 2: _a, _b |"
+
+
+# -- page.py --------------------------------------------------------------------------------------
+
+
+def test_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the parsers of their scripts; and the page keeps what they measure."""
+
+    class TakenError(Exception):
+        pass
+
+    def taking(parser: argparse.ArgumentParser, *args: Any) -> Any:
+        namespace, unknown = parse(parser, *args)
+        assert namespace.save == "FILE" and not unknown
+        raise TakenError
+
+    parse = argparse.ArgumentParser.parse_known_args  # which parse_args calls
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", taking)
+    for command in (each for table in page.TABLES.values() for each in table.columns.values()):
+        program, script, *args = shlex.split(command)
+        assert program == "python"
+        monkeypatch.setattr(sys, "argv", [script, *args, "--save", "FILE"])
+        with pytest.raises(TakenError):
+            runpy.run_path(str(harness.ROOT / script), run_name="__main__")
+
+
+MEASURED = {
+    "hardware": "a GPU", "driver": "1.2", "cpu": "a CPU", "cores": 16, "torch": "2.11",
+    "cuda": "13", "triton": "3.6", "python": "3.12", "nanovllm": "0.1.0", "commit": "abc",
+    "date": "2026-01-02T03:04:05+00:00",
+}  # fmt: skip
+
+
+def test_the_page_shows_medians_and_where_they_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of made-up records of all kinds, side by side; what is missing has a reason."""
+    columns = {"A": "python a", "B": "python b", "C": "python c", "D": "python d"}
+    starts = {"A": "python start", "B": "python use"}
+    tables = {"t": page.Table("Title", columns), "s": page.Table("Starts", starts)}
+    monkeypatch.setattr(page, "TABLES", tables)
+    rate = {"median": 28867.4, "runs": [28000.0, 29000.0], "unit": "tok/s", "roofline_share": 0.834}
+    time = {"median": 0.0019, "runs": [0.0017, 0.0022], "unit": "s", "roofline_share": None}
+    works = {"benchmark": "workloads", "construction_s": 8.84}
+    both = {**works, "results": {"bench-0": rate, "first-token": time}, **MEASURED}
+    own = {"benchmark": "bench", "seed": 0, "tok_per_s_median": 5.0, "tok_per_s_range": [4.0, 6.0]}
+    start = {"benchmark": "startup", "results": {"cold": {
+        "in all": {"median": 23.94, "runs": [23.9, 25.0], "unit": "s"},
+        "kernels": {"median": 49, "unit": ""},
+    }}}  # fmt: skip
+    use = {"benchmark": "first_use", "results": {
+        "LLM(...)": {"first": turn(5.0, "_a")},
+        "top_k": {"first": turn(3.66, "_a", "_b"), "second": turn(0.21)},
+        "bad_words": {"left_out": "no tokenizer"},
+    }}  # fmt: skip
+    entries = {
+        "python a": {"record": both},
+        "python b": {"record": {**own, **MEASURED, "commit": "def"}},
+        "python c": {"error": "failed with exit code 3"},
+        "python start": {"record": {**start, **MEASURED}},
+        "python use": {"record": {**use, **MEASURED}},
+    }
+    assert page.render(entries).splitlines() == [
+        "## Title", "",
+        "| | A | B | C | D |", "|---|---|---|---|---|",
+        "| bench, seed 0 | 28,867 tok/s (28,000–29,000), 83 % | 5 tok/s (4–6) |  |  |",
+        "| first token of 128 | 1.9 ms (1.7–2.2) |  |  |  |",
+        "| `LLM(...)` | 8.8 s |  |  |  |", "",
+        "- A: `python a` (2026-01-02, machine 1)",
+        "- B: `python b` (2026-01-02, machine 2)",
+        "- C: `python c` (failed with exit code 3)",
+        "- D: `python d` (not measured yet)", "",
+        "## Starts", "",
+        "| | A | B |", "|---|---|---|",
+        "| cold: in all | 23.9 s (23.9–25.0) |  |",
+        "| cold: kernels | 49 |  |",
+        "| LLM(...) |  | 5.00 s; 1 kernel |",
+        "| top_k |  | 3.66 s, then 0.21 s; 2 kernels |",
+        "| bad_words |  | left out: no tokenizer |", "",
+        "- A: `python start` (2026-01-02, machine 1)",
+        "- B: `python use` (2026-01-02, machine 1)", "",
+        "## Machines", "",
+        *(
+            f"{number}. a GPU (driver 1.2), 16 cores of a CPU, PyTorch 2.11 (CUDA 13), Triton 3.6, "
+            f"Python 3.12, nanovllm 0.1.0 at {commit}"
+            for number, commit in ((1, "abc"), (2, "def"))
+        ),
+    ]  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    """One that nobody has waited for is not."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_page_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command fails, and takes the place of nothing that was measured; one is cut off, with its
+    processes; what was measured is not measured again.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, pathlib, subprocess, sys\n"
+        "kind, folder, *_, file = sys.argv[1:]\n"
+        "seen, child = pathlib.Path(folder, kind), pathlib.Path(folder, 'child')\n"
+        "seen.write_text(seen.read_text() + '.' if seen.is_file() else '.')\n"
+        "if kind == 'hangs' and not child.is_file():\n"
+        "    wait = [sys.executable, '-c', 'import threading; threading.Event().wait()']\n"
+        "    process = subprocess.Popen(wait)\n"
+        "    child.write_text(f'{process.pid}.')\n"
+        "    process.wait()\n"
+        "if kind == 'fails': sys.exit(3)\n"
+        f"record = {{**{MEASURED!r}, 'benchmark': 'bench', 'seed': 0, 'tok_per_s_median': 5.0,\n"
+        "          'tok_per_s_range': [4.0, 6.0]}\n"
+        "pathlib.Path(file).write_text(json.dumps(record))\n"
+    )
+    monkeypatch.setattr(harness, "commit", lambda: "abc")
+    kinds = ("works", "fails", "hangs")
+    columns = {kind: f"python {script} {kind} {tmp_path}" for kind in kinds}
+    monkeypatch.setattr(page, "TABLES", {"t": page.Table("Title", columns)})
+    args = ("--output", str(tmp_path / "found"))
+
+    def measure(*more: str) -> tuple[list[int], str]:
+        """How often each has run by now, and the page."""
+        with pytest.raises(SystemExit, match="1"):
+            run(page.main, monkeypatch, *args, *more)
+        times = [len((tmp_path / kind).read_text()) for kind in kinds]
+        return times, (tmp_path / "found.md").read_text("utf-8")
+
+    child, waits = tmp_path / "child", page.subprocess.Popen.wait
+
+    def until_it_hangs(process: Any, timeout: float | None = None) -> int:
+        if timeout is not None and process.args[2] == "hangs":
+            assert 0 < timeout <= 600
+            wait_until(lambda: child.is_file() and child.read_text().endswith("."))
+            raise page.subprocess.TimeoutExpired(process.args, timeout)
+        return waits(process)
+
+    monkeypatch.setattr(page.subprocess.Popen, "wait", until_it_hangs)
+    times, text = measure("--minutes", "10")
+    assert times == [1, 1, 1]
+    assert "fails: " in text and "failed with exit code 3" in text
+    assert "not done in the time that was left" in text
+    wait_until(lambda: not is_running(int(child.read_text()[:-1])))
+    times, text = measure()
+    assert times == [1, 2, 2]
+    assert "| bench, seed 0 | 5 tok/s (4–6) |  | 5 tok/s (4–6) |" in text
+    with (tmp_path / "found.jsonl").open("a") as file:  # as of an earlier commit
+        entry = {"command": columns["fails"], "record": {**MEASURED, "commit": "old"}}
+        entry["record"] |= {
+            "benchmark": "bench", "seed": 0, "tok_per_s_median": 7.0, "tok_per_s_range": [7.0, 7.0]
+        }  # fmt: skip
+        file.write(json.dumps(entry) + "\n")
+    times, text = measure()
+    assert times == [1, 3, 2]
+    assert "| bench, seed 0 | 5 tok/s (4–6) | 7 tok/s (7–7) | 5 tok/s (4–6) |" in text
+    assert "1 of the commands missing" in capsys.readouterr().out
 
 
 def test_cpu_comparison_counts_useful_tokens(

@@ -35,7 +35,7 @@ SMALL = {
     "bench.py": "--model DIR --num-seqs 1 --seed 778 --repeat 1 --no-progress",
     "example.py": "127+345=",
     "benchmarks/workloads.py": "--model DIR --only bs1 --repeat 1",
-    "benchmarks/startup.py": "--model DIR --repeat 1",
+    "benchmarks/startup.py": "--model DIR --repeat 1 --only plain --num-seqs 2",
     "benchmarks/roofline.py": "",
     "benchmarks/accuracy.py": "--settings bfloat16",
     "benchmarks/plot.py": "--output picture.png",
@@ -57,6 +57,7 @@ NEED_CUDA = {
 # writes into DIR or the repository.
 NOT_HERE = {
     "python scripts/train_text.py --out DIR --compile --max-minutes 3",
+    "python benchmarks/page.py",  # test_benchmarks.py, with other tables
     "python scripts/drawings.py",  # test_drawings_are_those_of_the_script
     "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
     "pytest tests/gpu -k eight_bits",
