@@ -742,6 +742,9 @@ def test_of_a_model_that_sees_the_language_part_runs(
     (whole / "config.json").write_text(json.dumps({**outer, "text_config": config}))
     with LLM(whole, **SMALL) as llm:
         assert_greedy(text, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    save_file({**tensors, "extra.weight": torch.zeros(3)}, whole / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not used by this model: extra\.weight"):
+        LLM(whole, **SMALL)
 
 
 def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
