@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nanovllm.batch.params import whole
 from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages, read_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ def _body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in body.items():
         is_nothing, remedy = UNSUPPORTED.get(name, (None, ""))
         if is_nothing is not None:
-            if not is_nothing(value):
+            if not is_nothing(whole(value)):
                 raise ValueError(f"`body.{name}` {value!r} is not supported: {remedy}")
         elif value is None or name in NOT_READ:
             continue
@@ -140,6 +141,7 @@ def _chat_logprobs(given: dict[str, Any]) -> None:
     is_wanted, count = given.pop("logprobs", False), given.pop("top_logprobs", None)
     check_bool("body.logprobs", is_wanted)
     if count is not None:
+        count = whole(count)
         check_int("body.top_logprobs", count, 0)
         if not is_wanted:
             raise ValueError("`body.top_logprobs` needs `logprobs` true, got false")
@@ -156,8 +158,8 @@ def _one_prompt(prompt: Any) -> Any:
                 f"`body.prompt` must be one prompt, got a list of {len(prompt)}: write a row for "
                 "each"
             )
-        return prompt[0]
-    return prompt
+        prompt = prompt[0]
+    return whole(prompt) if isinstance(prompt, list) else prompt
 
 
 def answer(
