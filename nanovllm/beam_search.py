@@ -20,7 +20,7 @@ class BeamSearch:
     """The search for one prompt: `beams` are lengthened by `advance` until none is left.
 
     All beams have the same length. What has ended competes by its score, see `BeamSearchParams`,
-    with what ends later.
+    with what ends later. `error` says why it could not go on.
 
     Args:
         prompt: its tokens.
@@ -37,19 +37,24 @@ class BeamSearch:
         max_model_len: int,
     ) -> None:
         self.beams = [BeamSearchSequence(prompt, 0.0)]
+        self.error: str | None = None
         self._finished: list[BeamSearchSequence] = []
         self._width, self._length_penalty = params.beam_width, params.length_penalty
         self._eos_token_ids = () if params.ignore_eos else eos_token_ids
         self._max_len = min(len(prompt) + params.max_tokens, max_model_len)
 
-    def advance(self, candidates: Sequence[Candidates]) -> None:
-        """Lengthen the beams by their most likely next tokens, given in the order of the beams.
+    def advance(self, candidates: Sequence[Candidates | str]) -> None:
+        """Lengthen the beams by their most likely next tokens, given in the order of the beams. A
+        beam that has an error in their place ends the search.
 
         A candidate that ends its beam is kept, however many go before it; of the others the
         `beam_width` most likely go on.
         """
         grown = []  # (log-probability, beam, token): only the best become lists
         for beam, logprobs in zip(self.beams, candidates, strict=True):
+            if isinstance(logprobs, str):
+                self.beams, self.error = [], logprobs
+                return
             for token, logprob in logprobs.items():
                 total = beam.cum_logprob + logprob
                 if token in self._eos_token_ids:
@@ -93,18 +98,19 @@ class BeamSearch:
 def beam_search(
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
-    next_tokens: Callable[[list[list[int]]], Sequence[Candidates]],
+    next_tokens: Callable[[list[list[int]]], Sequence[Candidates | str]],
     *,
     eos_token_ids: Collection[int],
     max_model_len: int,
     use_tqdm: bool = False,
-) -> list[list[BeamSearchSequence]]:
-    """The best sequences for each prompt; all beams of all prompts advance together.
+) -> list[list[BeamSearchSequence] | str]:
+    """The best sequences for each prompt, or why there are none. All beams of all prompts advance
+    together.
 
     Args:
         prompts: their tokens.
         params: for all.
-        next_tokens: of sequences of tokens the most likely next ones.
+        next_tokens: of sequences of tokens the most likely next ones, or an error.
         eos_token_ids: see `BeamSearch`.
         max_model_len: likewise.
         use_tqdm: show a progress bar.
@@ -118,4 +124,4 @@ def beam_search(
             for search in running:
                 search.advance(list(islice(candidates, len(search.beams))))
             bar.update()
-    return [search.best() for search in searches]
+    return [search.error or search.best() for search in searches]

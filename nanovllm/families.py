@@ -37,7 +37,8 @@ class Family(NamedTuple):
         is_part: of a checkpoint that has other parts, as one for images: only text is read and
             written.
         defaults: values of keys that config.json lacks or has as null.
-        caps: soft-caps where config.json lacks the key; null means none.
+        absent: values of keys that it lacks, where null means none, as a window or a soft-cap. All
+            of these are the defaults of the classes of transformers.
         complete: keys to add to config.json (its `num_hidden_layers` is valid), for facts that this
             family writes otherwise.
     """
@@ -59,7 +60,7 @@ class Family(NamedTuple):
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
-    caps: Mapping[str, float] = MappingProxyType({})
+    absent: Mapping[str, Any] = MappingProxyType({})
     complete: Callable[[Raw], Raw] = _as_it_is
 
 
@@ -155,7 +156,7 @@ def _olmo3(raw: Raw) -> Raw:
 
 def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
     """`rope_parameters` by kind, of files that have a scaling for all layers but the sliding ones.
-    `theta` is for those; None: that of the others.
+    `theta` is for those; None: that of the whole file.
     """
     rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
@@ -166,7 +167,8 @@ def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
     if "type" in scaling or "rope_type" in scaling:  # added by hand: it counts
         full = {key: value for key, value in full.items() if key not in ("type", "rope_type")}
     full = {"rope_theta": raw.get("rope_theta"), **full, **scaling}
-    sliding = {"rope_type": "default", "rope_theta": theta or full["rope_theta"]}
+    of_file = raw.get("rope_theta") if FULL in rope else full["rope_theta"]
+    sliding = {"rope_type": "default", "rope_theta": theta or of_file}
     if isinstance(own := rope.get(SLIDING), dict):
         sliding |= own
     return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: sliding}}
@@ -182,11 +184,13 @@ def _layer_types(raw: Raw, slides: Callable[[int], bool]) -> Raw:
 
 QWEN3 = "qwen3.Qwen3ForCausalLM"  # the others differ from it in facts
 THETA, EPS = {"rope_theta": 10_000.0}, {"rms_norm_eps": 1e-5}
+WINDOW = {"sliding_window": 4096}
+KV_8, KV_32 = ({"num_key_value_heads": count} for count in (8, 32))
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False}
 GEMMA = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 4096,
+    "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
 GEMMA3 = Family(
@@ -197,10 +201,10 @@ GEMMA3 = Family(
         **GEMMA,
         "max_position_embeddings": 131_072,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
     },
+    absent=WINDOW,
     complete=_gemma3,
 )
 GLM: dict[str, Any] = {
@@ -214,7 +218,9 @@ GLM: dict[str, Any] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-7,
     },
+    "absent": {"num_key_value_heads": 2},
 }
+MISTRAL = Family(QWEN3, **NO_BIASES, defaults=THETA, absent={**KV_8, **WINDOW}, complete=_all_slide)
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -229,13 +235,14 @@ FAMILIES = {
         **NO_BIASES,
         qk_norm="head",
         defaults={**THETA, **EPS},
+        absent={**KV_32, **WINDOW},
         complete=_exaone4,
     ),
     "Gemma2ForCausalLM": Family(
         "gemma.Gemma2ForCausalLM",
         norm_plus_one=True,
         defaults={**THETA, **GEMMA},
-        caps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        absent={**WINDOW, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         complete=_gemma2,
     ),
     "Gemma3ForCausalLM": GEMMA3,
@@ -257,8 +264,8 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "num_local_experts": 128,
             "rope_theta": 150_000.0,
-            "sliding_window": 128,
         },
+        absent={**KV_8, "sliding_window": 128},
         complete=_gpt_oss,
     ),
     "GraniteForCausalLM": Family(
@@ -266,13 +273,15 @@ FAMILIES = {
     ),
     "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, defaults=THETA),
     "Ministral3ForCausalLM": Family(
-        QWEN3, **NO_BIASES, defaults={**EPS, "head_dim": 128}, complete=_all_slide
+        QWEN3,
+        **NO_BIASES,
+        defaults={**EPS, "head_dim": 128},
+        absent=KV_8,
+        complete=_all_slide,
     ),
-    "MinistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
-    "Mistral3ForConditionalGeneration": Family(  # of the text of Mistral Small 3 and Ministral 3
-        QWEN3, **NO_BIASES, defaults={**THETA, **EPS}, complete=_all_slide, is_part=True
-    ),
-    "MistralForCausalLM": Family(QWEN3, **NO_BIASES, defaults=THETA, complete=_all_slide),
+    "MinistralForCausalLM": MISTRAL,
+    "Mistral3ForConditionalGeneration": MISTRAL._replace(is_part=True),
+    "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": Family(
         "qwen3_moe.MixtralForCausalLM",
         **NO_BIASES,
@@ -284,6 +293,7 @@ FAMILIES = {
             "num_local_experts": 8,
             "rope_theta": 1_000_000.0,
         },
+        absent=KV_8,
         complete=_mixtral,
     ),
     "Olmo2ForCausalLM": Family(
@@ -292,7 +302,8 @@ FAMILIES = {
     "Olmo3ForCausalLM": Family(
         "olmo2.Olmo2ForCausalLM",
         qk_norm="whole",
-        defaults={**EPS, "rope_theta": 500_000.0, "sliding_window": 4096},
+        defaults={**EPS, "rope_theta": 500_000.0},
+        absent=WINDOW,
         complete=_olmo3,
     ),
     "Phi3ForCausalLM": Family(
@@ -304,22 +315,42 @@ FAMILIES = {
         complete=_all_slide,
     ),
     "Qwen2ForCausalLM": Family(
-        QWEN3, qkv_bias=True, output_bias=False, complete=_upper_layers_slide
+        QWEN3,
+        qkv_bias=True,
+        output_bias=False,
+        absent={**KV_32, **WINDOW},
+        complete=_upper_layers_slide,
     ),
     "Qwen3ForCausalLM": Family(
-        QWEN3, qk_norm="head", defaults={"head_dim": 128}, complete=_upper_layers_slide
+        QWEN3,
+        qk_norm="head",
+        defaults={"head_dim": 128},
+        absent={**KV_32, **WINDOW},
+        complete=_upper_layers_slide,
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe.Qwen3MoeForCausalLM",
         qk_norm="head",
         num_experts=("num_local_experts", "num_experts"),  # in transformers 5, and 4
         defaults={"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        absent={"num_key_value_heads": 4, **WINDOW},
         complete=_qwen3_moe,
     ),
     "SmolLM3ForCausalLM": Family(
         QWEN3,
         mlp_bias=True,
         defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        absent={"num_key_value_heads": 4},
         complete=_some_do_not_turn,
     ),
 }
+
+
+def family_of(raw: Raw) -> Family:
+    """The family of a config.json whose architecture is known. Of Mistral 3 the text tells which it
+    is, that of Mistral Small or of Ministral 3.
+    """
+    family, text = FAMILIES[raw["architectures"][0]], raw.get("text_config")
+    if family.is_part and isinstance(text, dict) and text.get("model_type") == "ministral3":
+        return FAMILIES["Ministral3ForCausalLM"]._replace(is_part=True)
+    return family

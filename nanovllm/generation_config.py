@@ -3,43 +3,80 @@
 Imports no torch.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import only
 from nanovllm.utils.files import MOST, has_file, read_json
+
+logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
 # The keys there that say how to sample, and our names for them.
 SAMPLING_KEYS = {
     **{key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",  # behind the one above, which it must not exceed
+    "stop_strings": "stop",
+}
+# Those that would change texts and are not here, and the values of each that would not.
+UNREAD_KEYS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "sequence_bias"), only(None, [], {})),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_eos_token_id"), only(None, [])),
+    **dict.fromkeys(("forced_bos_token_id", "max_time", "top_h"), only(None)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), only(None)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "penalty_alpha"), only(None, 0, 0.0)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), only(None, 0, 0.0)),
+    **dict.fromkeys(("typical_p", "guidance_scale"), only(None, 1, 1.0)),
+    **dict.fromkeys(("num_beams", "num_return_sequences"), only(None, 1)),
 }
 
 
 def read_sampling_params(model: str) -> SamplingParams:
     """The sampling parameters of generation_config.json, and our defaults for keys that it lacks.
 
-    As in vLLM, `do_sample` is not looked at: without a temperature, 1 is taken, where transformers
-    would decode greedily unless `do_sample` is true.
+    As in vLLM, `do_sample` and `max_length` are not looked at: without a temperature, 1 is taken,
+    where transformers would decode greedily unless `do_sample` is true. `min_new_tokens` and
+    `stop_strings`, which vLLM does not read, count as in transformers; what comes behind a stop
+    string is left out, and itself too. Keys that would change texts and have no counterpart are
+    named in the log.
 
     Raises:
         ValueError: for a value of a wrong type or out of range.
     """
     values = _read_generation(Path(model))
+    ignored = [key for key, is_nothing in UNREAD_KEYS.items() if not is_nothing(values.get(key))]
+    if ignored:
+        logger.warning(
+            "%s: %s would change texts in transformers, and count for nothing here",
+            Path(model) / GENERATION_CONFIG,
+            ", ".join(f"`{key}`" for key in ignored),
+        )
     params = SamplingParams()
     for key, name in SAMPLING_KEYS.items():
-        if values.get(key) is None:
+        if (value := values.get(key)) is None:
             continue
         try:
-            params = replace(params, **{name: values[key]})
+            changes = {name: value}
+            if key == "min_new_tokens" and values.get("max_new_tokens") is None:
+                changes["max_tokens"] = _at_least(params.max_tokens, value)
+            params = replace(params, **changes)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"`{key}` of {Path(model) / GENERATION_CONFIG} is no default to sample by: "
                 f'{error}; correct it, or pass generation_config="vllm" to leave all of them out'
             ) from error
     return params
+
+
+def _at_least(default: int | None, least: Any) -> Any:
+    """Our own bound, unless the checkpoint asks for more; what is wrong is left for the check."""
+    is_more = type(least) is int and default is not None and least > default
+    return least if is_more else default
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:

@@ -128,6 +128,8 @@ class LLM(LLMEngine):
         for output in self.generate(prompts, params, use_tqdm, on_error=on_error):
             token_ids, places = output.prompt_token_ids, output.prompt_logprobs
             assert places is not None or output.error
+            if output.error is not None:
+                places = None
             own = [places[i][token_ids[i]] for i in range(1, len(token_ids))] if places else []
             logprobs, ranks = [item.logprob for item in own], [item.rank for item in own]
             outputs.append(ScoreOutput(token_ids, logprobs, ranks, output.error))
@@ -162,7 +164,7 @@ class LLM(LLMEngine):
         checked = self._intake.check_all(name_prompts(prompts), ONE_TOKEN, on_error)
         outputs = []
         for output in self._complete(checked, use_tqdm, pooling):
-            vector = output.embedding
+            vector = output.embedding if output.error is None else None
             assert vector is not None or output.error
             if vector and normalize:
                 length = math.hypot(*vector) or 1.0
@@ -254,7 +256,7 @@ class LLM(LLMEngine):
         count = min(2 * params.beam_width, self.model_config.vocab_size)
         one_token = replace(ONE_TOKEN, logprobs=count)
 
-        def next_tokens(sequences: list[list[int]]) -> list[Candidates]:
+        def next_tokens(sequences: list[list[int]]) -> list[Candidates | str]:
             outputs = self.generate(sequences, one_token, use_tqdm=False)
             return [_candidates(output) for output in outputs]
 
@@ -270,7 +272,12 @@ class LLM(LLMEngine):
                 max_model_len=self.max_model_len,
                 use_tqdm=use_tqdm,
             )
-            outputs = (BeamSearchOutput([*map(self._with_text, beams)]) for beams in found)
+            outputs = (
+                BeamSearchOutput([], item)
+                if isinstance(item, str)
+                else BeamSearchOutput([*map(self._with_text, item)])
+                for item in found
+            )
             return [
                 BeamSearchOutput([], item.error) if isinstance(item, Refusal) else next(outputs)
                 for item in checked
@@ -351,7 +358,10 @@ class LLM(LLMEngine):
         self.exit()
 
 
-def _candidates(output: RequestOutput) -> Candidates:
+def _candidates(output: RequestOutput) -> Candidates | str:
+    """Next tokens, or why there are none."""
+    if output.error is not None:
+        return output.error
     logprobs = output.outputs[0].logprobs
     first = logprobs[0] if logprobs else None
     assert first is not None, "the log-probabilities of next tokens are missing"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.families import FAMILIES, FULL, SLIDING, Family
+from nanovllm.families import FULL, SLIDING, Family, family_of
 from nanovllm.generation_config import read_eos
 from nanovllm.quantization import Int4, Quantization, read_quantization
 from nanovllm.refusals import refuse_architecture, refuse_directory
@@ -17,6 +17,7 @@ from nanovllm.rope import RopeParameters, read_rope
 from nanovllm.utils.files import read_json, read_value
 
 MOST_LAYERS = 10_000
+TIED = "tie_word_embeddings"
 MXFP4_BLOCK = 32  # numbers that share a power of two
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -119,14 +120,17 @@ class ModelConfig:
         source = raw = read_json(directory / "config.json")
         refuse_architecture(raw)
         architecture = raw["architectures"][0]
-        family = FAMILIES[architecture]
-        caps = {key: 0.0 if key in raw else cap for key, cap in family.caps.items()}
-        raw = {**family.defaults, **caps, **_without_nulls(raw)}
+        family = family_of(raw)
         if family.is_part:
             text = raw.get("text_config")
             if not isinstance(text, dict):
                 raise ValueError(f"config.json: `text_config` must be an object, got {text!r}")
-            raw |= _without_nulls(text)
+            whole = _without_nulls(raw)
+            raw = {**text, **whole, **_without_nulls(text)}
+            if TIED in whole:  # of the whole model, as in transformers
+                raw[TIED] = whole[TIED]
+        absent = {key: value for key, value in family.absent.items() if key not in raw}
+        raw = {**family.defaults, **absent, **_without_nulls(raw)}
         read_value(raw, "num_hidden_layers", int, maximum=MOST_LAYERS)
         raw |= family.complete(raw)
         facts = _facts(raw, family)
@@ -189,7 +193,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
             read_value(raw, "max_position_embeddings", int),
             *(layer.rope.max_position_embeddings for layer in layers),
         ),
-        "tie_word_embeddings": read_value(raw, "tie_word_embeddings", bool, False),
+        TIED: read_value(raw, TIED, bool, False),
         "layers": layers,
         "experts": _read_experts(raw, family),
         "hidden_act": _read_activation(raw),

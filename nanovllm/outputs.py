@@ -97,8 +97,8 @@ class CompletionOutput(Record):
         text: the tokens as text; "" without a tokenizer or `detokenize`.
         token_ids: the generated tokens, a final end-of-sequence token included.
         finish_reason: "stop" at an end-of-sequence token or what `SamplingParams` says, "length" at
-            `max_tokens` or where the model's context or the KV pool ends; None while it goes on
-            (`LLM.stream`).
+            `max_tokens` or where the model's context or the KV pool ends, "error" where the model
+            computes NaN, with the tokens before that; None while it goes on (`LLM.stream`).
         stop_reason: the stop string or the id in `stop_token_ids` that ended it; None else.
         logprobs: for each token the drawn and the most likely ones, by their ids, if asked for.
         cumulative_logprob: the sum over the drawn tokens, if asked for.
@@ -130,7 +130,8 @@ class ScoreOutput(Row):
             before it.
         ranks: the places of these tokens among all, by their probability; 1 for the most likely,
             and for all that are equally likely.
-        error: why the text was refused, with `on_error="return"`; None else.
+        error: why the text was refused, with `on_error="return"`, or could not be computed; None
+            else.
     """
 
     prompt_token_ids: list[int]
@@ -178,7 +179,8 @@ class EmbeddingRequestOutput(Row):
         outputs: the vector.
         prompt_token_ids: the prompt as token ids.
         finished: always True.
-        error: why the prompt was refused, with `on_error="return"`; None else.
+        error: why the prompt was refused, with `on_error="return"`, or could not be computed; None
+            else.
     """
 
     request_id: int
@@ -235,13 +237,15 @@ class RequestOutput(Row):
         request_id: what `add_request` returned.
         prompt: the prompt as text, None when it came as token ids.
         prompt_token_ids: the prompt as token ids; what a stream gives of it shares one list.
-        outputs: its completions; none if the prompt was refused.
+        outputs: its completions; none if the prompt was refused, or the processes that computed it
+            died.
         finished: whether it has ended; what `LLM.stream` gives before has the news only.
         num_cached_tokens: prompt tokens that the prefix cache served.
         prompt_logprobs: for each prompt token, None for the first, if asked for.
         embedding: the prompt's hidden states as one vector, for `LLM.embed`.
         metrics: where its time went.
-        error: why the prompt was refused, with `on_error="return"`; None else.
+        error: why the prompt was refused, with `on_error="return"`, or why a completion ended with
+            "error"; None else.
     """
 
     request_id: int
@@ -295,8 +299,9 @@ class BeamSearchOutput(Row):
     """What a beam search has found for a prompt. As a mapping it shows the best sequence.
 
     Attributes:
-        sequences: the best first; none if the prompt was refused.
-        error: why it was refused, with `on_error="return"`; None else.
+        sequences: the best first; none with an error.
+        error: why the prompt was refused, with `on_error="return"`, or could not be computed; None
+            else.
     """
 
     sequences: list[BeamSearchSequence]

@@ -55,6 +55,13 @@ class RopeParameters:
             return 0
         return min(int(self.factor * self.original_max_position_embeddings), MOST)
 
+    def is_stretched(self, num_positions: int) -> bool:
+        """Whether a scaling that goes by the length of a text goes beyond the original context, if
+        texts may have so many positions.
+        """
+        goes_by_length = self.rope_type in ("dynamic", "longrope")
+        return goes_by_length and num_positions > self.original_max_position_embeddings
+
 
 def read_rope(raw: dict[str, Any], kind: str, head_dim: int, interleaved: bool) -> RopeParameters:
     """The rotary embedding of the layers of a kind.

@@ -3,8 +3,9 @@
 In: `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`, or
 "/v1/completions". Out, as https://platform.openai.com/docs/api-reference/batch (request-input and
 request-output) has it: `{"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}`. A request that is refused has the status 400 and OpenAI's error object in the body, as
-its service answers; `error` repeats code and message, so that readers of either find it.
+"error"}`. A request that is refused has the status 400, one that could not be computed 500, and
+OpenAI's error object in the body, as its service answers; `error` repeats code and message, so that
+readers of either find it.
 
 Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
 OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nanovllm.batch.params import whole
 from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages, read_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -102,7 +104,7 @@ def _body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in body.items():
         is_nothing, remedy = UNSUPPORTED.get(name, (None, ""))
         if is_nothing is not None:
-            if not is_nothing(value):
+            if not is_nothing(whole(value)):
                 raise ValueError(f"`body.{name}` {value!r} is not supported: {remedy}")
         elif value is None or name in NOT_READ:
             continue
@@ -139,6 +141,7 @@ def _chat_logprobs(given: dict[str, Any]) -> None:
     is_wanted, count = given.pop("logprobs", False), given.pop("top_logprobs", None)
     check_bool("body.logprobs", is_wanted)
     if count is not None:
+        count = whole(count)
         check_int("body.top_logprobs", count, 0)
         if not is_wanted:
             raise ValueError("`body.top_logprobs` needs `logprobs` true, got false")
@@ -155,25 +158,30 @@ def _one_prompt(prompt: Any) -> Any:
                 f"`body.prompt` must be one prompt, got a list of {len(prompt)}: write a row for "
                 "each"
             )
-        return prompt[0]
-    return prompt
+        prompt = prompt[0]
+    return whole(prompt) if isinstance(prompt, list) else prompt
 
 
-def answer(row: Row, output: RequestOutput | None, error: str | None, model: str) -> dict[str, Any]:
+def answer(
+    row: Row, output: RequestOutput | None, error: str | None, model: str, was_refused: bool = True
+) -> dict[str, Any]:
     """The line of the output file for a request.
 
     Args:
         row: the request.
-        output: its result; None if it was refused.
+        output: its result; None if it has none.
         error: why.
         model: its name, unless the body has one.
+        was_refused: whether the request itself is wrong, if it has no result.
     """
     request_id = row.key.hex()
     response: dict[str, Any]
     if error is not None or output is None:
-        refusal = {"message": error, "type": "invalid_request_error", "param": None}
-        response = {"error": {**refusal, "code": "invalid_request"}}
-        status, problem = 400, {"code": "invalid_request", "message": str(error)}
+        status, kind, code = 500, "server_error", "server_error"
+        if was_refused:
+            status, kind, code = 400, "invalid_request_error", "invalid_request"
+        response = {"error": {"message": error, "type": kind, "param": None, "code": code}}
+        problem = {"code": code, "message": str(error)}
     else:
         body = row.fields["body"]
         is_chat, most = row.fields["url"] == CHAT, body.get("top_logprobs") or 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -18,6 +19,11 @@ NAMES = {
     **{"minnewtokens": "min_tokens", "toplogprobs": "logprobs", "randomseed": "seed"},
     **{"repeatpenalty": "repetition_penalty", "numreturnsequences": "n", "dosample": "temperature"},
 }
+# Parameters that are integers, or lists of them.
+INTEGERS = (
+    *("max_tokens", "top_k", "seed", "n", "min_tokens", "logprobs", "prompt_logprobs"),
+    *("stop_token_ids", "allowed_token_ids", "best_of", "output_kind"),
+)
 CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
 
 
@@ -42,6 +48,24 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(form, Mapping):
         given["structured_outputs"] = StructuredOutputsParams(**form)
     return given
+
+
+def with_integers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a row, with `whole` integers."""
+    given = {name: whole(v) if name in INTEGERS else v for name, v in values.items()}
+    if isinstance(bias := given.get("logit_bias"), Mapping):
+        given["logit_bias"] = {whole(token): value for token, value in bias.items()}
+    return given
+
+
+def whole(value: Any) -> Any:
+    """An integer for a float that is one, also in a list: pandas writes 8.0 in a column of integers
+    that has a gap. All else is left for the check.
+    """
+    if isinstance(value, list):
+        return [whole(item) for item in value]
+    is_float = isinstance(value, Real) and not isinstance(value, Integral)
+    return int(value) if is_float and float(value).is_integer() else value
 
 
 def _token(key: Any) -> Any:

@@ -18,7 +18,7 @@ class Result:
         row: the row.
         output: its answer; None if it has none.
         error: why; None if it has one.
-        params: how it was sampled; None if that could not be read.
+        params: how it was sampled; None if it was refused.
         model: the model's name.
     """
 
@@ -44,7 +44,8 @@ class Result:
         a result of that format.
         """
         if self.row.is_openai:
-            return answer(self.row, self.output, self.error, self.model)
+            was_refused = self.params is None
+            return answer(self.row, self.output, self.error, self.model, was_refused)
         row = self.row
         values: dict[str, Any] = {"_key": None, "_row": None, **row.fields}
         values |= {"_key": row.key.hex(), "_row": row.number, **self.answer()}

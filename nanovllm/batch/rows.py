@@ -7,8 +7,9 @@ A row is an object with one of these, and with what the caller likes:
   `add_generation_prompt` and `continue_final_message` as in `LLM.chat`.
 
 Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
-unknown names are refused; null stands for the job's default. All other fields are the caller's own:
-the result carries them, and a warning names those that are nearly called like a parameter.
+unknown names are refused; null stands for the job's default, and integers may be written as 8.0.
+All other fields are the caller's own: the result carries them, and a warning names those that are
+nearly called like a parameter.
 
 A row is known by its `custom_id` (a string or an integer), or without one by its number and
 content. Of rows with the same `custom_id` the first is computed; the others carry an error.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_128_digest
 
 from nanovllm.batch.keys import KeySet
-from nanovllm.batch.params import from_json
+from nanovllm.batch.params import from_json, whole, with_integers
 from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
 
 PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
@@ -50,7 +51,7 @@ class Row:
     @property
     def custom_id(self) -> str | int | None:
         """What the caller calls it."""
-        return self.fields.get("custom_id")
+        return _own_id(self.fields)
 
 
 class Ask(NamedTuple):
@@ -84,7 +85,7 @@ def make_row(
     if error is None and not isinstance(values, Mapping):
         error = f"a row must be an object, got {type(values).__name__}"
     contents = {} if error is not None else values
-    own_id = contents.get("custom_id")
+    own_id = _own_id(contents)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, (str, int))):
         error = f"`custom_id` must be a string or an integer, got {own_id!r}"
         own_id = None
@@ -93,6 +94,10 @@ def make_row(
     else:
         key = xxh3_128_digest(f"custom_id {json.dumps(own_id)}".encode())
     return Row(number, key, contents, error, is_openai)
+
+
+def _own_id(values: Mapping[str, Any]) -> Any:
+    return whole(values.get("custom_id"))
 
 
 def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
@@ -154,10 +159,10 @@ def read_ask(
         )
     if token_ids is not None:
         text = {} if prompt is None else {"prompt": prompt}
-        return Ask(params, {"prompt_token_ids": token_ids, **text})
+        return Ask(params, {"prompt_token_ids": whole(token_ids), **text})
     if chat and isinstance(prompt, str):
         return Ask(params, messages=[{"role": "user", "content": prompt}])
-    return Ask(params, prompt)
+    return Ask(params, whole(prompt) if isinstance(prompt, list) else prompt)
 
 
 def read_messages(messages: Any) -> Any:
@@ -193,4 +198,4 @@ def read_params(
     has_seed = default.seed is not None or given.get("seed", -1) != -1  # which is none, too
     if seed is not None and not has_seed and given.get("temperature", default.temperature) != 0:
         given["seed"] = seed
-    return replace(default, **from_json(given)) if given else default
+    return replace(default, **from_json(with_integers(given))) if given else default

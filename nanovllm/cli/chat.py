@@ -117,6 +117,8 @@ class Chat:
                 news = "".join(completion.text for completion in output.outputs)
                 said += news
                 print(news, end="", flush=True)
+                if output.error is not None:
+                    print(f"\nnanovllm chat: {output.error}", file=sys.stderr)
         except KeyboardInterrupt:
             self._llm.abort_all()
             raise

@@ -1,5 +1,7 @@
 """What an engine runs by on its device: dtypes, formats, attention's backend, whose kernels."""
 
+import logging
+
 import torch
 
 from nanovllm.attention import select_backend
@@ -13,6 +15,8 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import choose as choose_quantization
 from nanovllm.utils.device import fp8_refusal, triton_refusal
 from nanovllm.utils.fp8 import FP8
+
+logger = logging.getLogger(__name__)
 
 
 def choose_build(
@@ -47,6 +51,8 @@ def choose_build(
         fp8=cache_dtype == FP8,
     )
     backend, reason = select_backend(config.attention_backend, needs)
+    max_model_len = config.longest(model_config.max_position_embeddings)
+    _warn_of_stretched_rope(model_config, max_model_len)
     can_fuse = not on_cpu and triton_refusal(device) is None
     found, experts = model_config.quantization, model_config.experts
     build = Build(
@@ -54,7 +60,7 @@ def choose_build(
         fused=config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS,
         group=group,
         backend=backend,
-        max_model_len=config.longest(model_config.max_position_embeddings),
+        max_model_len=max_model_len,
         block_size=config.kvcache_block_size,
         cache_dtype=cache_dtype,
         quantization=choose_quantization(
@@ -63,3 +69,18 @@ def choose_build(
         decode_tokens=scheduler.DECODE_TOKENS,
     )
     return build, reason
+
+
+def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:
+    """Where short texts are computed otherwise than in transformers."""
+    for rope in dict.fromkeys(layer.rope for layer in model_config.layers):
+        if rope.is_stretched(max_model_len):
+            logger.warning(
+                "RoPE scaling %r goes by max_model_len, %d, and not by the length of each text as "
+                "in transformers: texts of up to %d tokens come out otherwise there; "
+                "max_model_len=%d is for them",
+                rope.rope_type,
+                max_model_len,
+                rope.original_max_position_embeddings,
+                rope.original_max_position_embeddings,
+            )

@@ -13,13 +13,15 @@ from nanovllm.engine.request_controls import BANNED
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
 from nanovllm.layers.controls import IN_PROMPT, MAX_COUNT, NO_PENALTIES, Controls, Float32, Int32
+from nanovllm.sampling_params import NO_TOKEN
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 LOST = -1  # `Sequence.num_followed` if nobody can say
 NOBODY = -1  # instead of a `seq_id`
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
-# Tokens that have been sampled and are not booked yet.
+# Tokens that have been sampled and are not booked yet; `NO_TOKEN` where the sequence will end with
+# an error, so that what is computed for it does not matter.
 LastTokens = Mapping[Sequence, int]
 # Of a shape, its content arbitrary.
 NewArray = Callable[[tuple[int, int]], Int32]
@@ -170,7 +172,8 @@ def _masks(
     for i, mask in given.values():
         masks[i] = mask
     rows[[row for row, _, _ in guided]] = range(len(given), len(masks))
-    _follow([(seq, grammar) for _, seq, grammar in guided], last_tokens)
+    lives = [(seq, grammar) for _, seq, grammar in guided if last_tokens.get(seq) != NO_TOKEN]
+    _follow(lives, last_tokens)
     fill_masks([grammar for _, _, grammar in guided], masks[len(given) :])
     return masks, rows
 
@@ -197,9 +200,8 @@ def _counts(seqs: list[Sequence], last_tokens: LastTokens) -> Int32:
     """Slot, token and count [3, h] of all tokens that these sequences have."""
     parts = [np.zeros((3, 0), np.int32)]
     for seq in seqs:
-        tokens, counts = np.unique(
-            np.array(_completion(seq, 0, last_tokens), np.int32), return_counts=True
-        )
+        completion = [token for token in _completion(seq, 0, last_tokens) if token != NO_TOKEN]
+        tokens, counts = np.unique(np.array(completion, np.int32), return_counts=True)
         prompt = np.unique(np.array(seq.prompt_token_ids, np.int32))
         every = np.union1d(tokens, prompt)
         values = np.zeros(len(every), np.int32)

@@ -92,8 +92,11 @@ class EngineCore(Core[Request]):
             with self.reset_on_error():
                 self.in_flight.popleft()
                 if step.tokens.extras is not None:
-                    step.tokens.extras.give(step.scheduled)
-                num_sampled = sum(not seq.is_finished for seq in step.sampled())
+                    step.tokens.extras.give(step.scheduled, token_ids)
+                num_sampled = sum(
+                    not seq.is_finished and token_id >= 0
+                    for seq, token_id in zip(step.sampled(), token_ids, strict=True)
+                )
                 finished = self._scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)
                 for request_id in dict.fromkeys(seq.request_id for seq in finished):

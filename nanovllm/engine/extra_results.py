@@ -1,10 +1,13 @@
 """`ExtraResults`: what comes with a step's tokens for those who asked, on its way to the host."""
 
+import math
+
 import numpy as np
 import torch
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.stopping import NOT_NUMBERS
 from nanovllm.layers.controlled_sampler import Logprobs
 from nanovllm.utils.device import to_host
 
@@ -31,15 +34,21 @@ class ExtraResults:
         self._prompt_logprobs = [to_host(part) for part in prompt_logprobs or ()]
         self._pooled = None if pooled is None else to_host(pooled)
 
-    def give(self, scheduled: list[ScheduledSequence]) -> None:
-        """Give the sequences of the step what is theirs. The tokens are there, and not booked."""
+    def give(self, scheduled: list[ScheduledSequence], token_ids: list[int]) -> None:
+        """Give the sequences of the step what is theirs. What is NaN is an error of theirs.
+
+        Args:
+            scheduled: the step.
+            token_ids: what it has sampled, which is not booked yet.
+        """
         plan = self._plan
         if self._logprobs:
             sampled = [item.seq for item in scheduled if item.samples]
             rows = np.flatnonzero(plan.controlled[plan.samples]).tolist()
             for row, entry in zip(rows, _entries(self._logprobs), strict=True):
                 logprobs = sampled[row].logprobs
-                if logprobs is not None and not sampled[row].is_finished:
+                is_open = not sampled[row].is_finished and token_ids[row] >= 0
+                if logprobs is not None and is_open:
                     logprobs.append(*entry)
         if self._prompt_logprobs:
             entries = iter(_entries(self._prompt_logprobs))
@@ -51,10 +60,16 @@ class ExtraResults:
                     entry = next(entries)
                     if position == len(logprobs):  # not again after a preemption
                         logprobs.append(*entry)
+                        if math.isnan(entry[1][0]):
+                            scheduled[i].seq.error = NOT_NUMBERS
         if self._pooled is not None:
             ended = [i for i, _ in plan.pooling.T.tolist() if plan.samples[i]]
-            for i, vector in zip(ended, self._pooled.tolist(), strict=True):
-                scheduled[i].seq.embedding = vector
+            lost = self._pooled.isnan().any(1).tolist()
+            for i, vector, is_lost in zip(ended, self._pooled.tolist(), lost, strict=True):
+                if is_lost:
+                    scheduled[i].seq.error = NOT_NUMBERS
+                else:
+                    scheduled[i].seq.embedding = vector
 
 
 def _entries(parts: list[torch.Tensor]) -> list[tuple[list[int], list[float], int]]:

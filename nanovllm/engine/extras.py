@@ -94,6 +94,9 @@ class Extras:
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None
+        # A row with a NaN, by which the plain sampler has drawn nothing, has no controlled token
+        # either; until the end it has some token, that log-probabilities and ranks can read.
+        plain = computed.tokens.index_select(0, rows)
         if controls is None:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))
             self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
@@ -101,10 +104,11 @@ class Extras:
             if controls.draws:
                 tokens = self.sampler(logits, metadata, controls, self._last_tokens)
             else:
-                tokens = computed.tokens.index_select(0, rows)
+                tokens = plain.clamp(min=0)
             most = min(int(controls.num_logprobs.max()), self._vocab_size)
             logprobs = None if most < 0 else logprobs_of(logits, tokens, most)
             self._group.broadcast(tokens)
+        tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
         return logprobs
 

@@ -25,6 +25,7 @@ from nanovllm.engine.request import Listener
 from nanovllm.generation_config import read_sampling_params
 from nanovllm.hub import checkpoint_directory
 from nanovllm.model_config import ModelConfig
+from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
@@ -65,6 +66,8 @@ class LLMEngine:
         directory = checkpoint_directory(config.model, config.revision, weights=weights)
         self.config = replace(config, model=directory)
         self.model_config = ModelConfig.from_pretrained(self.config.model)
+        if weights:
+            self.model_config = with_own_head(self.model_config, Path(directory))
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":

@@ -36,6 +36,7 @@ class Metrics:
         num_aborted: requests that were dropped, by `abort` or after an error.
         num_finished_by_stop: completions of finished requests that ended with "stop".
         num_finished_by_length: those that ended with "length".
+        num_finished_by_error: those that ended with "error".
         num_generated_tokens: tokens of these completions.
         num_prompt_tokens: prompt tokens of finished requests, counted for each completion.
         num_cached_tokens: those of them that the prefix cache served.
@@ -52,6 +53,7 @@ class Metrics:
     num_aborted: int = 0
     num_finished_by_stop: int = 0
     num_finished_by_length: int = 0
+    num_finished_by_error: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -86,6 +88,7 @@ class Metrics:
         for seq in request.seqs:
             self.num_finished_by_stop += seq.finish_reason == "stop"
             self.num_finished_by_length += seq.finish_reason == "length"
+            self.num_finished_by_error += seq.finish_reason == "error"
             self.num_generated_tokens += seq.num_completion_tokens
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += seq.num_cached_tokens

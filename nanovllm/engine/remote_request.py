@@ -66,6 +66,7 @@ class RemoteRequest:
         self._ticket, self._pooling = ticket, pooling
         self._prompt_logprobs: TokenLogprobs | None = None
         self._result: RequestOutput | None = None
+        self._error: str | None = None  # of a completion
         self.num_completion_tokens = 0
 
     @property
@@ -108,12 +109,14 @@ class RemoteRequest:
         """Take what a replica says. Returns it with the prompt, which does not travel."""
         if news.prompt_logprobs is not None:
             self._prompt_logprobs = news.prompt_logprobs
+        self._error = news.error or self._error
         output = RequestOutput(
             **{
                 **vars(news),
                 "prompt": self.prompt,
                 "prompt_token_ids": self.prompt_token_ids,
                 "prompt_logprobs": self._prompt_logprobs,
+                "error": self._error,
             }
         )
         completions = self._ticket.completions

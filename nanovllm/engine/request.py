@@ -69,6 +69,7 @@ class Request:
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.listener = listener
         self._num_told = [seq.num_completion_tokens for seq in seqs]
+        self._ends_told = [False] * len(seqs)
 
     @property
     def is_finished(self) -> bool:
@@ -84,7 +85,7 @@ class Request:
             total_seconds=max(seq.finished_at for seq in seqs) - arrived_at,
             num_preemptions=sum(seq.num_preemptions for seq in seqs),
             decode_seconds=sum(seq.finished_at - seq.first_token_at for seq in seqs),
-            num_decode_tokens=sum(seq.num_completion_tokens - 1 for seq in seqs),
+            num_decode_tokens=sum(max(seq.num_completion_tokens - 1, 0) for seq in seqs),
         )
 
     def output(self, decode: Decoder) -> RequestOutput:
@@ -104,6 +105,7 @@ class Request:
             prompt_logprobs=first.prompt_logprobs,
             embedding=first.embedding,
             metrics=self.metrics() if finished else None,
+            error=next((seq.error for seq in self.seqs if seq.error is not None), None),
         )
 
     def tell(self) -> None:
@@ -114,8 +116,8 @@ class Request:
         for i, seq in enumerate(self.seqs):
             prompt = seq.num_prompt_tokens
             start, end = self._num_told[i], seq.num_known_tokens - prompt
-            if end > start:
-                self._num_told[i] = end
+            if end > start or (seq.is_finished and not self._ends_told[i]):
+                self._num_told[i], self._ends_told[i] = end, seq.is_finished
                 text = "" if seq.detokenizer is None else seq.detokenizer.take()
                 token_ids = seq.token_ids[prompt + start : prompt + end]
                 logprobs = None if seq.logprobs is None else seq.logprobs[start:end]
@@ -130,8 +132,8 @@ class Request:
         if seq.detokenizer is not None:
             text = seq.detokenizer.text
         elif self.params.detokenize:
-            ends_text = seq.finish_reason == "length" or self.params.include_stop_str_in_output
-            shown = token_ids if ends_text else token_ids[:-1]  # without what has stopped it
+            hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
+            shown = token_ids[:-1] if hides else token_ids  # without what has stopped it
             text = decode(shown, self.params.skip_special_tokens)
         return _completion(seq, text, token_ids, seq.logprobs)
 

@@ -23,7 +23,8 @@ from operator import attrgetter
 from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
-from nanovllm.engine.stopping import ends
+from nanovllm.engine.stopping import NOT_NUMBERS, ends, fail
+from nanovllm.sampling_params import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.mixed_steps = mixed_steps
         self.lengths = LengthEstimator(max_model_len)
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_failures = 0
         self._begin(block_manager)
 
     def _begin(self, block_manager: BlockManager) -> None:
@@ -250,7 +251,8 @@ class Scheduler:
 
         Args:
             scheduled: what `schedule` returned.
-            token_ids: one sampled token for each of them that `samples`, in their order.
+            token_ids: one sampled token for each of them that `samples`, in their order, or
+                `NO_TOKEN`, which ends the sequence with an error.
 
         Returns:
             The sequences that this step finished; they hold no blocks any more.
@@ -275,16 +277,29 @@ class Scheduler:
         return finished
 
     def _resolve(self, seq: Sequence, token_id: int) -> None:
-        seq.resolve_pending(token_id)
         if not seq.first_token_at:
             seq.first_token_at = time.perf_counter()
-        if not ends(seq, token_id, self.eos_token_ids, self.max_model_len):
-            return
+        if seq.error is not None or token_id == NO_TOKEN:
+            self._fail(seq)
+        else:
+            seq.resolve_pending(token_id)
+            if not ends(seq, token_id, self.eos_token_ids, self.max_model_len):
+                return
         seq.finished_at = time.perf_counter()
         seq.drop_pending()
         seq.status = SequenceStatus.FINISHED
         self.lengths.observe(seq)
         self._release(seq)
+
+    def _fail(self, seq: Sequence) -> None:
+        fail(seq, NOT_NUMBERS)
+        self.num_failures += 1
+        if self.num_failures == 1:
+            logger.warning(
+                "request %d ends with an error: %s (further ones are counted in metrics())",
+                seq.request_id,
+                NOT_NUMBERS,
+            )
 
     def _release(self, seq: Sequence) -> None:
         # A step in flight may still write the sequence's last block and its slot. Whoever gets

@@ -63,6 +63,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # why it ends with "error"
     embedding: list[float] | None = None
     started_at: float = 0.0
     first_token_at: float = 0.0

@@ -1,8 +1,14 @@
-"""Why a sequence ends: a token or text that stops it, or its length. Imports no torch."""
+"""Why a sequence ends: a token or text that stops it, its length, or an error. Imports no torch."""
 
 from collections.abc import Collection
 
 from nanovllm.engine.sequence import Sequence
+
+NOT_NUMBERS = (
+    "the model has computed NaN for this request, so there is no next token: weights of the "
+    "checkpoint are broken, or numbers are too large for their dtype (float16 ends at 65,504: try "
+    'dtype="bfloat16" or "float32")'
+)
 
 
 def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> bool:
@@ -30,6 +36,13 @@ def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model
     if text is not None and seq.finish_reason is not None:
         text.finish()
     return seq.finish_reason is not None
+
+
+def fail(seq: Sequence, error: str) -> None:
+    """End a sequence with the tokens that it has."""
+    seq.finish_reason, seq.error = "error", error
+    if seq.detokenizer is not None:
+        seq.detokenizer.finish()
 
 
 def _stop_at_token(seq: Sequence, token_id: int, eos_token_ids: Collection[int]) -> None:

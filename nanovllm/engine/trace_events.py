@@ -119,7 +119,7 @@ class SequenceRecord(NamedTuple):
         prompt, cached, generated: tokens of the prompt, those of them that the prefix cache served,
             and tokens of the completion.
         preempted_at: when it was preempted.
-        reason: "stop" or "length", "aborted", or "unfinished" at the end of the recording.
+        reason: "stop", "length" or "error", "aborted", or "unfinished" at the end of the recording.
     """
 
     seq_id: int

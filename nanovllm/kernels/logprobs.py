@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.controls import clean
-from nanovllm.kernels.sampling import LOG2E
+from nanovllm.kernels.sampling import LOG2E, has_nan
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 SPAN = 4096  # columns that a program reads
@@ -26,19 +26,20 @@ def _span_logprobs_kernel(
     logits_ptr, drawn_ptr, maxima_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
     V, stride, N, LOG2E, SPAN: tl.constexpr,
 ):  # fmt: skip
-    # One program: a span of a row: its maximum, the sum relative to it, how many are larger than
-    # the drawn token, and the N largest.
+    # One program: a span of a row: its maximum, the sum relative to it (NaN if a logit is), how
+    # many are larger than the drawn token, and the N largest.
     row, span, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits_ptr += row.to(tl.int64) * stride
     cols = span * SPAN + tl.arange(0, SPAN)
-    x = clean(tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf")))
+    raw = tl.load(logits_ptr + cols, mask=cols < V, other=float("-inf"))
+    x = clean(raw)
     drawn = clean(tl.load(logits_ptr + tl.load(drawn_ptr + row)))
     place = row * spans + span
     tl.store(larger_ptr + place, tl.sum((x > drawn).to(tl.int32), 0))
     top = tl.max(x, 0)
     weights = tl.where(x > float("-inf"), tl.exp2((x - top) * LOG2E), 0.0)
     tl.store(maxima_ptr + place, top)
-    tl.store(sums_ptr + place, tl.sum(weights, 0))
+    tl.store(sums_ptr + place, tl.where(has_nan(raw), float("nan"), tl.sum(weights, 0)))
     for i in range(N):  # columns beyond V come last
         top, token, x, cols = _take_largest(x, cols)
         tl.store(top_values_ptr + place * N + i, top)
@@ -87,8 +88,8 @@ def logprobs(
         num_logprobs: N, at most V.
 
     Returns:
-        Tokens [n, 1 + N] int32, the drawn one first; their log-probabilities [n, 1 + N] float32;
-        the rank [n] int32 of the drawn one.
+        Tokens [n, 1 + N] int32, the drawn one first; their log-probabilities [n, 1 + N] float32,
+        NaN where a logit of the row is; the rank [n] int32 of the drawn one.
     """
     n, V = logits.shape
     spans, N, device = cdiv(V, SPAN), num_logprobs, logits.device

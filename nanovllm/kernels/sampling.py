@@ -8,6 +8,9 @@ proportion to the weights; only the columns of the chosen span need noise of the
 The noise is a function of the request's key, the token's position and the index of the span or
 column alone, through the counter-based generator Philox4x32 (Salmon et al., 2011): a request draws
 the same tokens whatever it shares a batch with.
+
+A row with a NaN has no distribution. Its span's weight is NaN, its token `NO_TOKEN`, and 0 in the
+table of last tokens, for the step that is launched before the host has seen it.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +21,7 @@ import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.peers import give_word, given_word, peer_options
+from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 BLOCK = 128  # columns of a block, of which the largest logit may be known
 MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it the largest logit is taken
+LOST: tl.constexpr = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -41,6 +46,12 @@ def _gumbel(bits):
 
 
 @triton.jit
+def has_nan(x):
+    """Whether there is a NaN in a block of one dimension."""
+    return tl.max((x != x).to(tl.int32), 0) != 0  # noqa: PLR0124
+
+
+@triton.jit
 def _first_argmax(x, index):
     """The lowest of `index` at which x is largest."""
     return tl.min(tl.where(x == tl.max(x, 0), index, 2147483647), 0)
@@ -51,7 +62,8 @@ def _weigh_spans_kernel(
     logits_ptr, temperatures_ptr, least_ptr, tops_ptr, weight_ptr, V, stride, stride_tops, LOG2E,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit.
+    # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit;
+    # NaN if there is one.
     launch_dependents(PDL)
     row, span = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
@@ -64,7 +76,7 @@ def _weigh_spans_kernel(
         tops_ptr += row.to(tl.int64) * stride_tops
         inside &= tl.load(tops_ptr + cols // BLOCK, mask=inside, other=float("-inf")) >= least
     x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # noqa: PLR0124 - NaN is never drawn
+    is_lost = has_nan(x)
     if FILTER:
         x = tl.where(x >= least, x, float("-inf"))
     weight = tl.max(x, 0)
@@ -73,6 +85,7 @@ def _weigh_spans_kernel(
         top = weight * scale
         if tl.abs(top) < float("inf"):  # else nothing in the span can be drawn, or inf must be
             weight = top + tl.log2(tl.sum(tl.exp2(x * scale - top), 0))
+    weight = tl.where(is_lost, float("nan"), weight)
     tl.store(weight_ptr + row * tl.num_programs(1) + span, weight)
 
 
@@ -100,6 +113,8 @@ def _draw_kernel(
 
     spans = tl.arange(0, SPANS_PAD)
     score = tl.load(weight_ptr + row * SPANS + spans, mask=spans < SPANS, other=float("-inf"))
+    is_lost = has_nan(score)
+    score = tl.where(is_lost, float("-inf"), score)
     if draws:
         counter = (first_span + spans).to(tl.uint32)
         zero = counter * 0
@@ -129,12 +144,12 @@ def _draw_kernel(
         better = score > top
         top = tl.where(better, score, top)
         token = tl.where(better, cols, token)
-    drawn = _first_argmax(top, token) + start
+    drawn = tl.where(is_lost, LOST, _first_argmax(top, token) + start)
     if SIZE > 1:
         drawn = _best_of_ranks(best, drawn, peers_ptr, epochs_ptr, row, ROW_BYTES, ROWS, RANK, SIZE)
     tl.store(out_ptr + row, drawn)
-    tl.store(score_ptr + row, best)
-    tl.store(table_ptr + slot, drawn)
+    tl.store(score_ptr + row, tl.where(is_lost, float("nan"), best))  # wins over all others
+    tl.store(table_ptr + slot, tl.maximum(drawn, 0))
 
 
 @triton.jit
@@ -142,11 +157,12 @@ def _best_of_ranks(
     score, token, peers_ptr, epochs_ptr, row,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of the ranks' tokens the one with the highest score, the first of equals."""
-    word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
+    """Of the ranks' tokens the one with the highest score, the first of equals; or `LOST`."""
+    low = token.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
     epoch = tl.load(epochs_ptr + row)
     give_word(word, peers_ptr, row, epoch, ROW_BYTES, ROWS, RANK, SIZE)
-    best, drawn = float("-inf"), 0
+    best, drawn, least = float("-inf"), 0, 0
     for peer in tl.static_range(SIZE):
         word = given_word(peers_ptr, peer, row, epoch, ROW_BYTES, ROWS, RANK, SIZE)
         theirs = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -156,8 +172,9 @@ def _best_of_ranks(
         else:
             drawn = tl.where(theirs > best, token, drawn)
             best = tl.maximum(theirs, best)
+        least = tl.minimum(least, token)
     tl.store(epochs_ptr + row, epoch + 1)
-    return drawn
+    return tl.where(least < 0, LOST, drawn)
 
 
 def sample(
@@ -182,7 +199,7 @@ def sample(
         keys: [2, B] int32, the random key of each request, two words.
         positions: [B] int32, the position that the token will have.
         slots: [B] int32.
-        table: [N] int32, where each token is written too, at its slot.
+        table: [N] int32, where each token is written too, at its slot; 0 for `NO_TOKEN`.
         span: columns of a span.
         start: where our part of the vocabulary begins, a multiple of `span`.
         peers: the ranks that have the other parts; None for the best of this part.
@@ -192,8 +209,8 @@ def sample(
             2^(logit * log2 e / temperature), or for greedy rows the largest logit.
 
     Returns:
-        Tokens [B] int32, and the scores [B] float32 by which this part's best is to be compared
-        with that of other parts.
+        Tokens [B] int32, `NO_TOKEN` of rows with a NaN; and the scores [B] float32 by which this
+        part's best is to be compared with that of other parts, NaN of those rows.
     """
     B, V = logits.shape
     assert start % span == 0, f"a part of the vocabulary begins at {start}, within a span of {span}"

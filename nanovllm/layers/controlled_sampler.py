@@ -17,7 +17,7 @@ class Logprobs(NamedTuple):
 
     Attributes:
         token_ids: [n, 1 + N] int32, the drawn token first.
-        values: [n, 1 + N] float32.
+        values: [n, 1 + N] float32; NaN where a logit of the row is.
         ranks: [n] int32, of the drawn token, 1 for the most likely.
     """
 
@@ -175,9 +175,9 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -
         from nanovllm.kernels.logprobs import logprobs
 
         return Logprobs(*logprobs(logits, tokens, num_logprobs))
-    x = logits.float()
-    x = x.masked_fill(x.isnan(), -torch.inf)
+    raw = logits.float()
+    x = raw.masked_fill(raw.isnan(), -torch.inf)
     top = x.topk(min(num_logprobs, x.shape[1]), dim=1).indices
     ids = torch.cat([tokens.long().unsqueeze(1), top], dim=1)
     ranks = (x > x.gather(1, ids[:, :1])).sum(1).to(torch.int32) + 1
-    return Logprobs(ids.to(torch.int32), x.log_softmax(-1).gather(1, ids), ranks)
+    return Logprobs(ids.to(torch.int32), raw.log_softmax(-1).gather(1, ids), ranks)

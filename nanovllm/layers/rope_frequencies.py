@@ -13,7 +13,8 @@ def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
     - "default": theta^(-2i/R).
     - "linear" (Chen et al., 2023): divided by the factor.
     - "dynamic" (bloc97 and emozilla, 2023): theta grows with the context, here the longest that the
-      engine allows (`num_positions`), where transformers takes the sequence's own.
+      engine allows (`num_positions`), as in vLLM, where transformers takes the sequence's own. Keys
+      in the cache have been turned once, so they cannot follow a sequence that grows.
     - "llama3" (Grattafiori et al., 2024): divided by the factor where a pair makes fewer than
       `low_freq_factor` turns within the original context, kept where more than `high_freq_factor`,
       between them in between.
@@ -23,7 +24,8 @@ def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
       takes the sequence's own length.
     """
     R, theta, original = rope.rotary_dim, rope.rope_theta, rope.original_max_position_embeddings
-    if rope.rope_type == "dynamic" and num_positions > original:
+    is_stretched = rope.is_stretched(num_positions)
+    if rope.rope_type == "dynamic" and is_stretched:
         theta *= (rope.factor * num_positions / original - (rope.factor - 1)) ** (R / (R - 2))
     plain = 1.0 / theta ** (torch.arange(0, R, 2, dtype=torch.float32) / R)
     if rope.rope_type == "linear":
@@ -35,7 +37,7 @@ def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
     if rope.rope_type == "yarn":
         return _between(plain, rope.factor, 1 - _yarn_ramp(rope))
     if rope.rope_type == "longrope":
-        factors = rope.long_factor if num_positions > original else rope.short_factor
+        factors = rope.long_factor if is_stretched else rope.short_factor
         return 1.0 / (torch.tensor(factors) * theta ** (torch.arange(0, R, 2).float() / R))
     return plain
 

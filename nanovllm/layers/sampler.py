@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.layers.embed_head import local_vocab, vocab_span
-from nanovllm.sampling_params import MIN_TEMPERATURE
+from nanovllm.sampling_params import MIN_TEMPERATURE, NO_TOKEN
 from nanovllm.utils.device import runs_kernels
 
 
@@ -42,6 +42,8 @@ class Sampler(nn.Module):
     The noise of a row depends on its request's key and the token's position alone, so a request
     draws the same tokens whatever it shares a batch with. Each rank takes the best of its part of
     the vocabulary, and the best of those is drawn: ranks exchange scores and tokens, not logits.
+
+    A row with a NaN has no distribution, so nothing is drawn: its token is `NO_TOKEN`.
     """
 
     def __init__(self, vocab_size: int, group: Group) -> None:
@@ -53,7 +55,7 @@ class Sampler(nn.Module):
         self, logits: torch.Tensor, metadata: SamplingMetadata, last_tokens: torch.Tensor
     ) -> torch.Tensor:
         """logits: [n, len(vocab)]. Returns [n] int32, also written to last_tokens: [N] int32, by
-        slot.
+        slot, 0 for `NO_TOKEN`: the next step may embed it before the host has seen it.
         """
         if runs_kernels(logits):
             from nanovllm.kernels.sampling import sample
@@ -69,11 +71,13 @@ class Sampler(nn.Module):
         else:
             tokens, scores = sample_on_cpu(logits, metadata, self.vocab, self.vocab_size)
         tokens = self._best(tokens, scores)
-        last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        last_tokens.index_copy_(0, metadata.slots.long(), tokens.clamp(min=0))
         return tokens
 
     def _best(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Of the ranks' tokens [n] int32 those with the highest scores [n], the first of equals."""
+        """Of the ranks' tokens [n] int32 those with the highest scores [n], the first of equals. A
+        NaN is the highest.
+        """
         everyone = self.group.all_gather(torch.stack([scores.double(), tokens.double()]))
         best = everyone[:, 0].argmax(0, keepdim=True)  # [1, n], a rank
         return everyone[:, 1].gather(0, best)[0].to(torch.int32)
@@ -89,11 +93,12 @@ def sample_on_cpu(
         vocab: the tokens of these columns.
 
     Returns:
-        Tokens [n] int32 and their scores [n] float32, on the device of the logits.
+        Tokens [n] int32 and their scores [n] float32, on the device of the logits: `NO_TOKEN` and
+        NaN of rows with a NaN.
     """
     metadata = metadata.on_host()
     scores = logits.to("cpu", torch.float32, copy=True)
-    scores.masked_fill_(scores.isnan(), -torch.inf)  # never drawn
+    lost = scores.isnan().any(1)
     keys = metadata.random_keys.numpy().view(np.uint32).T.astype(np.uint64)  # [n, 2]
     # As tensors: they compare in float32, as the kernels do.
     for row in (metadata.temperatures >= MIN_TEMPERATURE).nonzero().flatten().tolist():
@@ -107,5 +112,6 @@ def sample_on_cpu(
         columns, best = torch.zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)
     else:
         best, columns = scores.max(dim=-1)
-    tokens = (columns + vocab.start).to(torch.int32)
+    tokens = (columns + vocab.start).to(torch.int32).masked_fill_(lost, NO_TOKEN)
+    best = best.masked_fill(lost, torch.nan)
     return tokens.to(logits.device), best.to(logits.device)

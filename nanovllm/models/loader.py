@@ -3,9 +3,11 @@
 Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,16 @@ from torch import nn
 
 from nanovllm.layers.base import Layer
 from nanovllm.layers.shard import Shard
+from nanovllm.model_config import ModelConfig
 from nanovllm.quantization import NOT_READ, OF_CODES
+from nanovllm.refusals import ADAPTER
 from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
+logger = logging.getLogger(__name__)
+
 SINGLE = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Of the part for text in checkpoints with others, in the spellings of transformers 4 and 5.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -28,14 +35,22 @@ TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
+# Of the other parts of such checkpoints, which are left out, in both spellings.
+OTHER_PARTS = tuple(
+    f"{model}{part}."
+    for model in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+ROWS = 4096  # of a matrix that are compared at once
 _SHOWN = 8  # names listed in an error
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of each tensor in a checkpoint.
 
-    An index file decides which files of the directory count; without one it is `model.safetensors`,
-    or all files if there is none of that name.
+    An index file decides which files of the directory count, as in vLLM (transformers prefers
+    `model.safetensors`). Without one it is `model.safetensors`, or all files if there is none of
+    that name.
 
     Raises:
         ValueError: if there are no safetensors, or a file of the index is missing or elsewhere.
@@ -134,33 +149,81 @@ def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
     return next((name for name in found if name in files), found[0])
 
 
-def load_model(
-    model: nn.Module,
-    directory: Path,
-    check: Callable[[], None] = lambda: None,
-    *,
-    is_part: bool = False,
-) -> None:
-    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
-    tensor only the part that this rank holds is read. `check` is called before each, and may raise.
+def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
+    """Tensor name in a model -> its name in a checkpoint that calls it otherwise."""
+    return text_names(files) if is_part else bare_names(files)
 
-    Args:
-        is_part: the checkpoint has other parts, which are left out.
+
+def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The facts of a checkpoint. If its config.json ties the LM head to the embedding, but there is
+    a head with other numbers, that head counts, as in transformers, and the log says so.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    files = find_weights(directory)
+    names = _other_names(files, config.is_part)
+    embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
+    if not {embedding, head} <= files.keys() or _are_equal(files, embedding, head):
+        return config
+    logger.warning(
+        "%s: config.json says `tie_word_embeddings`, but %s differs from %s: both are read, as by "
+        "transformers; correct `tie_word_embeddings` to false",
+        directory,
+        head,
+        embedding,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:
+    """Whether two matrices of a checkpoint have the same numbers."""
+    with _open(files[name]) as tensors, _open(files[other]) as others:
+        one, two = tensors.get_slice(name), others.get_slice(other)
+        shape = one.get_shape()
+        return shape == two.get_shape() and all(
+            torch.equal(one[i : i + ROWS].float(), two[i : i + ROWS].float())
+            for i in range(0, shape[0], ROWS)
+        )
+
+
+def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
+    """Name the files of a checkpoint that other libraries take weights from, and we do not."""
+    if directory / SINGLE not in read and has_file(directory / SINGLE):
+        logger.warning(
+            "%s is not read, as %s names other files: delete what is out of date",
+            directory / SINGLE,
+            INDEX,
+        )
+    if has_file(directory / ADAPTER):
+        logger.warning(
+            "%s is not read: if its adapter is not in the weights yet, merge it into them (peft: "
+            "`merge_and_unload` and `save_pretrained`)",
+            directory / ADAPTER,
+        )
+
+
+def _targets_and_files(
+    model: nn.Module, directory: Path, is_part: bool
+) -> tuple[dict[str, Shard], dict[str, Path]]:
+    """What the tensors of a checkpoint fill, and which file has each, by their names there.
 
     Raises:
-        ValueError: naming tensors that are missing, left over or of the wrong shape.
+        ValueError: naming tensors that are missing or left over.
     """
-    files, targets, head = find_weights(directory), checkpoint_shards(model), "lm_head.weight"
-    is_tied = head not in targets
-    names = text_names(files) if is_part else bare_names(files)
+    files, targets = find_weights(directory), checkpoint_shards(model)
+    _warn_of_unread_files(directory, set(files.values()))
+    is_tied = HEAD not in targets
+    names = _other_names(files, is_part)
     if is_part:
-        files = {name: files[name] for name in names.values()}
+        files = {name: file for name, file in files.items() if not name.startswith(OTHER_PARTS)}
     targets = {as_saved(own, names, files): shard for own, shard in targets.items()}
-    head = names.get(head, head)
-    # Tied embeddings are often saved twice; old checkpoints carry the rotary frequencies.
+    embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
+    # Old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
-    if is_tied:
-        ignored.add(head)
+    if is_tied and embedding in files:
+        ignored.add(head)  # saved twice: `with_own_head` has compared them
+    elif is_tied and head in files:
+        targets[head] = targets.pop(embedding)
     problems = []
     needed = {name for name, shard in targets.items() if not shard.is_optional}
     if missing := sorted(needed - set(files)):
@@ -177,6 +240,26 @@ def load_model(
         )
     if problems:
         raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    return targets, files
+
+
+def load_model(
+    model: nn.Module,
+    directory: Path,
+    check: Callable[[], None] = lambda: None,
+    *,
+    is_part: bool = False,
+) -> None:
+    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
+    tensor only the part that this rank holds is read. `check` is called before each, and may raise.
+
+    Args:
+        is_part: the checkpoint has `OTHER_PARTS`, which are left out.
+
+    Raises:
+        ValueError: naming tensors that are missing, left over or of the wrong shape.
+    """
+    targets, files = _targets_and_files(model, directory, is_part)
     there = [name for name in targets if name in files]
     by_file = sorted(there, key=lambda name: (targets[name].comes_last, files[name]))
     for file, of_file in groupby(by_file, key=files.__getitem__):

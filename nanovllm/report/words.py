@@ -70,7 +70,8 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     prompts, steps = trace.total("prefill_tokens"), sum(len(e["seconds"]) for e in trace.engines)
     done, left = summary.num_requests("stop", "length"), summary.num_requests("unfinished")
     more = [f"{left:,} unfinished"] * (left > 0)
-    more += [f"{count:,} aborted" for count in [summary.num_requests("aborted")] if count]
+    for reason, what in (("aborted", "aborted"), ("error", "ended with an error")):
+        more += [f"{count:,} {what}" for count in [summary.num_requests(reason)] if count]
     running, num_blocks = f"{summary.mean('running'):,.1f}", trace.engines[0].num_blocks
     pool = f"{num_blocks:,} blocks of {facts['kvcache_block_size']} tokens"
     preempted = int(trace.total("preempted"))

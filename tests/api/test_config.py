@@ -14,6 +14,7 @@ from typing import get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from checkpoints import (
     PARAMS,
@@ -555,7 +556,11 @@ def test_any_sampling_default_is_refused_by_name_or_right(tmp_path):
     for key, name in SAMPLING_KEYS.items():
         for value in NASTY:
             params = outcome(read_sampling_params, file, {key: value}, key)
-            assert params is None or getattr(params, name) == value
+            if params is None:
+                continue
+            is_text = name == "stop" and isinstance(value, str)
+            wanted = (value,) if is_text else tuple(value) if name == "stop" else value
+            assert getattr(params, name) == wanted
 
 
 def test_any_end_token_is_refused_by_name_or_right(checkpoint, tmp_path):
@@ -639,13 +644,22 @@ def test_dtype_is_read_in_both_spellings(key, checkpoint, tmp_path):
             SamplingParams(min_p=0.1, repetition_penalty=1.05, max_tokens=2048),
         ),
         ({"temperature": 0}, SamplingParams(temperature=0)),
+        (
+            {"stop_strings": "a", "min_new_tokens": 9},
+            SamplingParams(stop=["a"], min_tokens=9),
+        ),
+        ({"min_new_tokens": 99, "stop_strings": []}, SamplingParams(min_tokens=99, max_tokens=99)),
+        (
+            {"min_new_tokens": 3, "max_new_tokens": 5, "stop_strings": ["a", "b"]},
+            SamplingParams(min_tokens=3, max_tokens=5, stop=["a", "b"]),
+        ),
         ({"do_sample": False}, SamplingParams()),
         ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0.6)),
         ({"temperature": None, "top_k": None, "max_new_tokens": None}, SamplingParams()),
         ({"max_length": 20, "num_beams": 4, "n": 3, "seed": 7, "stop": "a"}, SamplingParams()),
     ],
 )
-def test_sampling_defaults_are_read_as_vllm_reads_them(values, params, tmp_path):
+def test_sampling_defaults_are_read(values, params, tmp_path):
     edit_json(tmp_path / "generation_config.json", **values)
     assert read_sampling_params(str(tmp_path)) == params
 
@@ -664,6 +678,9 @@ def test_sampling_defaults_are_read_as_vllm_reads_them(values, params, tmp_path)
             "`repetition_penalty` must be above 0, 1e-09 to 1e+09, got 0",
         ),
         ("max_new_tokens", 0, "`max_tokens` must be at least 1, got 0"),
+        ("min_new_tokens", 9.0, "`min_tokens` must be an integer, got 9.0"),
+        ("stop_strings", [""], "`stop` must hold strings that are not empty, got ''"),
+        ("stop_strings", 3, "`stop` must be a list of strings, got 3"),
     ],
 )
 def test_wrong_sampling_default_names_file_and_key(key, value, rule, checkpoint, tmp_path):
@@ -678,6 +695,44 @@ def test_wrong_sampling_default_names_file_and_key(key, value, rule, checkpoint,
     )
     with LLM(path, generation_config="vllm", **SMALL) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stop_strings": ["3 1"], "max_new_tokens": 30},
+        {"min_new_tokens": 12, "max_new_tokens": 20},
+        {"min_new_tokens": 70, "stop_strings": ["nowhere"]},
+        {"max_new_tokens": 20},
+    ],
+    ids=repr,
+)
+def test_stops_and_least_lengths_of_the_checkpoint_are_those_of_transformers(values, tmp_path):
+    path = copy_checkpoint(TINY, tmp_path / "model")
+    edit_json(path / "generation_config.json", do_sample=False, **values)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    bound = {} if "max_new_tokens" in values else {"max_new_tokens": 70}
+    with LLM(path, **{**SMALL, "max_num_batched_tokens": 128}) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0)
+        for prompt in ("count from 11: ", "127+345=", "reverse: engine ="):
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            with torch.inference_mode():
+                wanted = model.generate(ids, tokenizer=tokenizer, **bound)[0, ids.shape[1] :]
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            assert output["token_ids"] == wanted.tolist()
+
+
+def test_keys_that_would_change_texts_are_named(tmp_path, caplog):
+    nothing = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": None, "num_beams": 1}
+    edit_json(tmp_path / "generation_config.json", **nothing)
+    read_sampling_params(str(tmp_path))
+    assert not caplog.records
+    changes = {"no_repeat_ngram_size": 3, "suppress_tokens": [7], "num_beams": 4}
+    edit_json(tmp_path / "generation_config.json", **changes)
+    assert read_sampling_params(str(tmp_path)) == SamplingParams()
+    [record] = caplog.records
+    assert "`suppress_tokens`, `no_repeat_ngram_size`, `num_beams` would" in record.message
 
 
 def test_generate_and_add_request_take_the_checkpoints_defaults(checkpoint, tmp_path):

@@ -193,6 +193,7 @@ def test_metrics_explain_a_run(llm):
         "num_aborted": 0,
         "num_finished_by_stop": 0,
         "num_finished_by_length": 3,
+        "num_finished_by_error": 0,
         "num_generated_tokens": 3 * 4,
         "num_prompt_tokens": 115,
         "num_cached_tokens": 0,

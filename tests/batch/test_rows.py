@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
@@ -57,6 +59,57 @@ def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
     ]
     ask = read_ask({"messages": [{**MESSAGES[0], "name": None}], "tools": [{}]}, DEFAULT)
     assert ask.messages == MESSAGES and ask.chat == {"tools": [{}]}
+
+
+WHOLE = {  # what pandas makes of integers in columns with gaps
+    **{"max_tokens": 8.0, "top_k": 3.0, "seed": 5.0, "n": 2.0, "min_tokens": 1.0},
+    **{"logprobs": 2.0, "prompt_logprobs": 0.0, "stop_token_ids": [7.0, 8]},
+    **{"allowed_token_ids": [1.0, 7.0], "logit_bias": {"7": 2.0}},
+}
+
+
+def test_integers_may_be_written_as_floats():
+    """`max_tokens: 8.0` was refused."""
+    kinds = get_type_hints(SamplingParams)
+    integers = {name for name, kind in kinds.items() if "int" in re.findall(r"\w+", str(kind))}
+    assert integers == set(WHOLE)
+    plain = json.loads(json.dumps(WHOLE), parse_float=lambda text: int(float(text)))
+    wanted = read_ask({"prompt": "x", **plain}, DEFAULT).params
+    for values in (WHOLE, {"sampling_params": WHOLE}):
+        found = read_ask({"prompt": "x", **values}, DEFAULT).params
+        assert found == wanted and repr(found) == repr(wanted)
+    body = {"prompt": [1.0, 2.0], "best_of": 1.0, **WHOLE}
+    ask = read_request(request(body, "/v1/completions"), DEFAULT)
+    assert repr(ask.params) == repr(wanted) and repr(ask.prompt) == "[1, 2]"
+    assert repr(read_ask({"prompt": [1.0, 2]}, DEFAULT).prompt) == "[1, 2]"
+    ids = read_ask({"prompt_token_ids": [3.0], "prompt": "x"}, DEFAULT).prompt
+    assert repr(ids["prompt_token_ids"]) == "[3]"
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3.0, "n": 2.0}
+    params = read_request(request({**chat, "max_completion_tokens": 9.0}), DEFAULT).params
+    assert repr((params.logprobs, params.n, params.max_tokens)) == "(3, 2, 9)"
+    left, right = rows_of(b'{"custom_id": 7.0}\n'), rows_of(b'{"custom_id": 7}\n')
+    assert left[0].key == right[0].key and repr(left[0].custom_id) == "7"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("value", [8.5, float("nan"), float("inf"), True, "8.0"], ids=repr)
+def test_other_floats_are_no_integers(name, value):
+    given = {"stop_token_ids": [value], "allowed_token_ids": [value], "logit_bias": {value: 1}}
+    with pytest.raises(TypeError, match=f"`{name}` must (be an integer|hold integer token ids)"):
+        read_ask({"prompt": "x", name: given.get(name, value)}, DEFAULT)
+    with pytest.raises(TypeError, match="must be an integer"):
+        SamplingParams(max_tokens=8.0)
+
+
+def test_a_column_of_integers_with_a_gap():
+    """As pandas has it, in all ways in which it may come here."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"prompt": ["x", "y"], "max_tokens": [8, None], "custom_id": [3, 4]})
+    lines = table.to_json(orient="records", lines=True).encode().splitlines(keepends=True)
+    assert b"8.0" in lines[0]
+    for rows in (rows_of(*lines), [*as_rows(table.astype(object).where(table.notna(), None)
+                                            .to_dict("records"))]):  # fmt: skip
+        assert [read_ask(row.fields, DEFAULT).params.max_tokens for row in rows] == [8, 7]
 
 
 @pytest.mark.parametrize(

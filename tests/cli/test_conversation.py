@@ -109,6 +109,28 @@ def test_a_line_that_is_too_long_is_a_mistake(
     assert "within max_model_len 64" in capsys.readouterr().err
 
 
+def chat_with(stream: Any, **methods: Any) -> Chat:
+    """A conversation with a stand-in for an engine."""
+    tokenizer = SimpleNamespace(
+        chat_template="...",
+        apply_chat_template=lambda messages, **options: str([m["content"] for m in messages]),
+        encode=lambda text, **options: [0],
+    )
+    llm: Any = SimpleNamespace(get_tokenizer=lambda: tokenizer, stream=stream, **methods)
+    return Chat(llm, SamplingParams(), None, None)
+
+
+def test_an_answer_that_ends_with_an_error_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def stream(prompt: Any, params: Any) -> Iterator[Any]:
+        yield SimpleNamespace(outputs=[SimpleNamespace(text="one")], error=None)
+        yield SimpleNamespace(outputs=[SimpleNamespace(text="")], error="it has computed NaN")
+
+    chat_with(stream).answer("count")
+    printed = capsys.readouterr()
+    assert printed.out == "one\n"
+    assert printed.err == "\nnanovllm chat: it has computed NaN\n"
+
+
 def test_an_interrupted_answer_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """And its request is dropped."""
     events: list[str] = []
@@ -116,20 +138,10 @@ def test_an_interrupted_answer_is_kept(capsys: pytest.CaptureFixture[str]) -> No
     def stream(prompt: Any, params: Any) -> Iterator[Any]:
         events.append(prompt["prompt"])
         for text in ("one", " two"):
-            yield SimpleNamespace(outputs=[SimpleNamespace(text=text)])
+            yield SimpleNamespace(outputs=[SimpleNamespace(text=text)], error=None)
         raise KeyboardInterrupt
 
-    tokenizer = SimpleNamespace(
-        chat_template="...",
-        apply_chat_template=lambda messages, **options: str([m["content"] for m in messages]),
-        encode=lambda text, **options: [0],
-    )
-    llm: Any = SimpleNamespace(
-        get_tokenizer=lambda: tokenizer,
-        stream=stream,
-        abort_all=lambda: events.append("aborted"),
-    )
-    talk = Chat(llm, SamplingParams(), None, None)
+    talk = chat_with(stream, abort_all=lambda: events.append("aborted"))
     for line in ("count", "go on"):
         with pytest.raises(KeyboardInterrupt):
             talk.answer(line)

@@ -11,6 +11,7 @@ from draws import interpreted, oracle_draw, philox
 
 from nanovllm.kernels.sampling import sample
 from nanovllm.layers.embed_head import vocab_span
+from nanovllm.sampling_params import NO_TOKEN
 
 SEED = 11
 
@@ -32,7 +33,8 @@ def draw(
         table,
         span,
     )
-    assert table.tolist() == [-5, *tokens.flip(0).tolist(), -5], "each token at its slot"
+    kept = tokens.clamp(min=0)  # 0 in the place of none
+    assert table.tolist() == [-5, *kept.flip(0).tolist(), -5], "each token at its slot"
     return tokens.numpy()
 
 
@@ -131,19 +133,18 @@ def test_a_row_is_drawn_without_regard_to_the_others():
         pytest.param(64, id="four spans", marks=pytest.mark.slow),
     ],
 )
-def test_nan_is_never_drawn_and_infinity_always(V):
-    """Whatever the logits: the token is one of the vocabulary, which the next step embeds."""
-    logits = np.random.default_rng(SEED).normal(0, 1, (30, V))
+def test_a_row_with_nan_has_no_token_and_infinity_is_always_drawn(V):
+    """Also if it is one column of many, or the last."""
+    logits = np.random.default_rng(SEED).normal(0, 1, (35, V))
     logits[:5] = np.nan
-    logits[5:25, 5:24] = np.nan
-    logits[25:, 37] = np.inf
-    keys, positions = np.ones((2, 30)), np.arange(30)
+    logits[np.arange(5, 25), np.linspace(0, V - 1, 20).astype(int)] = np.nan
+    logits[25:30, 37] = np.inf
+    logits[20:25, 3] = np.inf
+    logits[30:] = -np.inf
+    keys, positions = np.ones((2, 35)), np.arange(35)
     for temperature in (0.0, 1.0):
-        drawn = draw(logits, np.full(30, temperature), keys, positions)
-        assert drawn[:5].tolist() == [0] * 5
-        assert not set(drawn[5:25]) & set(range(5, 24))
-        assert drawn.min() >= 0 and drawn.max() < V
-        assert drawn[25:].tolist() == [37] * 5
+        drawn = draw(logits, np.full(35, temperature), keys, positions)
+        assert drawn.tolist() == [NO_TOKEN] * 25 + [37] * 5 + [0] * 5
 
 
 @interpreted

@@ -459,6 +459,41 @@ def test_rotations_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert read.attention_factor == pytest.approx(factor)
 
 
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "dynamic"}}),
+    "longrope": (
+        "phi3",
+        {"rope_parameters": {**LONG, "short_factor": [1.0] * 8, "long_factor": [1.0, 6.0] * 4}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_scalings_that_go_by_the_length_go_by_the_longest(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So texts of the longest length are those of transformers; and all others, with a limit of the
+    original context. What is not is said.
+    """
+    family, options = BY_LENGTH[name]
+    rope = {**options["rope_parameters"], "factor": 4.0, "original_max_position_embeddings": 32}
+    sizes = {"max_position_embeddings": 32 if name == "dynamic" else 128, "rope_parameters": rope}
+    if name == "longrope":
+        sizes["original_max_position_embeddings"] = 32
+    path = make_checkpoint(tmp_path / "model", family, **sizes)
+    for longest, length in ((32, 32), (32, 9), (100, 100), (100, 9)):
+        caplog.clear()
+        with LLM(path, **{**SMALL, "max_model_len": longest}) as llm:
+            [score] = llm.score([TEXT[: length - 1]], use_tqdm=False)
+        following = torch.tensor(TEXT[1 : length - 1])[:, None]
+        # The last token is not looked at, but makes the text as long as the limit.
+        want = reference_logprobs(path, TEXT[:length])[: length - 2].gather(1, following)[:, 0]
+        difference = (torch.tensor(score.logprobs) - want).abs().max()
+        warned = [r for r in caplog.records if "goes by max_model_len, 100" in r.getMessage()]
+        assert (difference < 1e-4) == (longest == 32 or length == 100), (longest, length)
+        assert len(warned) == (longest == 100)
+
+
 LLAMA32 = RopeParameters(
     500000.0,
     64,
@@ -742,6 +777,9 @@ def test_of_a_model_that_sees_the_language_part_runs(
     (whole / "config.json").write_text(json.dumps({**outer, "text_config": config}))
     with LLM(whole, **SMALL) as llm:
         assert_greedy(text, PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    save_file({**tensors, "extra.weight": torch.zeros(3)}, whole / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not used by this model: extra\.weight"):
+        LLM(whole, **SMALL)
 
 
 def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:

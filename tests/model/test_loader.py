@@ -1,5 +1,6 @@
 """Checkpoint weights: every parameter filled, every tensor used, or an error that names them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import (
+    PROMPT,
     SMALL,
     assert_usable,
     checkpoint_fixture,  # noqa: F401
@@ -18,9 +20,11 @@ from checkpoints import (
     edit_tensors,
     greedy,
     make_checkpoint,
+    reference_logprobs,
 )
 from nanovllm import LLM
-from nanovllm.models.loader import checkpoint_shards
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.loader import checkpoint_shards, with_own_head
 from nanovllm.utils.files import INDEX
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
@@ -88,6 +92,50 @@ def test_saved_copies_of_tied_and_rotary_tensors_are_ignored(tmp_path):
     edit_tensors(path, lm_head__weight=embedding.clone(), **{inv_freq: torch.ones(16)})
     with LLM(path, **SMALL) as llm:
         assert_usable(llm, path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_own_head_of_a_model_that_should_be_tied_is_kept(family, tmp_path, caplog):
+    """It was dropped without a word. Transformers keeps it, and warns."""
+    path = make_checkpoint(tmp_path / "model", family, tie_word_embeddings=False)
+    edit_json(path / "config.json", tie_word_embeddings=True)
+    with LLM(path, **SMALL) as llm:
+        assert_usable(llm, path)
+        [score] = llm.score([PROMPT], use_tqdm=False)
+    wanted = reference_logprobs(path, PROMPT)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])
+    torch.testing.assert_close(torch.tensor(score.logprobs), wanted[:, 0], atol=1e-4, rtol=0)
+    ours = [record.message for record in caplog.records if record.name.startswith("nanovllm")]
+    [said] = [message for message in ours if "tie_word_embeddings" in message]
+    assert "lm_head.weight differs from model.embed_tokens.weight" in said
+
+
+def test_heads_that_differ_in_one_number_differ(tmp_path):
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True, vocab_size=5000)
+    config = ModelConfig.from_pretrained(str(path))
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    edit_tensors(path, lm_head__weight=head)
+    assert with_own_head(config, path) == config
+    head[-1, -1] += 1e-3
+    edit_tensors(path, lm_head__weight=head)
+    assert with_own_head(config, path) == dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def test_tied_model_may_have_its_matrix_as_the_head(tmp_path):
+    """Transformers ties to whichever of the two is there."""
+    path = make_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    matrix = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(path, model__embed_tokens__weight=None, lm_head__weight=matrix)
+    with LLM(path, **SMALL) as llm:
+        assert_usable(llm, path)
+
+
+def test_files_with_weights_that_are_not_read_are_named(sharded_dir, caplog):
+    save_file({Q_PROJ: torch.zeros(128, 64)}, sharded_dir / "model.safetensors")
+    (sharded_dir / "adapter_config.json").write_text("{}")
+    with LLM(sharded_dir, **SMALL):
+        pass
+    said = [record.message for record in caplog.records if "is not read" in record.message]
+    assert ["model.safetensors" in said[0], "adapter_config.json" in said[1]] == [True, True]
 
 
 def test_weights_are_converted_to_the_chosen_dtype(model_dir):

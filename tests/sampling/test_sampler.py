@@ -13,6 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
+from nanovllm.sampling_params import NO_TOKEN
 
 SEED = 3
 
@@ -44,15 +45,20 @@ def test_below_1e_5_the_first_largest_logit_is_taken() -> None:
     assert len(set(draw(logits, data._replace(temperatures=torch.full((n,), 1e-5))).tolist())) == 3
 
 
-def test_nan_is_never_drawn_and_infinity_always() -> None:
-    logits = make_logits(60, 40)
+def test_a_row_with_nan_has_no_token_and_infinity_is_always_drawn() -> None:
+    """NaN was token 0, or passed over. The table has 0 for the step that is launched already."""
+    logits = make_logits(80, 40)
     logits[:20] = torch.nan
-    logits[20:, 5:24] = torch.nan
-    logits[40:, 37] = torch.inf
+    logits[20:40, 5] = torch.nan
+    logits[40:60, 37] = torch.inf
+    logits[60:] = -torch.inf
+    logits[30:40, 7] = torch.inf
+    table = torch.full((80,), -5, dtype=torch.int32)
     for temperature in (0.0, 1.0):
-        drawn = draw(logits, metadata(temperature, [[1] * 60, range(60)], range(60))).tolist()
-        assert drawn[:20] == [0] * 20 and drawn[40:] == [37] * 20
-        assert not set(drawn) & set(range(5, 24))
+        data = metadata(temperature, [[1] * 80, range(80)], range(80))
+        drawn = Sampler(40, Group())(logits, data._replace(slots=torch.arange(80)), table)
+        assert drawn.tolist() == [NO_TOKEN] * 40 + [37] * 20 + [0] * 20
+        assert table.tolist() == [0] * 40 + [37] * 20 + [0] * 20
 
 
 def test_a_row_is_drawn_without_regard_to_the_others() -> None:
