@@ -1,7 +1,10 @@
 """`ExtraResults`: what comes with a step's tokens for those who asked, on its way to the host."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
@@ -27,9 +30,9 @@ class ExtraResults:
         pooled: torch.Tensor | None,
     ) -> None:
         self._plan = plan
-        self._logprobs = [to_host(part) for part in logprobs or ()]
-        self._prompt_logprobs = [to_host(part) for part in prompt_logprobs or ()]
-        self._pooled = None if pooled is None else to_host(pooled)
+        self._logprobs = [to_host(part).numpy() for part in logprobs or ()]
+        self._prompt_logprobs = [to_host(part).numpy() for part in prompt_logprobs or ()]
+        self._pooled = None if pooled is None else to_host(pooled).numpy()
 
     def give(self, scheduled: list[ScheduledSequence]) -> None:
         """Give the sequences of the step what is theirs. The tokens are there, and not booked."""
@@ -57,6 +60,6 @@ class ExtraResults:
                 scheduled[i].seq.embedding = vector
 
 
-def _entries(parts: list[torch.Tensor]) -> list[tuple[list[int], list[float], int]]:
+def _entries(parts: list[NDArray[Any]]) -> list[tuple[list[int], list[float], int]]:
     """For each token: ids, its own first, their log-probabilities, and its rank."""
     return list(zip(*(part.tolist() for part in parts), strict=True))
