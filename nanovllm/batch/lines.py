@@ -242,17 +242,17 @@ def lock(fd: int, path: Path) -> None:
     """
     try:
         import fcntl
-    except ImportError as error:
+    except ImportError:
         raise ValueError(
             f"{path} must be written on Linux or macOS, got a system without file locks (fcntl): "
             "leave the output out, and keep what the command prints"
-        ) from error
+        ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except BlockingIOError:
         raise BlockingIOError(
             f"{path} is being written by another process: wait for it, or choose another output"
-        ) from error
+        ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -89,7 +89,7 @@ class Parts:
                 raise ValueError(
                     f"{file} must hold results of this job: {error}; delete it, and its rows are "
                     "computed again"
-                ) from error
+                ) from None
         self._conform()  # a kill may have come in between
 
     def append(self, result: Result) -> None:

@@ -109,7 +109,7 @@ class ResumableSink:
         except ValueError as error:
             raise ValueError(
                 f"{file} must be JSON: {error}; remove it with its output, or choose another output"
-            ) from error
+            ) from None
         if changes := [*differences(old, json.loads(json.dumps(job)))]:
             raise ValueError(
                 f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "

@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         total = count_rows(args.input, kind, args.shard)
         call = _read_call(args, kind)
     except WRONG_NAMES as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from None
     except OSError as error:
         say(f"error: {error}")
         return FILE_FAILED
@@ -177,7 +177,7 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         try:
             check_package()
         except ImportError as error:  # of which each row would die
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error)) from None
     chat = {"chat": args.chat, "chat_template_kwargs": args.chat_template_kwargs}
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
