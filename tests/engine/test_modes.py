@@ -247,7 +247,8 @@ def test_the_default_dtype_is_that_of_no_table(name: str, tmp_path: Path) -> Non
         params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
         [output] = built.generate([prompt], params, use_tqdm=False)
     wanted = reference_logprobs(path, prompt)
-    found = [place[token].logprob for token, place in zip(prompt[1:], output.prompt_logprobs[1:])]
+    places = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    found = [place[token].logprob for token, place in places]
     right = wanted[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()
     assert found == pytest.approx(right, abs=1e-3)
 
