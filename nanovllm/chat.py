@@ -4,6 +4,7 @@ Imports no torch, and transformers only for tools that are functions; the tokeni
 engine.
 """
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ ARGUMENTS = {  # of apply_chat_template, which are no variables of the template
     *("conversation", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
+JINJA = ("<template>", "<unknown>")  # a template's name in frames; of one that cannot be read
 
 
 class ChatRenderer:
@@ -90,8 +92,8 @@ class ChatRenderer:
         except Exception as error:  # whatever the code in the template raises
             raise ValueError(
                 f"`{name}` cannot be rendered by the chat template "
-                f"({type(error).__name__}: {error})"
-            ) from error
+                f"({type(error).__name__}: {error}){_line_of(error)}"
+            ) from None
         # The template has written the special tokens: a tokenizer that adds them would do it twice.
         token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}
@@ -156,6 +158,13 @@ def _read_part(part: Any, name: str) -> str:
     return part["text"]
 
 
+def _line_of(error: Exception) -> str:
+    """Where in the template it was raised, in words; nothing for an error of other code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename in JINJA]
+    return f" in its line {lines[-1]}" if lines else ""
+
+
 def _read_tool(tool: Any, name: str) -> dict[str, Any]:
     if isinstance(tool, Mapping):
         return dict(tool)
@@ -167,7 +176,7 @@ def _read_tool(tool: Any, name: str) -> dict[str, Any]:
         raise TypeError(
             f"`{name}` must be a dictionary, or a function with types and a docstring, "
             f"got {tool!r}: {error}"
-        ) from error
+        ) from None
 
 
 def _is_list(value: Any) -> bool:

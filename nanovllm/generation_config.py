@@ -69,7 +69,7 @@ def read_sampling_params(model: str) -> SamplingParams:
             raise ValueError(
                 f"`{key}` of {Path(model) / GENERATION_CONFIG} is no default to sample by: "
                 f'{error}; correct it, or pass generation_config="vllm" to leave all of them out'
-            ) from error
+            ) from None
     return params
 
 

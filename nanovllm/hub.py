@@ -110,20 +110,20 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
         return snapshot_download(
             name, revision=revision, allow_patterns=_wanted(weights), ignore_patterns=NOT_WANTED
         )
-    except GatedRepoError as error:
+    except GatedRepoError:
         reason, remedy = "it is for those who have agreed to its terms", f"do so on {page}, and set"
         remedy += " HF_TOKEN to a token of yours"
-        cause: Exception = error
-    except RepositoryNotFoundError as error:
-        reason, cause = "the hub has no such name, or it is private", error
+    except RepositoryNotFoundError:
+        reason = "the hub has no such name, or it is private"
         remedy = "correct the name, or set HF_TOKEN to a token that may read it"
-    except RevisionNotFoundError as error:
-        reason, cause = f"it has no revision {revision!r}", error
+    except RevisionNotFoundError:
+        reason = f"it has no revision {revision!r}"
         remedy = f"see {page} for those that it has"
     except (OSError, HTTPError) as error:  # of the hub, of the network, of the disk
         reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
-        cause, remedy = error, "try again, or pass the directory of a checkpoint"
+        remedy = "try again, or pass the directory of a checkpoint"
         if constants.HF_HUB_OFFLINE:
             reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
             remedy = "unset it, or pass the directory of a checkpoint"
-    raise ValueError(f"`model` {name!r} cannot be had: {reason}; {remedy}") from cause
+    # Behind the block, or it would stand below some sixty lines of frames of the hub's library.
+    raise ValueError(f"`model` {name!r} cannot be had: {reason}; {remedy}")

@@ -363,7 +363,7 @@ def _schema_text(schema: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"`json` must be a JSON Schema, got {reprlib.repr(schema)}: {error}"
-        ) from error
+        ) from None
     if not is_object:
         raise ValueError(f"`json` must be a JSON Schema, which is an object, got {schema!r}")
     return text

@@ -183,7 +183,7 @@ def put_in(card: Card) -> None:
     """Have this process see the card, in the place of any GPU and of other ranks."""
     from nanovllm.distributed import bulk, peer_memory
     from nanovllm.distributed.group import Group
-    from nanovllm.engine import model_runner
+    from nanovllm.engine import executor, model_runner
     from nanovllm.engine.executor import Executor
     from nanovllm.layers import controlled_sampler
 
@@ -207,6 +207,7 @@ def put_in(card: Card) -> None:
     )
     cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     cuda.Stream = Stream
+    executor.without_modes = contextlib.nullcontext  # `OnCard` is one
     model_runner.CompileAhead = AtOnce
     model_runner.load_dummy = lambda model, seed: None
     controlled_sampler.upload_beside = lambda device, array: torch.from_numpy(array).to(device)

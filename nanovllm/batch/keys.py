@@ -1,27 +1,32 @@
-"""`KeySet`: which rows are known, in few bytes each."""
+"""`KeySet`: which rows are known, and what of each, in few bytes."""
 
 KEY_BYTES = 16
 EMPTY = bytes(KEY_BYTES)
 
 
 class KeySet:
-    """A set of keys of 16 bytes, for millions of rows.
+    """A set of keys of 16 bytes, each with a value of fixed size, for millions of rows.
 
-    A table with open addressing, at most two thirds full: 24 to 48 bytes for each key (half as many
-    again while it grows), where Python's own set takes some 100. A job has two: of the rows that
-    the sink has, and of the `custom_id`s that were read.
+    A table with open addressing, at most two thirds full: for each key 1.5 to 3 times the bytes of
+    key and value (half as many again while it grows), where Python's own set takes some 100. A job
+    has two: of the rows that the sink has, and of the `custom_id`s that were read.
+
+    Args:
+        value_bytes: size of a value; 0: there are none.
     """
 
-    def __init__(self) -> None:
-        self._slots, self._mask, self._count = bytearray(1024 * KEY_BYTES), 1023, 0
+    def __init__(self, value_bytes: int = 0) -> None:
+        self._width = KEY_BYTES + value_bytes
+        self._slots, self._mask, self._count = bytearray(1024 * self._width), 1023, 0
 
-    def add(self, key: bytes) -> bool:
-        """Whether the key is new."""
+    def add(self, key: bytes, value: bytes = b"") -> bool:
+        """Whether the key is new. The value of one that is not stays."""
         assert len(key) == KEY_BYTES and key != EMPTY, "keys are hashes of 16 bytes"
+        assert len(key) + len(value) == self._width, "values are of one size"
         at = self._place(key)
         if self._slots[at : at + KEY_BYTES] == key:
             return False
-        self._slots[at : at + KEY_BYTES] = key
+        self._slots[at : at + self._width] = key + value
         self._count += 1
         if 3 * self._count > 2 * self._mask:
             self._grow()
@@ -31,6 +36,11 @@ class KeySet:
         at = self._place(key)
         return self._slots[at : at + KEY_BYTES] == key
 
+    def value(self, key: bytes) -> bytes:
+        """That of a key which is there."""
+        at = self._place(key)
+        return bytes(self._slots[at + KEY_BYTES : at + self._width])
+
     def __len__(self) -> int:
         return self._count
 
@@ -38,7 +48,7 @@ class KeySet:
         """Where the key is, or where it would be."""
         slot = int.from_bytes(key[:8], "little") & self._mask
         while True:
-            at = slot * KEY_BYTES
+            at = slot * self._width
             found = self._slots[at : at + KEY_BYTES]
             if found in (key, EMPTY):
                 return at
@@ -46,9 +56,9 @@ class KeySet:
 
     def _grow(self) -> None:
         old, self._mask = self._slots, 2 * self._mask + 1
-        self._slots = bytearray((self._mask + 1) * KEY_BYTES)
-        for begin in range(0, len(old), KEY_BYTES):
+        self._slots = bytearray((self._mask + 1) * self._width)
+        for begin in range(0, len(old), self._width):
             key = bytes(old[begin : begin + KEY_BYTES])
             if key != EMPTY:
                 at = self._place(key)
-                self._slots[at : at + KEY_BYTES] = key
+                self._slots[at : at + self._width] = old[begin : begin + self._width]

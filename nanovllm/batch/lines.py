@@ -12,14 +12,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nanovllm.batch.results import Result
 
 logger = logging.getLogger(__name__)
 
-HEAD = re.compile(rb'\{"(?:_key|id)": "(?:batch_req_)?([0-9a-f]{32})", ')
+HEAD = re.compile(rb'\{"(?:_key|id)": "(?:batch_req_)?((?:[0-9a-f]{16}){2,3})", ')
 ANSWERED, FAILED = b', "error": null}\n', b"}\n"
 FAILED_ROW = b', "error": true}\n'
 SYNC_SECONDS = 10.0
@@ -51,7 +51,8 @@ class Lines:
         return self._size == 0
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """The keys of its results, and whether they carry an error; cuts off a torn end.
+        """What its results are known by (`Row.result_id`), and whether they carry an error; cuts
+        off a torn end.
 
         Raises:
             ValueError: for a line that is no result.
@@ -110,12 +111,17 @@ class Lines:
             os.fsync(self._fd)
             self._due = None
 
-    def drop_failed(self) -> None:
-        """Take out the results that carry an error, all at once, so that their rows are left."""
+    def drop(self, is_wanted: Callable[[bytes, bool], bool]) -> None:
+        """Take out results, all at once, so that their rows are left.
+
+        Args:
+            is_wanted: says of what `recover` gives whether it stays.
+        """
         fd = _open_locked(self._new_path)  # before it takes the other's place
         try:
             with self.path.open("rb") as old, open(fd, "wb", closefd=False) as new:
-                new.writelines(line for line in old if line.endswith(ANSWERED))
+                lines = zip(old, self.recover(), strict=True)
+                new.writelines(line for line, known in lines if is_wanted(*known))
             os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.fsync(fd)
             os.replace(self._new_path, self.path)
@@ -160,7 +166,7 @@ class Texts(Lines):
             raise
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """The keys of its results, and whether they failed; cuts off what only one file has.
+        """As of `Lines`; cuts off what only one file has.
 
         Raises:
             ValueError: for a line of `OUTPUT.job.rows` that is none of this job.
@@ -178,7 +184,7 @@ class Texts(Lines):
     def append(self, result: Result) -> None:
         """Write the text of a result; see `Lines.append`."""
         size = self._rows._size
-        self._rows._append(_row_line(result.row.key, result.error is not None))
+        self._rows._append(_row_line(result.row.result_id, result.error is not None))
         try:
             self._append(text_line(result))
         except BaseException:
@@ -198,10 +204,10 @@ class Texts(Lines):
             super().close()
 
 
-def _row_line(key: bytes, has_failed: bool) -> bytes:
+def _row_line(result_id: bytes, has_failed: bool) -> bytes:
     """What `Lines.recover` reads back as the same."""
     error = FAILED_ROW if has_failed else ANSWERED
-    return b'{"_key": "%b"%b' % (key.hex().encode(), error)
+    return b'{"_key": "%b"%b' % (result_id.hex().encode(), error)
 
 
 def text_line(result: Result) -> bytes:
@@ -242,17 +248,17 @@ def lock(fd: int, path: Path) -> None:
     """
     try:
         import fcntl
-    except ImportError as error:
+    except ImportError:
         raise ValueError(
             f"{path} must be written on Linux or macOS, got a system without file locks (fcntl): "
             "leave the output out, and keep what the command prints"
-        ) from error
+        ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except BlockingIOError:
         raise BlockingIOError(
             f"{path} is being written by another process: wait for it, or choose another output"
-        ) from error
+        ) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -202,7 +202,7 @@ def answer(
         }
         status, problem = 200, {}
     return {
-        "id": f"batch_req_{request_id}",
+        "id": f"batch_req_{row.result_id.hex()}",
         "custom_id": row.custom_id,
         "response": {"status_code": status, "request_id": request_id, "body": response},
         "error": problem or None,

@@ -13,14 +13,14 @@ such a column, and for one that comes later, the files before are written anew.
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nanovllm.batch.lines import lock, sync_directory
 from nanovllm.batch.reading import import_pyarrow
-from nanovllm.batch.results import Result
+from nanovllm.batch.results import Result, as_json
 
 PART_ROWS, PART_SECONDS = 4096, 60.0
 TEMPORARY = ".part.nanovllm.tmp"
@@ -71,7 +71,7 @@ class Parts:
         return not any(self.path.iterdir())
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """The keys of its results, and whether they carry an error.
+        """What its results are known by (`Row.result_id`), and whether they carry an error.
 
         Raises:
             ValueError: for a file that is none of this job.
@@ -89,7 +89,7 @@ class Parts:
                 raise ValueError(
                     f"{file} must hold results of this job: {error}; delete it, and its rows are "
                     "computed again"
-                ) from error
+                ) from None
         self._conform()  # a kill may have come in between
 
     def append(self, result: Result) -> None:
@@ -100,7 +100,7 @@ class Parts:
         """
         if not self._waiting:
             self._due = time.monotonic() + PART_SECONDS
-        values = {"_key": result.row.key.hex(), **result.to_dict(), "error": result.error}
+        values = {"_key": result.row.result_id.hex(), **result.to_dict(), "error": result.error}
         self._waiting.append({_text(name): value for name, value in values.items()})
         if len(self._waiting) >= PART_ROWS:
             self.flush()
@@ -155,14 +155,15 @@ class Parts:
             raise
         sync_directory(self.path)
 
-    def drop_failed(self) -> None:
-        """Take out the results that carry an error, file by file, so that their rows are left."""
+    def drop(self, is_wanted: Callable[[bytes, bool], bool]) -> None:
+        """Take out results, file by file, so that their rows are left; see `Lines.drop`."""
         for file in self._files():
             table = self._parquet.ParquetFile(file).read()
-            errors = table.column("error")
-            if errors.null_count == table.num_rows:
+            known = zip(table.column("_key"), table.column("error"), strict=True)
+            wanted = [is_wanted(bytes.fromhex(key.as_py()), e.is_valid) for key, e in known]
+            if all(wanted):
                 continue
-            kept = table.filter(errors.is_null())
+            kept = table.filter(self._pyarrow.array(wanted))
             if kept.num_rows:
                 self._write(kept, file)
             else:
@@ -210,8 +211,11 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Text as it is, another value as JSON. Half characters (lone surrogates), which UTF-8 does
-    not have, become escapes such as `\\ud800`.
+    """Text as it is, another value as JSON, and NaN by its name. Half characters (lone surrogates),
+    which UTF-8 does not have, become escapes such as `\\ud800`.
     """
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value) if isinstance(value, float) else as_json(value)
     return text.encode(errors="backslashreplace").decode()

@@ -157,10 +157,10 @@ def import_pyarrow() -> tuple[Any, Any]:
     try:
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
+    except ImportError:
         raise ValueError(
             'Parquet needs pyarrow, which is not installed: pip install "pyarrow>=14"'
-        ) from error
+        ) from None
     return pyarrow, pyarrow.parquet
 
 
@@ -187,7 +187,7 @@ def open_parquet(source: str | Path | IO[bytes]) -> list[Any]:
     try:
         return [parquet.ParquetFile(file) for file in files]
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{source} cannot be read as Parquet: {error}") from error
+        raise ValueError(f"{source} cannot be read as Parquet: {error}") from None
 
 
 def _parquet_rows(files: Iterable[Any], shard: tuple[int, int]) -> Iterator[Row]:
@@ -208,7 +208,7 @@ def _batches(files: Iterable[Any]) -> Iterator[Any]:
             try:
                 yield from file.iter_batches(batch_size=1024)
             except pyarrow.ArrowInvalid as error:
-                raise OSError(f"the input cannot be read as Parquet: {error}") from error
+                raise OSError(f"the input cannot be read as Parquet: {error}") from None
 
 
 def count_rows(path: str | Path, input_format: str, shard: tuple[int, int]) -> int | None:

@@ -1,7 +1,10 @@
 """`Result`: a row with its answer, and the line that tells of it."""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nanovllm.batch.openai_batch import answer
@@ -36,19 +39,19 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """What is written of it.
 
-        The fields of the row, over which these are laid: `_key` (what it is known by), `_row` (its
-        number), `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_generated_tokens`
-        (None without an answer) and `error` (None with one). Where more was asked for than one
-        text, `outputs` has all completions as `CompletionOutput.to_dict` gives them, and
-        `prompt_logprobs` is as in `RequestOutput.to_dict`. A request of OpenAI's batch format has
-        a result of that format.
+        The fields of the row, over which these are laid: `_key` (what it is known by; of a row with
+        a `custom_id` a hash of its contents follows), `_row` (its number), `generated_text`,
+        `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` (None without an answer) and
+        `error` (None with one). Where more was asked for than one text, `outputs` has all
+        completions as `CompletionOutput.to_dict` gives them, and `prompt_logprobs` is as in
+        `RequestOutput.to_dict`. A request of OpenAI's batch format has a result of that format.
         """
         if self.row.is_openai:
             was_refused = self.params is None
             return answer(self.row, self.output, self.error, self.model, was_refused)
         row = self.row
         values: dict[str, Any] = {"_key": None, "_row": None, **row.fields}
-        values |= {"_key": row.key.hex(), "_row": row.number, **self.answer()}
+        values |= {"_key": row.result_id.hex(), "_row": row.number, **self.answer()}
         values.pop("error")
         return {**values, "error": self.error}  # last: a line tells by its end whether it failed
 
@@ -70,11 +73,33 @@ class Result:
         return {**values, "error": self.error}
 
     def to_line(self) -> bytes:
-        """The same as a line of JSON in UTF-8. Values that JSON does not have, of tables, are
-        written as `str` does; half characters (lone surrogates) as escapes.
+        """The same as a line of JSON in UTF-8, see `as_json`. Half characters (lone surrogates) are
+        written as escapes.
         """
         values = self.to_dict()
         try:
-            return json.dumps(values, ensure_ascii=False, default=str).encode() + b"\n"
+            return as_json(values).encode() + b"\n"
         except UnicodeEncodeError:
-            return json.dumps(values, default=str).encode() + b"\n"
+            return as_json(values, ensure_ascii=True).encode() + b"\n"
+
+
+def as_json(value: Any, ensure_ascii: bool = False) -> str:
+    """JSON, which any reader takes: NaN and infinity, for which it has no numbers, are null. Other
+    values that it does not have, of tables, are written as `str` does.
+    """
+    write = partial(json.dumps, ensure_ascii=ensure_ascii, default=str, allow_nan=False)
+    try:
+        return write(value)
+    except ValueError:  # Python reads these two, where others have written them, and writes them
+        return write(_without_nan(value))
+
+
+def _without_nan(value: Any) -> Any:
+    """Lists and objects with null for numbers that are none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value

@@ -12,21 +12,24 @@ All other fields are the caller's own: the result carries them, and a warning na
 nearly called like a parameter.
 
 A row is known by its `custom_id` (a string or an integer), or without one by its number and
-content. Of rows with the same `custom_id` the first is computed; the others carry an error.
+content. Of rows with the same `custom_id` the first is computed; the others carry an error. A hash
+of the content goes with a `custom_id`, so that a row is told from another under the same one.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from nanovllm.batch.keys import KeySet
 from nanovllm.batch.params import from_json, whole, with_integers
 from nanovllm.sampling_params import FOREIGN_PARAMS, SamplingParams
 
 PARAMETERS = {field.name for field in fields(SamplingParams)} | set(FOREIGN_PARAMS)
+CONTENT_BYTES = 8
 CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
@@ -40,6 +43,7 @@ class Row:
         fields: its contents; empty if they could not be read.
         error: why it cannot be used; None if nothing is wrong so far.
         is_openai: it is a request of OpenAI's batch format, and so will its result be.
+        content: 8 bytes by which its contents are known; empty where `key` says them.
     """
 
     number: int
@@ -47,11 +51,17 @@ class Row:
     fields: Mapping[str, Any]
     error: str | None = None
     is_openai: bool = False
+    content: bytes = b""
 
     @property
     def custom_id(self) -> str | int | None:
         """What the caller calls it."""
         return _own_id(self.fields)
+
+    @property
+    def result_id(self) -> bytes:
+        """What its result begins with: the key, and the content if there is one."""
+        return self.key + self.content
 
 
 class Ask(NamedTuple):
@@ -91,9 +101,24 @@ def make_row(
         own_id = None
     if own_id is None:
         key = xxh3_128_digest(b"%d %b" % (number, content))
-    else:
-        key = xxh3_128_digest(f"custom_id {json.dumps(own_id)}".encode())
-    return Row(number, key, contents, error, is_openai)
+        return Row(number, key, contents, error, is_openai)
+    key = xxh3_128_digest(f"custom_id {json.dumps(own_id)}".encode())
+    return Row(number, key, contents, error, is_openai, _hash(contents, content))
+
+
+def _hash(values: Mapping[str, Any], content: bytes) -> bytes:
+    """A hash of what a row says, however it is written: its fields in any order, null as no field,
+    8.0 as 8. Of other `content`, if its fields are none of JSON's.
+    """
+    said = {name: value for name, value in values.items() if value is not None}
+    for name, value in said.items():
+        if isinstance(value, float) and value.is_integer():
+            said[name] = int(value)
+    if "messages" in said:
+        said["messages"] = read_messages(said["messages"])
+    with suppress(TypeError, ValueError, RecursionError):
+        content = json.dumps(said, sort_keys=True, default=str).encode()
+    return xxh3_64_digest(content)
 
 
 def _own_id(values: Mapping[str, Any]) -> Any:

@@ -3,7 +3,8 @@
 Beside the output stands `OUTPUT.job.json`, which says what made it: a job of another model or other
 parameters is refused. It is a file of its own so that the output has results only, for readers that
 take each line for a row. It is written under another name, and renamed, before the first result.
-Beside texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed.
+Beside texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed. A row that has
+changed under its `custom_id` is refused as well: a result has a hash of the row it was made of.
 
 Whatever moment the process is killed at, the output holds whole results, each row at most once, and
 the rows without one are computed next time. Lines are written as they come, and the disk is made to
@@ -22,14 +23,15 @@ from typing import IO, Any
 from typing_extensions import Self
 
 from nanovllm.batch.identity import differences
-from nanovllm.batch.keys import KeySet
+from nanovllm.batch.keys import KEY_BYTES, KeySet
 from nanovllm.batch.lines import Lines, Texts, sync_directory, temporary_path, text_line
 from nanovllm.batch.parts import Parts
 from nanovllm.batch.reading import format_of
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import Row, as_rows
+from nanovllm.batch.rows import CONTENT_BYTES, Row, as_rows
 from nanovllm.utils.checks import check_choice
 
+UNKNOWN = bytes(CONTENT_BYTES)  # the content of a row that is known by it, or of an older result
 OUTPUT_FORMATS = ("jsonl", "parquet", "text")
 STORES: dict[str, Callable[[Path], Lines | Parts]] = {
     "jsonl": Lines,
@@ -82,13 +84,17 @@ class ResumableSink:
             self._check_job({**(job or {}), "output_format": kind})
             self._recover()
             if retry_errors and self.num_errors:
-                self._store.drop_failed()
+                self._store.drop(lambda _, has_failed: not has_failed)
                 self._recover()
         except BaseException:
             self._store.close()
             raise
 
     def _check_job(self, job: dict[str, Any]) -> None:
+        try:
+            job = json.loads(json.dumps(job, allow_nan=False))  # NaN would differ from itself
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`job` must be what JSON can hold, got {job!r}: {error}") from None
         file = self.path.with_name(f"{self.path.name}.job.json")
         if self._store.is_empty():
             new = temporary_path(file)
@@ -109,8 +115,8 @@ class ResumableSink:
         except ValueError as error:
             raise ValueError(
                 f"{file} must be JSON: {error}; remove it with its output, or choose another output"
-            ) from error
-        if changes := [*differences(old, json.loads(json.dumps(job)))]:
+            ) from None
+        if changes := [*differences(old, job)]:
             raise ValueError(
                 f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "
                 "output, or say the same again"
@@ -118,39 +124,93 @@ class ResumableSink:
 
     def _recover(self) -> None:
         """Read back what is finished."""
-        self._found, self._written = KeySet(), KeySet()
+        self._found, self._written = KeySet(CONTENT_BYTES), KeySet()
         self.num_finished = self.num_errors = self._num_met = 0
-        for key, has_failed in self._store.recover():
-            if not self._found.add(key):
+        self._knows_contents = False
+        for result_id, has_failed in self._store.recover():
+            key, content = result_id[:KEY_BYTES], result_id[KEY_BYTES:] or UNKNOWN
+            if not self._found.add(key, content):
                 raise ValueError(f"{self.path} must have a row once, got {key.hex()} twice")
             self.num_finished += 1
             self.num_errors += has_failed
+            self._knows_contents |= content != UNKNOWN
 
     def unfinished(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
         """The rows of a job, as `run` takes them, without those that are finished.
 
         Raises:
-            ValueError: if the output is one of texts, and the input has changed before their end.
+            ValueError: where it comes to a finished row that has changed under its `custom_id`; if
+                the output is one of texts, and the input has changed before their end.
         """
         self._num_met = 0
         self._order.clear()
         rows = as_rows(rows)
         if self.ordered:
-            for number, (key, _) in enumerate(self._store.recover()):
+            for number, (result_id, _) in enumerate(self._store.recover()):
                 row = next(rows, None)
-                if row is None or row.key != key:
+                if row is None or row.key != result_id[:KEY_BYTES]:
                     raise ValueError(
                         f"row {number} of the input must be that of line {number + 1} of "
                         f"{self.path}, got {'another' if row else 'none'}: choose another output"
                     )
+                self._check_content(row)
             self._num_met = len(self._found)
         for row in rows:
             if row.key in self._found:
+                self._check_content(row)
                 self._num_met += 1
             elif row.key not in self._written:
                 if self.ordered:
                     self._order.append(row.key)
                 yield row
+
+    def check(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> None:
+        """Look for rows that have changed before any is computed: `unfinished` comes to them in
+        their order. It reads the rows to their end, if there may be some.
+
+        Raises:
+            ValueError: as `unfinished`.
+        """
+        if self._knows_contents:
+            deque(self.unfinished(rows), maxlen=0)
+
+    def drop_changed(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> int:
+        """Take the results of rows that have changed under their `custom_id` out of the output, so
+        that they are computed again. Returns how many there were. To be called before `write`.
+
+        Raises:
+            ValueError: if the output is one of texts.
+        """
+        if self.ordered:
+            raise ValueError(
+                "results cannot be taken out of texts, whose lines have their places: write JSON "
+                "lines, or choose another output"
+            )
+        changed = KeySet()
+        if self._knows_contents:
+            for row in filter(self._has_changed, as_rows(rows)):
+                changed.add(row.key)
+        if len(changed):
+            self._store.drop(lambda result_id, _: result_id[:KEY_BYTES] not in changed)
+            self._recover()
+        return len(changed)
+
+    def _has_changed(self, row: Row) -> bool:
+        """Since its result was computed. Of results without a hash of contents nobody can say."""
+        if not row.content or row.key not in self._found:
+            return False
+        return self._found.value(row.key) not in (UNKNOWN, row.content)
+
+    def _check_content(self, row: Row) -> None:
+        if self._has_changed(row):
+            remedy = "choose another output"
+            if not self.ordered:
+                remedy += ", or have such rows computed again: --recompute-changed, `drop_changed`"
+            raise ValueError(
+                f"row {row.number} (the first is 0) must be as it was when its result in "
+                f"{self.path} was computed, got another under the `custom_id` {row.custom_id!r}: "
+                f"{remedy}"
+            )
 
     @property
     def num_strangers(self) -> int:

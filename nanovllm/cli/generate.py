@@ -20,9 +20,10 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -82,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute rows again whose result in the output is an error",
     )
+    add(
+        "--recompute-changed",
+        action="store_true",
+        help="compute rows again that have changed under the same custom_id since their result in "
+        "the output",
+    )
     add("--chat", action="store_true", help="prompts are messages of a user, not texts to go on")
     add("--chat-template", metavar="FILE", help="a Jinja template, for the checkpoint's own")
     add(
@@ -105,6 +112,8 @@ class _Call:
         chat: arguments of `nanovllm.batch.run` about chats.
         rows: the input.
         is_piped: it is standard input.
+        read_again: reads it once more; None where only files can be read twice.
+        recomputes: rows that have changed, instead of refusing them.
         ordered: results are wanted in the order of the rows.
         sink: the output.
     """
@@ -115,6 +124,8 @@ class _Call:
     chat: dict[str, Any]
     rows: Iterator[Row]
     is_piped: bool
+    read_again: Callable[[], Iterator[Row]] | None
+    recomputes: bool
     ordered: bool
     sink: ResumableSink | StreamSink
 
@@ -138,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         total = count_rows(args.input, kind, args.shard)
         call = _read_call(args, kind)
     except WRONG_NAMES as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from None
     except OSError as error:
         say(f"error: {error}")
         return FILE_FAILED
@@ -177,12 +188,18 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         try:
             check_package()
         except ImportError as error:  # of which each row would die
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error)) from None
     chat = {"chat": args.chat, "chat_template_kwargs": args.chat_template_kwargs}
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
             chat["chat_template"] = file.read()
-    rows = read_rows(args.input, kind, shard=args.shard)
+    read = partial(read_rows, args.input, kind, shard=args.shard)
+    rows, again = read(), read if os.path.isfile(args.input) or os.path.isdir(args.input) else None
+    if args.recompute_changed and (again is None or args.output == STANDARD):
+        raise ValueError(
+            "--recompute-changed reads the input twice, and needs an output that is a file: pass "
+            f"--input FILE and --output FILE, got {args.input} and {args.output}"
+        )
     if args.output != STANDARD:
         shard = "/".join(map(str, args.shard))
         job = describe_job(config, params, **chat, input_format=kind, shard=shard)
@@ -195,8 +212,8 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         raise ValueError("--output must be a directory for Parquet, got standard output")
     else:
         sink = StreamSink(sys.stdout.buffer, args.output_format or "jsonl")
-    is_piped, ordered = args.input == STANDARD, args.ordered or sink.ordered
-    return _Call(config, options, params, chat, rows, is_piped, ordered, sink)
+    how = args.input == STANDARD, again, args.recompute_changed, args.ordered or sink.ordered
+    return _Call(config, options, params, chat, rows, *how, sink)
 
 
 def _answer(call: _Call, report: Report) -> int:
@@ -204,7 +221,9 @@ def _answer(call: _Call, report: Report) -> int:
 
     Raises:
         OSError: if a result cannot be written.
+        ValueError: for a row that is not that of its result.
     """
+    _look_for_changes(call)
     left = call.sink.unfinished(call.rows)
     if (first := next(left, None)) is None:
         return ANSWERED  # without loading the model
@@ -250,6 +269,22 @@ def _answer(call: _Call, report: Report) -> int:
         return ANSWERED if stop.signum is None else BY_SIGNAL + stop.signum
 
 
+def _look_for_changes(call: _Call) -> None:
+    """Compare rows with those of finished results, before anything is computed. Rows that can be
+    read once only are compared as they come.
+
+    Raises:
+        OSError, ValueError: as `ResumableSink.check` and `drop_changed`.
+    """
+    sink = call.sink
+    if call.read_again is None or not isinstance(sink, ResumableSink) or not sink.num_finished:
+        return
+    if not call.recomputes:
+        sink.check(call.read_again())
+    elif count := sink.drop_changed(call.read_again()):
+        say(f"rows that have changed, and are computed again: {count:,}")
+
+
 class _FileError(Exception):
     """Input or output failed, and not the engine: `error` says how."""
 
@@ -267,7 +302,10 @@ def _files() -> Iterator[None]:
 
 def _reading(rows: Iterator[Row]) -> Iterator[Row]:
     with _files():
-        yield from rows
+        try:
+            yield from rows
+        except ValueError as error:  # a row that has changed, in a pipe
+            raise OSError(str(error)) from None
 
 
 class _Stop:

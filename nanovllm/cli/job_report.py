@@ -31,7 +31,7 @@ class Report:
         self._first_error = ""
 
     def __enter__(self) -> "Report":
-        self._began = time.perf_counter()
+        self._before, self._began = self._sink.num_finished, time.perf_counter()
         options = {"desc": "Generating", "unit": "row", "smoothing": 0}  # rates over all the time
         self._bar = tqdm(total=self._total, initial=self._before, **options)
         return self

@@ -123,9 +123,14 @@ def number(text: str) -> float:
 def json_value(text: str) -> Any:
     """What a flag for a list or an object takes."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
+
+
+def _refuse(name: str) -> None:
+    """Python reads NaN and Infinity, which are no JSON, and NaN is unlike itself."""
+    raise ValueError(f"{name} is no number there")
 
 
 def object_value(text: str) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         from nanovllm.report.page import page
     except ImportError as error:
-        raise ValueError(f'the page needs plotly ({error}): pip install "plotly>=6"') from error
+        raise ValueError(f'the page needs plotly ({error}): pip install "plotly>=6"') from None
     try:
         output.write_text(page(summary, source.name), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--output cannot be written: {error}") from error
+        raise ValueError(f"--output cannot be written: {error}") from None
     print(f"\n{output}")
     return 0

@@ -27,7 +27,7 @@ class Gloo:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = MEETING  # one that dies now would be waited for
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, dtype=torch.float32))
         self._group._set_default_timeout(FOREVER)
 
     def all_reduce(self, x: torch.Tensor) -> None:

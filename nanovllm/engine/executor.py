@@ -26,6 +26,7 @@ from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.interrupts import uninterrupted
+from nanovllm.utils.modes import without_modes
 
 
 class Executor:
@@ -73,7 +74,7 @@ class Executor:
         Raises:
             WorkerError: if a worker dies meanwhile.
         """
-        with self._all_or_none():
+        with self._all_or_none(), without_modes():
             self.model_runner = ModelRunner(
                 self._config, self._model_config, self._group, self._connect
             )
@@ -103,7 +104,7 @@ class Executor:
         if self._workers is not None:
             with self._all_or_none(Exception):  # Ctrl-C does no harm here
                 self._workers.wait_for_room()
-        with uninterrupted(), self._all_or_none():
+        with uninterrupted(), self._all_or_none(), without_modes():
             if self._workers is not None:
                 self._workers.call("run", plan)
             try:

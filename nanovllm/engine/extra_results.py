@@ -1,9 +1,11 @@
 """`ExtraResults`: what comes with a step's tokens for those who asked, on its way to the host."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
@@ -30,9 +32,9 @@ class ExtraResults:
         pooled: torch.Tensor | None,
     ) -> None:
         self._plan = plan
-        self._logprobs = [to_host(part) for part in logprobs or ()]
-        self._prompt_logprobs = [to_host(part) for part in prompt_logprobs or ()]
-        self._pooled = None if pooled is None else to_host(pooled)
+        self._logprobs = [to_host(part).numpy() for part in logprobs or ()]
+        self._prompt_logprobs = [to_host(part).numpy() for part in prompt_logprobs or ()]
+        self._pooled = None if pooled is None else to_host(pooled).numpy()
 
     def give(self, scheduled: list[ScheduledSequence], token_ids: list[int]) -> None:
         """Give the sequences of the step what is theirs. What is NaN is an error of theirs.
@@ -64,7 +66,7 @@ class ExtraResults:
                             scheduled[i].seq.error = NOT_NUMBERS
         if self._pooled is not None:
             ended = [i for i, _ in plan.pooling.T.tolist() if plan.samples[i]]
-            lost = self._pooled.isnan().any(1).tolist()
+            lost = np.isnan(self._pooled).any(1).tolist()
             for i, vector, is_lost in zip(ended, self._pooled.tolist(), lost, strict=True):
                 if is_lost:
                     scheduled[i].seq.error = NOT_NUMBERS
@@ -72,6 +74,6 @@ class ExtraResults:
                     scheduled[i].seq.embedding = vector
 
 
-def _entries(parts: list[torch.Tensor]) -> list[tuple[list[int], list[float], int]]:
+def _entries(parts: list[NDArray[Any]]) -> list[tuple[list[int], list[float], int]]:
     """For each token: ids, its own first, their log-probabilities, and its rank."""
     return list(zip(*(part.tolist() for part in parts), strict=True))

@@ -117,7 +117,7 @@ def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[
         reason: object = error
         if re.search("[\ud800-\udfff]", text):
             reason = "it has lone surrogates, which are no characters"
-        raise ValueError(f"`{name}` cannot be tokenised: {reason}") from error
+        raise ValueError(f"`{name}` cannot be tokenised: {reason}") from None
 
 
 def check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -195,12 +195,12 @@ class ModelRunner:
         """Allocate the pool and give each layer its part."""
         try:
             self.pool.allocate(self.num_blocks)
-        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:  # numpy's and torch's
+        except (MemoryError, ValueError, torch.OutOfMemoryError):  # numpy's and torch's
             size = self.num_blocks * self.pool.block_bytes / memory.GIB
             raise ValueError(
                 f"a KV cache of {self.num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
                 "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
-            ) from error
+            ) from None
         self.pool.log(self.max_model_len)
 
     def capture_cudagraph(self, activations: int) -> None:

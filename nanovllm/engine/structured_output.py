@@ -194,11 +194,11 @@ def check_package() -> None:
     """ImportError, with what to do, if the package for grammars is missing."""
     try:
         import llguidance  # noqa: F401
-    except ImportError as error:
+    except ImportError:
         raise ImportError(
             "`structured_outputs` must be None without the package llguidance: "
             'pip install "llguidance>=1.8,<2"'
-        ) from error
+        ) from None
 
 
 class GrammarCompiler:
@@ -243,7 +243,7 @@ class GrammarCompiler:
             raise ValueError(
                 f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
                 f"{_reason(kind, str(error))}"
-            ) from error
+            ) from None
         known = frozenset(tokenizer.eos_tokens)
         return Grammar(matcher, known) if ignore_eos else Grammar(matcher, ends, ends ^ known)
 
@@ -300,7 +300,7 @@ class GrammarCompiler:
             raise ValueError(
                 "`structured_outputs` must be None with this tokenizer, a "
                 f"{type(tokenizer).__name__}: {error}"
-            ) from error
+            ) from None
 
 
 def _lark(name: str, value: Any) -> str:
@@ -323,7 +323,7 @@ def _lark(name: str, value: Any) -> str:
             text = re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", _character, value)
             return gbnf_to_lark(text)
         except Exception as error:  # its own are of no narrower kind
-            raise ValueError(str(error)) from error
+            raise ValueError(str(error)) from None
     return value
 
 

@@ -50,7 +50,7 @@ class TraceFile:
             reason = "another engine is writing it" if is_taken else error.strerror
             raise ValueError(
                 f"`trace` must be a file that can be written, got {path!r}: {reason}"
-            ) from error
+            ) from None
         self._fd: int | None = fd
 
     def write(self, lines: list[str]) -> None:

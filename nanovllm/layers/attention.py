@@ -145,7 +145,9 @@ class Attention(Layer):
 
         def attend(parts: int, num_rows: int, by_itself: bool) -> None:
             rows, ints = (num_rows, heads, self.head_dim), zeros(num_rows, dtype=torch.int32)
-            qkv = zeros(parts, *rows) if parts > 1 else zeros(rows, dtype=dtype)
+            qkv = zeros(rows, dtype=dtype)
+            if parts > 1:
+                qkv = zeros(parts, *rows, dtype=torch.float32)
             how, cache = self._norm_rope(ints, ints), KVCache.empty(shape, cache_dtype, device)
             if by_itself:
                 self._own_decode(qkv, how, cache, Context(num_rows, ints, ints, ints[:, None]))

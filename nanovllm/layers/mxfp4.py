@@ -32,8 +32,9 @@ class BlocksShard(Shard):
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
         """Bytes of a matrix -> float32 numbers."""
-        values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=stored.device)
-        return values[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
+        values = [*VALUES, *(-value for value in VALUES)]
+        table = torch.tensor(values, dtype=torch.float32, device=stored.device)
+        return table[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
 
     def put_matrix(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         """Fill a matrix of the target."""

@@ -38,7 +38,8 @@ def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
         return _between(plain, rope.factor, 1 - _yarn_ramp(rope))
     if rope.rope_type == "longrope":
         factors = rope.long_factor if is_stretched else rope.short_factor
-        return 1.0 / (torch.tensor(factors) * theta ** (torch.arange(0, R, 2).float() / R))
+        own = torch.tensor(factors, dtype=torch.float32)
+        return 1.0 / (own * theta ** (torch.arange(0, R, 2).float() / R))
     return plain
 
 

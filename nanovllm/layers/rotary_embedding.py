@@ -34,7 +34,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         half, turned = head_dim // 2, rope.rotary_dim // 2
         positions = torch.arange(num_positions, dtype=torch.float32)
-        cos, sin = torch.ones(num_positions, half), torch.zeros(num_positions, half)
+        cos = torch.ones(num_positions, half, dtype=torch.float32)
+        sin = torch.zeros_like(cos)
         if rope.rope_type != "none":
             angles = torch.outer(positions, frequencies(rope, num_positions))
             cos[:, :turned] = angles.cos() * rope.attention_factor

@@ -109,7 +109,8 @@ def sample_on_cpu(
         own = torch.from_numpy(noise[vocab.start : vocab.stop])
         scores[row].div_(metadata.temperatures[row]).sub_(own.log_())
     if not len(vocab):
-        columns, best = torch.zeros(len(scores)), scores.new_full((len(scores),), -torch.inf)
+        columns = torch.zeros(len(scores), dtype=torch.int64)
+        best = scores.new_full((len(scores),), -torch.inf)
     else:
         best, columns = scores.max(dim=-1)
     tokens = (columns + vocab.start).to(torch.int32).masked_fill_(lost, NO_TOKEN)

@@ -98,7 +98,7 @@ def _open(file: Path) -> Iterator[Any]:
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} is not a complete safetensors file ({error}): download it again"
-        ) from error
+        ) from None
     with tensors as opened:
         yield opened
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from nanovllm.report.bins import Bins
-from nanovllm.report.findings import host_shares
+from nanovllm.report.findings import host_shares, percent
 from nanovllm.report.reading import Floats
 from nanovllm.report.summary import Summary
 from nanovllm.report.words import duration
@@ -85,12 +85,26 @@ def sequences(summary: Summary) -> Chart:
         ends = [0, float(bins.edges[-1])]
         limit = go.Scatter(x=ends, y=[most, most], name="max_num_seqs", mode="lines", line=line)
         figure.add_trace(limit, row=1, col=1)
-    text = f"Sequences that ran, of {most:,} that may (max_num_seqs). None waited."
+    text = f"Sequences that ran, of {most:,} that may (max_num_seqs). "
     if waits.any():
         _area(figure, bins, waits, "waiting", ORANGE, row=2)
         _count_whole(figure, waits.max(), row=2)
-        text = text.replace("None waited.", "Below, those that waited for that.")
+        text += f"Below, those that waited; reasons of the first of them: {_reasons(summary)}."
+    else:
+        text += "None waited."
     return Chart("sequences", "Batch occupancy", text, figure)
+
+
+def _reasons(summary: Summary) -> str:
+    """Why the first in the queue waited, with shares of the time that it did, the largest first."""
+    engines, seconds = summary.trace.engines, dict[str, float]()
+    for reason, (name, _) in HELD_BY.items():
+        seconds[name] = sum(
+            float(each["seconds"][each.held_by == reason].sum()) for each in engines
+        )
+    total = sum(seconds.values())
+    names = sorted(filter(seconds.get, seconds), key=lambda name: -seconds[name])
+    return ", ".join(f"{name} ({percent(seconds[name] / total)})" for name in names)
 
 
 def pool(summary: Summary) -> Chart:

@@ -117,9 +117,9 @@ def read_trace(path: str) -> Trace:
             sequence["arrived"] = (sequence["arrived"] - origin) * US
         engines = [_engine(process, origin) for process in busy]
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _no_trace(path) from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise _no_trace(path) from None
     if BEGAN not in seen:
         raise _no_trace(path)
     if not engines:

@@ -46,7 +46,7 @@ def load_tokenizer(model: str) -> Any:
         raise ValueError(
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
-        ) from error
+        ) from None
 
 
 def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:

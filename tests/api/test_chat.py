@@ -388,6 +388,14 @@ def test_template_that_fails_names_the_conversation(template, reason, llm):
     assert llm.metrics() == before
 
 
+@pytest.mark.parametrize("wrong", ["{{ nobody.name }}", "{% if %}", "{{ messages[0].role + 5 }}"])
+def test_the_line_of_a_template_that_fails_is_named(wrong, llm):
+    """The frames of Jinja, which have it, are not shown."""
+    with pytest.raises(ValueError) as caught:
+        llm.chat(HELLO, chat_template="{# one #}\n{{ 'two' }}\n" + wrong + "\nfour")
+    assert str(caught.value).endswith(") in its line 3")
+
+
 def test_prompt_that_cannot_run_names_the_conversation(llm):
     before = llm.metrics()
     for content, reason in (

@@ -127,6 +127,58 @@ def test_some_rows_are_wrong(command, tmp_path):
     assert sorted(line["_row"] for line in lines(path)) == [0, 1, 2, 3]
 
 
+def test_rows_that_were_edited(command, tmp_path):
+    """Are refused before anything is computed, or computed again if that is asked for."""
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = ["127+345=", "reverse: hello =", "1+1="]
+
+    def write(prompts):
+        rows = [{"custom_id": f"r{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(prompts[:2])
+    options = ("--input", file, "--output", path, *GREEDY)
+    assert command(*options)[0] == 0
+    before = path.read_bytes()
+    write([prompts[2], prompts[1], prompts[2]])  # the second is as it was
+    code, said = command(*options)
+    assert code == 2 and said.count("\n") == 1
+    assert "row 0 (the first is 0) must be as it was" in said and "`custom_id` 'r0'" in said
+    assert "--recompute-changed" in said and path.read_bytes() == before
+    piped = ("--input", "-", *options[2:])
+    code, said = command(*piped, "--recompute-changed", stdin=str(file))
+    assert code == 2 and "--recompute-changed reads the input twice" in said
+    code, said = command(*options, "--recompute-changed")
+    assert code == 0, said
+    assert "rows that have changed, and are computed again: 1\n" in said
+    assert "3 of 3 rows" in said and "2 rows in" in said
+    texts = {line["custom_id"]: line["generated_text"] for line in lines(path)}
+    assert (texts["r1"], len(lines(path))) == ("olleh", 3)
+    write([prompts[2], prompts[1], "reverse: engine =", "reverse: token ="])
+    code, said = command(*piped, stdin=str(file))  # the third has changed
+    assert code == 2 and "`custom_id` 'r2'" in said and len(lines(path)) == 3
+    rows = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([rows[3], *rows[:3]]))  # the new one comes first
+    before = path.read_bytes()
+    code, said = command(*options)
+    assert code == 2 and "`custom_id` 'r2'" in said and path.read_bytes() == before
+    code, said = command(*piped, stdin=str(file))
+    assert code == 4 and "`custom_id` 'r2'" in said and "Traceback" not in said
+
+
+def test_numbers_that_json_has_not(command, tmp_path):
+    """Python reads and writes NaN, and other readers stop there."""
+    file, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "127+345=", "mine": NaN, "more": {"a": [1.5, -Infinity]}}\n')
+    options = ("--input", file, "--output", path, *GREEDY)
+    assert command(*options)[0] == 0
+    [line] = path.read_text().splitlines()
+    value = json.loads(line, parse_constant=pytest.fail)
+    assert value["generated_text"] == "472"
+    assert (value["mine"], value["more"]) == (None, {"a": [1.5, None]})
+    assert command(*options)[0] == 0
+
+
 def test_openais_format_and_shards(command, tmp_path):
     file, body = tmp_path / "in.jsonl", {"model": "m", "prompt": "127+345=", "max_tokens": 5}
     rows = [

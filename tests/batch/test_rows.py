@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import re
 from typing import get_type_hints
 
@@ -40,6 +41,16 @@ def test_key_set_is_a_set(numbers):
     assert len(known) == len(expected)
     assert all(key in known for key in keys)
     assert bytes([255] * 15 + [254]) in known or bytes([255] * 15 + [254]) not in expected
+
+
+def test_values_stay_with_their_keys():
+    """In a table that grows."""
+    numbers, known = random.Random(0), KeySet(3)
+    values = {numbers.randbytes(16): numbers.randbytes(3) for _ in range(5000)}
+    for key, value in values.items():
+        assert known.add(key, value)
+    for key, value in values.items():
+        assert not known.add(key, b"new") and known.value(key) == value
 
 
 def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():
@@ -161,6 +172,34 @@ def test_rows_are_known_by_their_id_else_by_number_and_content():
     assert moved[2].key not in keys
     number, text = rows_of(b'{"custom_id": 1}\n', b'{"custom_id": "1"}\n')
     assert number.key != text.key
+
+
+def test_contents_are_known_whatever_they_are_written_like():
+    """By a `custom_id` alone, a row that was edited was the old one."""
+    same = [
+        b'{"custom_id": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}\n',
+        b'{"max_tokens":8,  "messages":[{"content":"\\u0078","role":"user"}],"custom_id":"a"}\n',
+        b'{"custom_id": "a", "messages": [{"role": "user", "content": "x", "name": null}], '
+        b'"max_tokens": 8.0, "top_p": null}\n',  # as tables have it
+    ]
+    others = [
+        same[0].replace(b'"x"', b'"X"'),
+        same[0].replace(b"8", b"9"),
+        same[0].replace(b"8", b"true"),
+        same[0].replace(b"}\n", b', "label": 1}\n'),
+        same[0].replace(b'"user"', b'"system"'),
+    ]
+    contents = [rows_of(line)[0].content for line in same]
+    assert len(set(contents)) == 1 and len(contents[0]) == 8
+    different = [rows_of(line)[0].content for line in others]
+    assert len({*different, contents[0]}) == len(others) + 1
+    [from_python] = as_rows([json.loads(same[0])])
+    assert from_python.content == contents[0]
+    assert rows_of(b'{"prompt": "x"}\n')[0].content == b""
+    deep = b'{"custom_id": "a", "mine": ' + b"[" * 700 + b"]" * 700 + b"}\n"
+    assert len(rows_of(deep)[0].content) == 8
+    [odd] = as_rows([{"custom_id": "a", "mine": {1: 2, "b": 3}}])
+    assert len(odd.content) == 8
 
 
 def test_ids_that_come_again_are_errors_of_their_own_rows():

@@ -1,7 +1,9 @@
 """The output of a job that is killed, and comes back. No engine here: results are made up."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +129,121 @@ def test_errors_are_kept_and_tried_again_when_that_is_asked_for(tmp_path, kind):
     assert sorted(numbers(path)) == [*range(8)]
     with pytest.raises(ValueError, match="`retry_errors`"):
         ResumableSink(tmp_path / "out.txt", retry_errors=True)
+
+
+def named_rows(directory, prompts, is_openai=False):
+    """With ids "r0", "r1", ..."""
+    rows = [{"custom_id": f"r{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
+    if is_openai:
+        ask = {"method": "POST", "url": "/v1/completions"}
+        rows = [{"custom_id": row.pop("custom_id"), **ask, "body": row} for row in rows]
+    file = directory / "in.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*read_rows(file)]
+
+
+def contents(path):
+    """All that lies in an output."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [file.read_bytes() for file in files]
+
+
+CASES = [(kind, is_openai) for kind in FORMATS for is_openai in (False, True)][:-1]
+
+
+@pytest.mark.parametrize(("kind", "is_openai"), CASES)
+def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
+    """Under the same `custom_id`. The old result stayed, and nothing was said."""
+    path = output(tmp_path, kind)
+    finish(path, named_rows(tmp_path, "abcd", is_openai), 3)
+    before = contents(path)
+    edited = named_rows(tmp_path, "aBcd", is_openai)
+    with ResumableSink(path) as sink:
+        for look in (sink.check, lambda rows: [*sink.unfinished(rows)]):
+            with pytest.raises(ValueError) as caught:
+                look(iter(edited))
+            said = str(caught.value)
+            assert said.startswith("row 1 (the first is 0) must be as it was when its result in ")
+            assert "got another under the `custom_id` 'r1': choose another output" in said
+            assert said.endswith("`drop_changed`") == (kind != "text")
+        sink.check(named_rows(tmp_path, "abcD", is_openai))  # which has no result yet
+    assert contents(path) == before
+    same = [json.dumps(dict(reversed(row.fields.items()))) + "\n" for row in edited]
+    same[1] = same[1].replace("B", "b")
+    (tmp_path / "in.jsonl").write_text("".join(same))
+    assert finish(path, [*read_rows(tmp_path / "in.jsonl")]) == 1
+
+
+@pytest.mark.parametrize("is_openai", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_that_were_edited_are_computed_again(tmp_path, kind, is_openai, monkeypatch):
+    monkeypatch.setattr("nanovllm.batch.parts.PART_ROWS", 2)
+    path, answered = output(tmp_path, kind), []
+    finish(path, named_rows(tmp_path, "abcde", is_openai), 4)
+    rows = named_rows(tmp_path, "aBCdE", is_openai)
+    with ResumableSink(path) as sink:
+        assert sink.drop_changed(iter(rows)) == 2
+        assert sink.num_finished == 2
+        for row in sink.unfinished(iter(rows)):
+            answered.append(row.number)
+            sink.write(answer(row))
+        assert sink.num_finished == 5 and sink.num_strangers == 0
+    assert answered == [1, 2, 4]
+    with ResumableSink(path) as sink:
+        assert sink.drop_changed(iter(rows)) == 0
+        assert [*sink.unfinished(iter(rows))] == []
+    if not is_openai:
+        assert sorted(numbers(path)) == [*range(5)]
+
+
+def test_texts_have_no_results_taken_out(tmp_path):
+    path = output(tmp_path, "text")
+    finish(path, named_rows(tmp_path, "ab"))
+    before = contents(path)
+    with ResumableSink(path) as sink, pytest.raises(ValueError, match="write JSON lines"):
+        sink.drop_changed(named_rows(tmp_path, "aB"))
+    assert contents(path) == before
+
+
+def test_a_row_that_failed_may_be_mended(tmp_path):
+    """Its result is taken out before rows are compared."""
+    path = output(tmp_path, "jsonl")
+    first, second = named_rows(tmp_path, "ab")
+    with ResumableSink(path) as sink:
+        sink.write(answer(first))
+        sink.write(answer(second, "too long"))
+    mended = named_rows(tmp_path, "aB")
+    with pytest.raises(ValueError, match="`custom_id` 'r1'"):
+        finish(path, mended)
+    assert finish(path, mended, retry_errors=True) == 1
+
+
+@pytest.mark.parametrize(("kind", "is_openai"), CASES)
+def test_results_without_a_hash_of_their_rows_go_on(tmp_path, kind, is_openai):
+    """As they were written before there was one: what they were made of, nobody can say."""
+    path, rows = output(tmp_path, kind), named_rows(tmp_path, "abc", is_openai)
+    finish(path, rows, 2)
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        [file] = path.iterdir()
+        table = pyarrow.parquet.read_table(file)
+        keys = pyarrow.array([key[:32] for key in table.column("_key").to_pylist()])
+        table = table.set_column(table.schema.get_field_index("_key"), "_key", keys)
+        pyarrow.parquet.write_table(table, file)
+    else:
+        file = path if kind == "jsonl" else path.with_name("out.txt.job.rows")
+        text = file.read_text("utf-8")
+        short = re.sub(r'(?<=_key": ")(\w{32})\w{16}|(?<=batch_req_)(\w{32})\w{16}', r"\1\2", text)
+        assert len(short) == len(text) - 32
+        file.write_text(short, "utf-8")
+    with ResumableSink(path) as sink:
+        assert [row.number for row in sink.unfinished(named_rows(tmp_path, "aBc", is_openai))] == [
+            2
+        ]
+    assert finish(path, rows) == 1
+    with pytest.raises(ValueError, match="`custom_id` 'r2'"):  # of which it is known
+        finish(path, named_rows(tmp_path, "abC", is_openai))
 
 
 def test_another_job_is_refused_and_what_differs_is_named(tmp_path):
@@ -366,6 +483,17 @@ JSON = st.recursive(
     ),
     max_leaves=3,
 )
+
+
+def in_json(value):
+    """Numbers that are none are null there."""
+    if isinstance(value, list):
+        return [*map(in_json, value)]
+    if isinstance(value, dict):
+        return {key: in_json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 ALIKE = st.sampled_from([st.integers(), st.floats(), st.booleans(), st.text(), JSON])
 
 
@@ -393,6 +521,8 @@ def test_parts_are_one_table_of_the_same_values(tmp_path_factory, data, stop):
     found = table.column("mine").to_pylist() if "mine" in table.column_names else [None] * 8
     for cell, mine in zip(found, fields, strict=True):
         expected = mine.get("mine")
+        if isinstance(expected, (list, dict)):
+            expected = in_json(expected)
         is_json = isinstance(cell, str) and not isinstance(expected, str)
         value = json.loads(cell) if is_json else cell
         assert isinstance(value, bool) == isinstance(expected, bool)
@@ -439,6 +569,31 @@ def test_values_that_parquet_has_not_end_no_job(tmp_path):
     assert second["prompt"] == "\\ud800ä"
     assert json.loads(second["\\udfff"]) == ["\ud800"]
     assert finish(path, [*read_rows(file)]) == 0
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path):
+    """In lines, and in JSON text in Parquet, which has them as numbers."""
+    import pyarrow.parquet
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    file = tmp_path / "in.jsonl"
+    file.write_text(
+        '{"prompt": "p", "x": NaN, "y": [NaN, {"z": -Infinity}], "big": 1e999}\n'
+        '{"prompt": "p", "x": 0.5, "fails": true, "temperature": NaN, "\\ud800": NaN}\n'
+    )
+    rows, path, parts = [*read_rows(file)], output(tmp_path, "jsonl"), output(tmp_path, "parquet")
+    finish(path, rows)
+    finish(parts, rows)
+    whole, failed = (json.loads(line, parse_constant=refuse) for line in path.open())
+    assert (whole["x"], whole["y"], whole["big"]) == (None, [None, {"z": None}], None)
+    assert (failed["x"], failed["temperature"], failed["\ud800"]) == (0.5, None, None)
+    first, second = pyarrow.parquet.read_table(parts).to_pylist()
+    assert math.isnan(first["x"]) and second["x"] == 0.5 and first["big"] == math.inf
+    assert json.loads(first["y"], parse_constant=refuse) == [None, {"z": None}]
+    with pytest.raises(ValueError, match="`job` must be what JSON can hold"):
+        ResumableSink(tmp_path / "other.jsonl", {"x": math.nan})
 
 
 def test_files_before_another_type_are_written_anew_after_a_kill_too(tmp_path, monkeypatch):

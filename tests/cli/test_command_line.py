@@ -71,6 +71,7 @@ def test_every_flag_says_what_it_does(command: str) -> None:
         (["chat", "--top-k", "many"], "--top-k: must be an integer, got 'many'"),
         (["chat", "--top-p", "half"], "--top-p: must be a number, got 'half'"),
         (["chat", "--logit-bias", "{5: 1}"], "--logit-bias: must be JSON"),
+        (["chat", "--logit-bias", '{"5": NaN}'], """'{"5": NaN}': NaN is no number there"""),
         (["chat", "--logit-bias", '{"a": 1}'], "`logit_bias` must hold integer token ids"),
         (["chat", "--structured-outputs", "{}"], "`structured_outputs` must have exactly one"),
         (["chat", "--trace", "/nowhere/t.json"], "--trace: must be in a directory that is there"),

@@ -373,6 +373,31 @@ def test_axes_that_count_have_whole_ticks(count: int, steps: set[int | None], pa
     assert {layout[f"yaxis{i}"].dtick for i in ("", 2, 3, 4)} == steps
 
 
+@pytest.mark.parametrize(
+    ("waits", "says"),
+    [
+        ([], "None waited."),
+        ([("blocks", 9)], "no blocks in the pool (100%)."),
+        ([("sequences", 1), ("blocks", 3)], "no blocks in the pool (75%), max_num_seqs run (25%)."),
+        (
+            [("tokens", 7), ("", 40), ("prefix", 3)],
+            "the step was full (70%), another computes its beginning (30%).",
+        ),
+    ],
+)
+def test_the_chart_of_sequences_says_why_some_waited(
+    waits: list[tuple[str, int]], says: str, path: Path
+) -> None:
+    """It said that all waited for `max_num_seqs`, also where the pool had no blocks."""
+    made = MadeTrace().step(0.004, decode=9)
+    for reason, count in waits:
+        for _ in range(count):
+            made.step(0.004, decode=9, held_by=reason)
+    text = next(each for each in charts(summary_of(path, made)) if each.name == "sequences").text
+    assert text.startswith("Sequences that ran, of 512 that may (max_num_seqs). ")
+    assert text.endswith(says if not waits else f"reasons of the first of them: {says}")
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 BROWSER = pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")

@@ -215,7 +215,7 @@ def test_schema_that_is_no_json_is_refused_with_the_reason(schema):
     with pytest.raises(ValueError) as caught:
         StructuredOutputsParams(json=schema)
     assert str(caught.value).startswith(f"`json` must be a JSON Schema, got {schema!r}: ")
-    assert str(caught.value).endswith(f": {caught.value.__cause__}")
+    assert str(caught.value).endswith(f": {caught.value.__context__}")
 
 
 @pytest.mark.parametrize(
