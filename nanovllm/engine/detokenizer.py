@@ -1,7 +1,7 @@
 """`Detokenizer`: the text of a completion that grows by tokens, and the stop strings in it."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -157,7 +157,8 @@ class Detokenizer:
 
     A stop string counts when its last character has arrived. Of several the one ends the text
     that is complete first, and of those the one that begins first: as if the text came character
-    by character, whatever the tokens are, and in whatever order the strings are listed.
+    by character, whatever the tokens are, and in whatever order the strings are listed. One that is
+    a special token ends the text there, too, although it has no part in it.
 
     Args:
         tokenizer: of transformers, fast or slow.
@@ -165,6 +166,7 @@ class Detokenizer:
         include_stop_str_in_output: end it behind the stop string, not before.
         skip_special_tokens: leave special tokens out of the text.
         context: tokens before the first one (`Decoder.context`).
+        stop_tokens: stop strings that are special tokens left out of the text, by their ids.
     """
 
     def __init__(
@@ -174,11 +176,12 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
+        stop_tokens: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._decode = partial(as_text, tokenizer, skip_special_tokens=skip_special_tokens)
         self._make_text = partial(TokenText, tokenizer, self._decode, skip_special_tokens)
-        self._stop = tuple(stop)
+        self._stop, self._stop_tokens = tuple(stop), stop_tokens or {}
         self._max_stop_len = max(map(len, self._stop), default=1)
         self._include_stop = include_stop_str_in_output
         self._has_runs = self._decodes_runs()
@@ -210,6 +213,9 @@ class Detokenizer:
         one of them is never looked for, one that has begun there is.
         """
         assert not self._ended, "the text has ended"
+        if may_stop and token_id in self._stop_tokens:
+            self.finish()
+            return self._stop_tokens[token_id]
         certain, uncertain = self._extend(token_id)
         if self._shown:
             certain, uncertain = self._cut(certain, uncertain)

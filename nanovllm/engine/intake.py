@@ -16,6 +16,7 @@ from nanovllm.engine.inputs import (
     check_vocabulary,
     encode,
     listed,
+    special_stops,
     spread_sampling_params,
     whole_numbers,
 )
@@ -241,12 +242,19 @@ class Intake:
                 )
         for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
+        self._stop_tokens(params, name)
         words: list[tuple[int, ...]] = []
         if self._tokenizer is not None and params.bad_words:
             words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
             tokens = list(itertools.chain(*words))
             check_vocabulary(f"{name}.bad_words", tokens, self._vocab_size)
         return request_controls(params, self._vocab_size, self._eos_token_ids, words)
+
+    def _stop_tokens(self, params: SamplingParams, name: str) -> dict[int, str]:
+        """The stop strings that are special tokens without text, by their ids."""
+        if not params.stop or not params.skip_special_tokens:
+            return {}
+        return special_stops(params.stop, self.decoder.special_tokens, f"{name}.stop")
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
         """One for each of so many completions, which follows its own."""
@@ -330,6 +338,7 @@ class Intake:
             params.include_stop_str_in_output,
             params.skip_special_tokens,
             context,
+            self._stop_tokens(params, "sampling_params"),
         )
 
     def _logprobs(self, count: int | None, params: SamplingParams) -> TokenLogprobs | None:

@@ -116,6 +116,12 @@ class Decoder:
             return [*self._letter, *tail[len(tail) - num_incomplete(run) :]]
         return self._letter if keeps_first_space and not text else tail
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that `skip_special_tokens` leaves out, by their texts."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return {token.content: token_id for token_id, token in added if token.special}
+
     def _bytes(self, token_ids: list[int]) -> bytes:
         """Those of the byte tokens at the end."""
         run = b""
