@@ -9,7 +9,8 @@ its service answers; `error` repeats code and message, so that readers of either
 Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
 OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
 the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit. Calls
-of `tools` stay in the text, as the model writes them.
+of `tools` stay in the text, as the model writes them; those of earlier messages are read as
+`LLM.chat` reads them.
 """
 
 import time

@@ -188,7 +188,7 @@ class Detokenizer:
 
         self._text = self._make_text([])
         self._run: ByteRun | None = None  # behind that
-        self._has_begun = False  # whether a token that is not left out has come
+        self._has_begun = bool(context)  # whether a token that is not left out has come
         self._shown = ""  # the end of the prompt's text, which its next token may change
         for token_id in context:
             self._extend(token_id)

@@ -65,6 +65,7 @@ class Decoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}  # of single tokens, remembered
+        self._sufficient: dict[tuple[int, bool], bool] = {}
 
     def __call__(
         self, token_ids: list[int], skip_special_tokens: bool, context: list[int] | None = None
@@ -100,6 +101,8 @@ class Decoder:
         """
         if self._tokenizer is None:
             return []
+        if prompt and self._suffices(prompt[-1], skip_special_tokens):
+            return prompt[-1:]
         tail: list[int] = []
         text = ""
         for token_id in reversed(prompt):
@@ -115,6 +118,17 @@ class Decoder:
             # what follows. A letter has its place.
             return [*self._letter, *tail[len(tail) - num_incomplete(run) :]]
         return self._letter if keeps_first_space and not text else tail
+
+    def _suffices(self, token_id: int, skip: bool) -> bool:
+        """Whether a token alone is the context of what follows; remembered, as most prompts end
+        alike.
+        """
+        key = token_id, skip
+        if key not in self._sufficient:
+            text = as_text(self._tokenizer, [token_id], skip)
+            is_text = bool(text) and REPLACEMENT not in text
+            self._sufficient[key] = is_text and not self._bytes([token_id])
+        return self._sufficient[key]
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
