@@ -4,17 +4,30 @@ Imports no torch, and transformers only for tools that are functions; the tokeni
 engine.
 """
 
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from nanovllm.engine.inputs import encode, listed
+from nanovllm.messages import (
+    Messages,
+    as_json,
+    as_object,
+    has_calls,
+    read_conversation,
+    with_calls,
+)
 from nanovllm.utils.checks import check_bool
 
 Message: TypeAlias = Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Message]
 Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
 
+logger = logging.getLogger(__name__)
+
+PROBE = "nanovllm-probe"  # an argument that no conversation has
 ARGUMENTS = {  # of apply_chat_template, which are no variables of the template
     *("conversation", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
@@ -75,7 +88,8 @@ class ChatRenderer:
                 f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
                 "pass the arguments of chat() by themselves"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._has_warned = tokenizer, False
+        self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
         self._options = {
             **variables,
             "tools": tools and [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
@@ -86,9 +100,11 @@ class ChatRenderer:
 
     def render(self, conversation: Any, name: str) -> dict[str, Any]:
         """The prompt that a conversation becomes; `name` is what errors call it."""
-        messages = _read_conversation(conversation, name)
+        messages = read_conversation(conversation, name, has_developer=self._has_developer)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
+            if has_calls(messages):
+                messages = with_calls(messages, self._form_of_calls(messages, name))
+            text = self._apply(messages)
         except Exception as error:  # whatever the code in the template raises
             raise ValueError(
                 f"`{name}` cannot be rendered by the chat template "
@@ -97,6 +113,26 @@ class ChatRenderer:
         # The template has written the special tokens: a tokenizer that adds them would do it twice.
         token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def _apply(self, messages: Messages) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
+
+    def _form_of_calls(self, messages: Messages, name: str) -> Callable[[Any], Any]:
+        """How the template wants the arguments of calls: as objects, if it does not join these to
+        text, or print them as Python does; else as JSON, which other templates would quote.
+        """
+        probe, texts = with_calls(messages, lambda _: {PROBE: ""}), []
+        for form in (as_object, as_json):
+            with suppress(Exception):  # whatever the code in the template raises
+                texts.append(self._apply(with_calls(probe, form)))
+                if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
+                    return form
+        if texts and not self._has_warned:
+            self._has_warned = True  # of many conversations the first is enough
+            logger.warning(
+                "the chat template leaves out the arguments of `tool_calls`, in `%s` first", name
+            )
+        return as_object
 
 
 def name_conversations(messages: Any) -> dict[str, Any]:
@@ -111,51 +147,6 @@ def name_conversations(messages: Any) -> dict[str, Any]:
     if any(isinstance(item, Iterable) and not isinstance(item, (str, Mapping)) for item in items):
         return {f"messages[{i}]": conversation for i, conversation in enumerate(items)}
     return {"messages": items}
-
-
-def _read_conversation(conversation: Any, name: str) -> list[dict[str, Any]]:
-    messages = listed(conversation)
-    if messages is None:
-        raise TypeError(f"`{name}` must be a list of messages, got {type(conversation).__name__}")
-    if not messages:
-        raise ValueError(f"`{name}` must have at least one message, got none")
-    return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
-
-
-def _read_message(message: Any, name: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise TypeError(
-            f"`{name}` must be a dictionary with `role` and `content`, got {type(message).__name__}"
-        )
-    if "role" not in message:
-        raise ValueError(f"`{name}` must have a `role`, got the keys {sorted(map(str, message))}")
-    role, content = message["role"], message.get("content")
-    if not isinstance(role, str):
-        raise TypeError(f'`{name}["role"]` must be a string, got {role!r}')
-    if content is None:
-        if role != "assistant" or not message.get("tool_calls"):
-            raise ValueError(
-                f"`{name}` must have `content`, got none: only an assistant's message with "
-                "`tool_calls` may do without"
-            )
-        content = ""  # templates add it to other text
-    elif _is_list(content):
-        content = "\n".join(
-            _read_part(part, f'{name}["content"][{i}]') for i, part in enumerate(content)
-        )
-    elif not isinstance(content, str):
-        raise TypeError(f'`{name}["content"]` must be a string or a list of parts, got {content!r}')
-    return {**message, "content": content}
-
-
-def _read_part(part: Any, name: str) -> str:
-    """The text of a part of a message in OpenAI's form."""
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else part
-        raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {kind!r}')
-    if not isinstance(part.get("text"), str):
-        raise TypeError(f'`{name}["text"]` must be a string, got {part.get("text")!r}')
-    return part["text"]
 
 
 def _line_of(error: Exception) -> str:

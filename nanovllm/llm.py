@@ -194,8 +194,11 @@ class LLM(LLMEngine):
         Args:
             messages: one conversation or a list of them, or another iterable. A conversation is a
                 list of dictionaries with `role` and `content`: a string, or a list of
-                `{"type": "text", "text": ...}`, which become its lines. Other keys are the
-                template's.
+                `{"type": "text", "text": ...}`, which become its lines. `arguments` of `tool_calls`
+                are objects or JSON. The role `developer` becomes `system` where the template does
+                not name it; OpenAI's older `function` and `function_call` become `tool` and
+                `tool_calls`, a `refusal` is content, and keys that are None are left out. Other
+                keys are the template's.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             on_error: as in `generate`; conversations are refused likewise.

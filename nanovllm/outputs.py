@@ -18,7 +18,8 @@ class Logprob(Record):
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token.
-        decoded_token: the token as text; None without a tokenizer or `detokenize`.
+        decoded_token: the token as text, with a space that it begins with; None without a tokenizer
+            or `detokenize`.
     """
 
     logprob: float
@@ -94,7 +95,8 @@ class CompletionOutput(Record):
 
     Attributes:
         index: its place among the completions of the request.
-        text: the tokens as text; "" without a tokenizer or `detokenize`.
+        text: what the tokens add to the text of the prompt, a first space included; "" without a
+            tokenizer or `detokenize`.
         token_ids: the generated tokens, a final end-of-sequence token included.
         finish_reason: "stop" at an end-of-sequence token or what `SamplingParams` says, "length" at
             `max_tokens` or where the model's context or the KV pool ends, "error" where the model

@@ -149,7 +149,9 @@ class SamplingParams:
         seed: what the draws depend on, besides the position; None: on the engine's seed and the
             place of the request among all. The same seed draws the same tokens, in any batch.
         n: completions for each prompt; the seed of the i-th is `seed + i`.
-        stop: strings that end the text, which then ends before them.
+        stop: strings that end the text, which then ends before them. One that is a special token
+            of the tokenizer ends it there, also where the text leaves it out; one that has such a
+            token and more needs `skip_special_tokens=False`.
         stop_token_ids: tokens that end it.
         include_stop_str_in_output: the text ends behind the stop string.
         min_tokens: neither `stop_token_ids` nor, without `ignore_eos`, end-of-sequence tokens are

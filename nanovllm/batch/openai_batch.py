@@ -10,7 +10,8 @@ readers of either find it.
 Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
 OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
 the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit. Calls
-of `tools` stay in the text, as the model writes them.
+of `tools` stay in the text, as the model writes them; those of earlier messages are read as
+`LLM.chat` reads them.
 """
 
 import time
@@ -22,6 +23,7 @@ from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import Foreign, check_bool, check_int, only
+from nanovllm.utils.text import REPLACEMENT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NOT_READ = {  # by which no result differs
@@ -234,7 +236,8 @@ def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
 
 def _token(token: Logprob) -> dict[str, Any]:
     text = token.decoded_token or ""
-    data = [*text.encode(errors="replace")]
+    # Of a part of a character there is no text, and its bytes are not known here.
+    data = None if REPLACEMENT in text else [*text.encode(errors="replace")]
     return {"token": text, "logprob": token.logprob, "bytes": data}
 
 

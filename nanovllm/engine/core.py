@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 from nanovllm.outputs import RequestOutput
-from nanovllm.utils.tokenizer import Decoder
+from nanovllm.utils.text import Decoder
 
 
 class AnyRequest(Protocol):

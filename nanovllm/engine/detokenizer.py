@@ -1,20 +1,22 @@
 """`Detokenizer`: the text of a completion that grows by tokens, and the stop strings in it."""
 
 import codecs
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os.path import commonprefix
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.utils.tokenizer import as_text
-
-REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
-MAX_INCOMPLETE = 3  # bytes of a character that lacks one
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-CONTEXT = 6  # tokens that are decoded again: more than incomplete bytes can be
+from nanovllm.utils.text import (
+    CONTEXT,
+    MAX_INCOMPLETE,
+    REPLACEMENT,
+    added_text,
+    as_text,
+    byte_of,
+    is_left_out,
+)
 
 
 class TokenText:
@@ -34,7 +36,7 @@ class TokenText:
     def __init__(
         self, tokenizer: Any, decode: Callable[[list[int]], str], skip: bool, context: list[int]
     ) -> None:
-        self._tokenizer, self._decode = tokenizer, decode
+        self._tokenizer, self._decode, self._skip = tokenizer, decode, skip
         self._window = context  # the last token before open text, and those of that
         self._text: str | None = None  # that of the window, once it was needed
         self._begin = 0  # of open text in it
@@ -70,7 +72,7 @@ class TokenText:
             self._begin = self._num_given = len(self._text)
         window = [*self._window, token_id]
         text = self._decode(window)
-        if text == self._text and is_left_out(self._tokenizer, self._decode, token_id):
+        if text == self._text and is_left_out(self._tokenizer, token_id, self._skip):
             self._num_left_out += 1
             if self._num_left_out > CONTEXT and self._backend is not None:
                 self._begin_stream()
@@ -98,14 +100,6 @@ class TokenText:
         return (self._text or "")[self._num_given :]
 
 
-def is_left_out(tokenizer: Any, decode: Callable[[list[int]], str], token_id: int) -> bool:
-    """Whether the tokenizer leaves a token out: a special one, or none of its own."""
-    if decode([token_id]):
-        return False
-    is_known = tokenizer.convert_ids_to_tokens(token_id) is not None
-    return not is_known or bool(as_text(tokenizer, [token_id], skip_special_tokens=False))
-
-
 class ByteRun:
     """Byte tokens in a row, of a tokenizer that decodes them together.
 
@@ -131,7 +125,10 @@ class ByteRun:
                 self._text += self._utf8.decode(byte)
             except UnicodeDecodeError:
                 self._is_valid, self._text = False, ""
-        return "" if self._is_valid else self._wrong()
+        if self._is_valid:
+            return ""
+        certain, self._num_given = self._wrong, self._num_bytes
+        return certain
 
     @property
     def text(self) -> str:
@@ -141,31 +138,35 @@ class ByteRun:
     def end(self) -> str:
         """The rest of the text."""
         is_complete = self._is_valid and not self._utf8.getstate()[0]
-        return self.text if is_complete else self._wrong()
+        return self.text if is_complete else self._wrong
 
+    @property
     def _wrong(self) -> str:
-        start, self._num_given = self._num_given, self._num_bytes
-        return REPLACEMENT * (self._num_bytes - start)
+        return REPLACEMENT * (self._num_bytes - self._num_given)
 
 
 class Detokenizer:
     """The text of one completion while it grows; ends it at a stop string.
 
-    The text is that of `tokenizer.decode` for all tokens, without the clean-up of spaces that some
-    tokenizers ask for and that spoils code (`clean_up_tokenization_spaces`). That holds where a
-    token changes no text before it, except bytes of the same character or the same run of byte
-    tokens: for byte-level BPE, sentencepiece and metaspace. It does not for decoders that look
-    further, as those that merge equal tokens (CTC).
+    The text is what its tokens add to that of the prompt, by `tokenizer.decode` for all tokens of
+    both, without the clean-up of spaces that some tokenizers ask for and that spoils code
+    (`clean_up_tokenization_spaces`). That holds where a token changes no text before it, except
+    bytes of the same character or the same run of byte tokens: for byte-level BPE, sentencepiece
+    and metaspace. It does not for decoders that look further, as those that merge equal tokens
+    (CTC).
 
     A stop string counts when its last character has arrived. Of several the one ends the text
     that is complete first, and of those the one that begins first: as if the text came character
-    by character, whatever the tokens are, and in whatever order the strings are listed.
+    by character, whatever the tokens are, and in whatever order the strings are listed. One that is
+    a special token ends the text there, too, although it has no part in it.
 
     Args:
         tokenizer: of transformers, fast or slow.
         stop: strings that end the text, none of them empty.
         include_stop_str_in_output: end it behind the stop string, not before.
         skip_special_tokens: leave special tokens out of the text.
+        context: tokens before the first one (`Decoder.context`).
+        stop_tokens: stop strings that are special tokens left out of the text, by their ids.
     """
 
     def __init__(
@@ -174,17 +175,25 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+        stop_tokens: Mapping[int, str] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._decode = partial(as_text, tokenizer, skip_special_tokens=skip_special_tokens)
         self._make_text = partial(TokenText, tokenizer, self._decode, skip_special_tokens)
-        self._stop = tuple(stop)
+        self._stop, self._stop_tokens = tuple(stop), stop_tokens or {}
         self._max_stop_len = max(map(len, self._stop), default=1)
         self._include_stop = include_stop_str_in_output
         self._has_runs = self._decodes_runs()
 
         self._text = self._make_text([])
         self._run: ByteRun | None = None  # behind that
+        self._has_begun = bool(context)  # whether a token that is not left out has come
+        self._shown = ""  # the end of the prompt's text, which its next token may change
+        for token_id in context:
+            self._extend(token_id)
+        if context:
+            self._shown = self._rest()
         self._parts: list[str] = []  # the text before the tail
         self._tail = ""  # the text that is not certain or may begin a stop string
         self._num_certain = 0  # characters of the tail that no token changes any more
@@ -204,7 +213,12 @@ class Detokenizer:
         one of them is never looked for, one that has begun there is.
         """
         assert not self._ended, "the text has ended"
+        if may_stop and token_id in self._stop_tokens:
+            self.finish()
+            return self._stop_tokens[token_id]
         certain, uncertain = self._extend(token_id)
+        if self._shown:
+            certain, uncertain = self._cut(certain, uncertain)
         before = self._tail
         self._tail = before[: self._num_certain] + certain + uncertain
         self._num_certain += len(certain)
@@ -222,7 +236,7 @@ class Detokenizer:
         No stop string is looked for in that.
         """
         if not self._ended:
-            rest = self._run.end() if self._run is not None else self._text.rest()
+            rest = added_text(self._shown, self._rest())
             self._end(self._tail[: self._num_certain] + rest)
 
     def take(self) -> str:
@@ -240,11 +254,15 @@ class Detokenizer:
         byte = self._byte(token_id) if self._has_runs else None
         if byte is not None:
             return self._extend_run(byte)
-        if self._run is None:
+        if self._run is None and self._has_begun:
             return self._text.step(token_id), ""
-        if is_left_out(self._tokenizer, self._decode, token_id):
-            return "", self._tail[self._num_certain :]  # bytes may go on behind it
-        certain, self._run = self._run.end(), None
+        if is_left_out(self._tokenizer, token_id, self._skip):
+            if self._run is None:
+                return self._text.step(token_id), ""
+            return "", self._run.text  # bytes may go on behind it
+        self._has_begun = True
+        certain = "" if self._run is None else self._run.end()
+        self._run = None
         return certain + self._text.step(token_id), ""
 
     def _extend_run(self, byte: bytes) -> tuple[str, str]:
@@ -252,11 +270,24 @@ class Detokenizer:
         certain = ""
         if self._run is None:
             certain = self._text.rest()
-            is_first = not (certain or self._parts or self._tail)
-            self._run = ByteRun(strips=is_first and byte == b" " and self._strips_space)
+            strips = not self._has_begun and byte == b" " and self._strips_space
+            self._run, self._has_begun = ByteRun(strips), True
             self._text = self._make_text([self._letter])  # what follows does not begin the text
         certain += self._run.append(byte)
         return certain, self._run.text
+
+    def _rest(self) -> str:
+        """The text that is not certain, if no token follows."""
+        return self._text.rest() if self._run is None else self._run.end()
+
+    def _cut(self, certain: str, uncertain: str) -> tuple[str, str]:
+        """The same without what the prompt has shown."""
+        new = added_text(self._shown, certain)
+        if new:
+            self._shown = ""
+            return new, uncertain
+        self._shown = self._shown[len(certain) :]
+        return "", added_text(self._shown, uncertain)
 
     def _find_stop(self, before: str) -> tuple[int, int, str] | None:
         """End, beginning and text of the first stop string that was not in the tail before."""
@@ -302,5 +333,4 @@ class Detokenizer:
 
     def _byte(self, token_id: int) -> bytes | None:
         """The byte of a byte token."""
-        match = BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")
-        return bytes.fromhex(match[1]) if match else None
+        return byte_of(self._tokenizer.convert_ids_to_tokens(token_id))

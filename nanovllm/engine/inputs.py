@@ -79,6 +79,29 @@ def spread_sampling_params(
     return [(f"sampling_params[{i}]", item) for i, item in enumerate(items)]
 
 
+def special_stops(
+    stop: Iterable[str], special_tokens: Mapping[str, int], name: str = "stop"
+) -> dict[int, str]:
+    """The stop strings that are special tokens, by their ids. They end a text without being in it.
+
+    Raises:
+        ValueError: for a stop string that has such a token, and more: no text has it.
+    """
+    found = {}
+    for text in stop:
+        if text in special_tokens:
+            found[special_tokens[text]] = text
+            continue
+        for token, token_id in special_tokens.items():
+            if token in text:
+                raise ValueError(
+                    f"`{name}` must hold strings that a text can have, got {text!r}: {token} is a "
+                    f"special token, which is left out. Pass stop_token_ids=[{token_id}], or "
+                    "skip_special_tokens=False"
+                )
+    return found
+
+
 def bad_word_tokens(
     tokenizer: Tokenizer, bad_words: Iterable[str], name: str = "bad_words"
 ) -> list[tuple[int, ...]]:

@@ -16,17 +16,18 @@ from nanovllm.engine.inputs import (
     check_vocabulary,
     encode,
     listed,
+    special_stops,
     spread_sampling_params,
     whole_numbers,
 )
-from nanovllm.engine.request import Listener, Request, Ticket, Told
+from nanovllm.engine.request import Listener, Request, Ticket, Told, text_context
 from nanovllm.engine.request_controls import RequestControls, request_controls
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.structured_output import Grammar, GrammarCompiler
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice
-from nanovllm.utils.tokenizer import Decoder
+from nanovllm.utils.text import Decoder
 
 T = TypeVar("T")
 OnError: TypeAlias = Literal["raise", "return"]
@@ -241,12 +242,19 @@ class Intake:
                 )
         for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
+        self._stop_tokens(params, name)
         words: list[tuple[int, ...]] = []
         if self._tokenizer is not None and params.bad_words:
             words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
             tokens = list(itertools.chain(*words))
             check_vocabulary(f"{name}.bad_words", tokens, self._vocab_size)
         return request_controls(params, self._vocab_size, self._eos_token_ids, words)
+
+    def _stop_tokens(self, params: SamplingParams, name: str) -> dict[int, str]:
+        """The stop strings that are special tokens without text, by their ids."""
+        if not params.stop or not params.skip_special_tokens:
+            return {}
+        return special_stops(params.stop, self.decoder.special_tokens, f"{name}.stop")
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
         """One for each of so many completions, which follows its own."""
@@ -293,9 +301,12 @@ class Intake:
         prompt_logprobs = self._logprobs(params.prompt_logprobs, params)
         if prompt_logprobs is not None:
             prompt_logprobs.append_nothing()
+        has_text = self._tokenizer is not None and params.detokenize
+        is_followed = has_text and (bool(params.stop) or listener is not None)
+        context = text_context(self.decoder, token_ids, params) if is_followed else []
         seqs: list[Sequence] = []
         for (index, told), grammar in zip(ticket.completions.items(), grammars, strict=False):
-            detokenizer = self._detokenizer(params, listener)
+            detokenizer = self._detokenizer(params, context) if is_followed else None
             logprobs = self._logprobs(params.logprobs, params)
             if told.token_ids:
                 _catch_up(told, params, detokenizer, logprobs)
@@ -320,16 +331,14 @@ class Intake:
             )
         return Request(ticket.request_id, text, token_ids, params, seqs, listener)
 
-    def _detokenizer(self, params: SamplingParams, listener: Listener | None) -> Detokenizer | None:
-        """Where text is needed before the end."""
-        is_heard = listener is not None and params.detokenize
-        if not params.stop and (not is_heard or self._tokenizer is None):
-            return None
+    def _detokenizer(self, params: SamplingParams, context: list[int]) -> Detokenizer:
         return Detokenizer(
             self._tokenizer,
             params.stop or (),
             params.include_stop_str_in_output,
             params.skip_special_tokens,
+            context,
+            self._stop_tokens(params, "sampling_params"),
         )
 
     def _logprobs(self, count: int | None, params: SamplingParams) -> TokenLogprobs | None:

@@ -7,7 +7,7 @@ from nanovllm.engine.request import Listener, Ticket
 from nanovllm.engine.sequence import NO_LIMIT
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import Decoder
+from nanovllm.utils.text import Decoder
 
 MAX_LOSSES = 3  # replicas that die of a request before it is given up; the last computes it alone
 

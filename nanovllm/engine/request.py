@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import Decoder
+from nanovllm.utils.text import Decoder
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
 
@@ -91,7 +91,10 @@ class Request:
     def output(self, decode: Decoder) -> RequestOutput:
         """The result."""
         assert self.is_finished, f"request {self.request_id} has not finished"
-        return self._output([self._whole(seq, decode) for seq in self.seqs])
+        context: list[int] = []
+        if self.params.detokenize and self.seqs[0].detokenizer is None:
+            context = text_context(decode, self.prompt_token_ids, self.params)
+        return self._output([self._whole(seq, decode, context) for seq in self.seqs])
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         first, finished = self.seqs[0], self.is_finished
@@ -125,7 +128,7 @@ class Request:
         if news and self.listener is not None:
             self.listener(self._output(news))
 
-    def _whole(self, seq: Sequence, decode: Decoder) -> CompletionOutput:
+    def _whole(self, seq: Sequence, decode: Decoder, context: list[int]) -> CompletionOutput:
         token_ids = seq.completion_token_ids
         assert seq.finish_reason is not None, f"{seq!r} has not finished"
         text = ""
@@ -134,8 +137,16 @@ class Request:
         elif self.params.detokenize:
             hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
             shown = token_ids[:-1] if hides else token_ids  # without what has stopped it
-            text = decode(shown, self.params.skip_special_tokens)
+            text = decode(shown, self.params.skip_special_tokens, context)
         return _completion(seq, text, token_ids, seq.logprobs)
+
+
+def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> list[int]:
+    """The tokens before a completion that its text depends on. One that has a form has it from its
+    first character on, which may be a space.
+    """
+    has_form = params.structured_outputs is not None
+    return decode.context(prompt, params.skip_special_tokens, keeps_first_space=has_form)
 
 
 def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -> CompletionOutput:

@@ -25,10 +25,12 @@ import textwrap
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import decoders
 
 from nanovllm.sampling_params import StructuredOutputsParams
 
@@ -284,7 +286,7 @@ class GrammarCompiler:
         if tokenizer is None:
             raise ValueError("`structured_outputs` must be None for a model without tokenizer")
         check_package()
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
         try:
             ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
@@ -294,13 +296,33 @@ class GrammarCompiler:
             known = [t for t in ends if t in special] or special[:1]
             if not known:
                 raise ValueError("it has no special token, which can end a text and spells nothing")
-            made = from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=known)
-            return made, frozenset(ends)
+            whole = _whole_tokenizer(tokenizer)
+            return LLTokenizer(whole, n_vocab=self._vocab_size, eos_token=known), frozenset(ends)
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 "`structured_outputs` must be None with this tokenizer, a "
                 f"{type(tokenizer).__name__}: {error}"
             ) from None
+
+
+def _whole_tokenizer(tokenizer: Any) -> str:
+    """A fast tokenizer as JSON, for the library. Of decoders it knows those of bytes and the
+    replacement of a character by a space, which Metaspace is but for a text's first space.
+
+    Raises:
+        ValueError: for a tokenizer of another kind.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError("only fast tokenizers are supported")
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    for part in decoder.get("decoders", [decoder]):
+        if part.get("type") == "Metaspace":
+            spaces = decoders.Replace(part["replacement"], " ")
+            backend.decoder = decoders.Sequence([spaces, decoders.ByteFallback()])
+    return backend.to_str()
 
 
 def _lark(name: str, value: Any) -> str:

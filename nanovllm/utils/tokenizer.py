@@ -47,37 +47,3 @@ def load_tokenizer(model: str) -> Any:
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
         ) from None
-
-
-def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
-    """The text of tokens, as they are: `clean_up_tokenization_spaces`, which some tokenizers ask
-    for, would delete spaces before punctuation, in code too.
-    """
-    return tokenizer.decode(
-        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-
-
-class Decoder:
-    """Text of tokens; that of single tokens is remembered.
-
-    Args:
-        tokenizer: of transformers; without one (None) there is no text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        if self._tokenizer is None:
-            return ""
-        return as_text(self._tokenizer, token_ids, skip_special_tokens)
-
-    def token(self, token_id: int) -> str | None:
-        """The text of a token, also of a special one."""
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._texts:
-            self._texts[token_id] = as_text(self._tokenizer, [token_id], False)
-        return self._texts[token_id]

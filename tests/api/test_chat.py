@@ -1,6 +1,7 @@
 """`LLM.chat`: what becomes of conversations, by templates rendered here by hand, and refusals."""
 
 import copy
+import io
 import json
 import re
 from collections import UserDict
@@ -22,6 +23,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM
+from nanovllm.batch import read_rows, run
 
 # In the style of Qwen3's: tools, thinking, and content that has to be text.
 QWEN3 = """
@@ -209,6 +211,128 @@ def test_assistant_with_tool_calls_needs_no_content(content, llm):
     assert prompt_of(llm, messages, chat_template=plain) == "[userHi é][assistant][toolwarm]"
 
 
+# How families write a call, in as few words: a template, and what it makes of f(a=1, b="é").
+CALL_FORMS = {
+    "quoting": (
+        "{{ '{' + c.function.name + ' ' + (c.function.arguments | tojson) + '}' }}",
+        '{f {"a": 1, "b": "é"}}',
+    ),
+    "whole": ("{{ c.function | tojson }}", '{"name": "f", "arguments": {"a": 1, "b": "é"}}'),
+    "one by one": (
+        "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}",
+        "<a=1><b=é>",
+    ),
+    "either": (
+        "{% set a = c.function.arguments %}{{ a if a is string else a | tojson }}",
+        '{"a": 1, "b": "é"}',
+    ),
+    "joining": ("{{ 'f ' + c['function']['arguments'] + '!' }}", 'f {"a": 1, "b": "é"}!'),
+    "printing": ("{{ c.function.arguments }}", '{"a": 1, "b": "é"}'),
+    "by another name": (
+        "{% set f = c.function or c %}{{ f.name ~ (f.arguments | tojson) }}",
+        'f{"a": 1, "b": "é"}',
+    ),
+}
+AROUND = (
+    "{{% for m in messages %}}[{{{{ m.role }}}}{{% for c in m.tool_calls %}}{}{{% endfor %}}"
+    "{{{{ m.content or '' }}}}]{{% endfor %}}"
+)
+ARGUMENTS = {"a": 1, "b": "é"}
+
+
+def conversation(*calls, **message):
+    answer = {"role": "assistant", "content": None, "tool_calls": list(calls), **message}
+    return [*HELLO, answer, {"role": "tool", "tool_call_id": "c1", "content": "{'a': 1}"}]
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_arguments_of_calls_are_what_the_template_expects(form, llm):
+    """OpenAI's clients write them as JSON, which some templates would quote and others not read."""
+    template, expected = CALL_FORMS[form]
+    for arguments in (ARGUMENTS, UserDict(ARGUMENTS), json.dumps(ARGUMENTS, ensure_ascii=False)):
+        call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = conversation(call)
+        before = copy.deepcopy(messages)
+        text = prompt_of(llm, messages, chat_template=AROUND.format(template))
+        assert text == f"[userHi é][assistant{expected}][tool{{'a': 1}}]"
+        assert messages == before
+    for nothing in ({"arguments": None}, {"arguments": ""}, {"arguments": "{}"}, {}):
+        messages = conversation({"function": {"name": "f", **nothing}})
+        text = prompt_of(llm, messages, chat_template=AROUND.format(template))
+        empty = expected.replace('{"a": 1, "b": "é"}', "{}").replace("<a=1><b=é>", "")
+        assert text == f"[userHi é][assistant{empty}][tool{{'a': 1}}]"
+
+
+def test_json_of_a_call_is_kept_where_the_template_takes_it(llm):
+    call = {"function": {"name": "f", "arguments": ' {"b":1.50,  "a":[]}'}}
+    template = AROUND.format(CALL_FORMS["joining"][0])
+    assert 'f  {"b":1.50,  "a":[]}!' in prompt_of(llm, conversation(call), chat_template=template)
+
+
+def test_a_template_without_calls_is_warned_of_once(llm, caplog):
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    plain = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
+    llm.chat([conversation(call)] * 3, greedy(1), use_tqdm=False, chat_template=plain)
+    [said] = [record.getMessage() for record in caplog.records if "tool_calls" in record.msg]
+    assert said.endswith("arguments of `tool_calls`, in `messages[0]` first")
+
+
+NULLS = dict.fromkeys(("refusal", "audio", "function_call", "name", "annotations", "tool_calls"))
+F = {"name": "f", "arguments": '{"a": 1, "b": "é"}'}
+SHOWN = (
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ (m.tool_calls or none) | tojson }}|"
+    "{{ m.keys() | sort | join(' ') }}]{% endfor %}"
+)
+WITH_F = '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": "é"}}}]'
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "assistant", "content": "Ho", **NULLS}, "assistant|Ho|null|content role"),
+        (
+            {"role": "assistant", "content": "Ho", "tool_calls": []},
+            "assistant|Ho|null|content role",
+        ),
+        ({"role": "assistant", "content": None, "refusal": "No"}, "assistant|No|null|content role"),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+            "assistant|No|null|content role",
+        ),
+        (
+            {"role": "assistant", "content": None, **NULLS, "function_call": F},
+            f"assistant||{WITH_F}|content role tool_calls",
+        ),
+        ({"role": "function", "name": "f", "content": "5"}, "tool|5|null|content name role"),
+        ({"role": "function", "name": "f", "content": None}, "tool||null|content name role"),
+        (
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "5"}]},
+            "tool|5|null|content role tool_call_id",
+        ),
+        ({"role": "developer", "content": "Be brief."}, "system|Be brief.|null|content role"),
+        ({"role": "user", "content": "Hi", "name": "Ann"}, "user|Hi|null|content name role"),
+        (
+            {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"},
+            "assistant|Ho|null|content reasoning_content role thinking",
+        ),
+    ],
+)
+def test_every_field_of_openais_messages(message, expected, llm):
+    assert prompt_of(llm, [message], chat_template=SHOWN) == f"[{expected}]"
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    rows = [{"messages": [message]}, {**row, "body": {"messages": [message]}}]
+    for one in rows:
+        lines = read_rows(io.BytesIO(json.dumps(one).encode()))
+        [result] = run(llm, lines, greedy(1), chat_template=SHOWN)
+        assert result.output.prompt == f"[{expected}]"
+
+
+def test_a_template_that_knows_developers_has_them(llm):
+    message = {"role": "developer", "content": "Be brief."}
+    template = "{# developer #}{% for m in messages %}[{{ m.role }}]{% endfor %}"
+    assert prompt_of(llm, [message], chat_template=template) == "[developer]"
+
+
 def test_parts_of_text_are_lines(llm):
     parts = [{"type": "text", "text": "Hi"}, UserDict(type="text", text="é")]
     messages = [UserDict(role="user", content=parts)]
@@ -295,12 +419,72 @@ REFUSED = [
         for content in (5, b"Hi", {"type": "text", "text": "Hi"})
     ),
     *(
+        ({"messages": [USER, {"role": "assistant", "content": "Ho", **fields}]}, error, reason)
+        for fields, error, reason in (
+            (
+                *({"audio": {"id": "a1"}}, ValueError),
+                "`messages[1][\"audio\"]` must be None, got {'id': 'a1'}: messages are text",
+            ),
+            (
+                *({"refusal": "No"}, ValueError),
+                '`messages[1]["refusal"]` must be None but in an assistant\'s message without '
+                "content, got 'No'",
+            ),
+            ({"name": 5}, TypeError, '`messages[1]["name"]` must be a string, got 5'),
+            (
+                *({"tool_call_id": 5}, TypeError),
+                '`messages[1]["tool_call_id"]` must be a string, got 5',
+            ),
+            (
+                *({"tool_calls": "f"}, TypeError),
+                "`messages[1][\"tool_calls\"]` must be a list of calls, got 'f'",
+            ),
+            (
+                *({"tool_calls": ["f"]}, TypeError),
+                "`messages[1][\"tool_calls\"][0]` must be a dictionary with `function`, got 'f'",
+            ),
+            (
+                *({"tool_calls": [*CALLS, {"type": "custom", "custom": {}}]}, ValueError),
+                '`messages[1]["tool_calls"][1]["type"]` must be "function", got \'custom\'',
+            ),
+            (
+                *({"tool_calls": [{"function": {}}]}, TypeError),
+                '`messages[1]["tool_calls"][0]["function"]["name"]` must be a string, got None',
+            ),
+            (
+                *({"tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}, ValueError),
+                '`messages[1]["tool_calls"][0]["function"]["arguments"]` must be a JSON object, '
+                "got '{a': Expecting property name enclosed in double quotes: line 1 column 2 "
+                "(char 1)",
+            ),
+            *(
+                (
+                    *({"tool_calls": [{"name": "f", "arguments": given}]}, TypeError),
+                    '`messages[1]["tool_calls"][0]["arguments"]` must be a JSON object, '
+                    f"got {given!r}",
+                )
+                for given in ("[1]", [1], 5)
+            ),
+            (
+                *({"function_call": "f"}, TypeError),
+                "`messages[1][\"function_call\"]` must be a dictionary with `name`, got 'f'",
+            ),
+            (
+                *({"function_call": {"name": "f"}, "tool_calls": CALLS}, ValueError),
+                '`messages[1]["function_call"]` must be None beside tool_calls, '
+                "got {'name': 'f'}",
+            ),
+        )
+    ),
+    *(
         (
             *({"messages": [{"role": "user", "content": [part]}]}, ValueError),
             f'`messages[0]["content"][0]` must be {{"type": "text", "text": ...}}, got {got}',
         )
         for part, got in (
             ({"type": "image_url", "image_url": {}}, "'image_url'"),
+            ({"type": "input_audio", "input_audio": {}}, "'input_audio'"),
+            ({"type": "refusal", "refusal": "No"}, "'refusal'"),
             ({"text": "Hi"}, "None"),
             ("Hi", "'Hi'"),
         )

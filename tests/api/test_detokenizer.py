@@ -2,6 +2,7 @@
 
 import codecs
 import functools
+from os.path import commonprefix
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from checkpoints import TINY, rare, with_rare
 from nanovllm.engine import detokenizer
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Decoder
-from nanovllm.utils.tokenizer import as_text
+from nanovllm.utils.text import as_text
 
 FFFD = "\ufffd"
 BYTES = bytes_to_unicode()  # how byte-level tokens are written
@@ -240,6 +241,7 @@ def test_special_tokens(name, skip):
     end = get(name).eos_token_id
     check_text(name, [end, *encode(name, " the")], skip)
     check_text(name, [*[end] * 100, *encode(name, " the")], skip)
+    check_text(name, [*[end] * 3, *byte_ids(name, *b" a")], skip)
     check_text(name, [*byte_ids(name, 0xE2), *[end] * 50, *byte_ids(name, 0x82, 0xAC)], skip)
 
 
@@ -298,6 +300,106 @@ def test_spaces_are_not_cleaned_up():
     detokenizer = Detokenizer(tokenizer)
     feed(detokenizer, ids)
     assert detokenizer.text == "a . n"
+
+
+# -- behind a prompt ------------------------------------------------------------------------------
+
+
+def check_behind(name: str, prompt: list[int], ids: list[int], skip: bool) -> None:
+    """The text is what the tokens add to that of all tokens of the prompt. Only where wrong bytes
+    of either would spoil the other, in a run over the border, each is on its own.
+    """
+    tokenizer = get(name)
+    before, whole = as_text(tokenizer, prompt, skip), as_text(tokenizer, [*prompt, *ids], skip)
+    decoder = Decoder(tokenizer)
+    context = decoder.context(prompt, skip)
+    added = decoder(ids, skip, context)
+    blanks = tokenizer.convert_tokens_to_ids(["▁", "<0x20>"])  # show nothing alone
+    shown = [t for t in prompt if as_text(tokenizer, [t], skip) or t in blanks]
+    is_in_run = name in RUNS and shown and tokenizer.convert_ids_to_tokens(shown[-1]) in BYTE_PIECES
+    if not is_in_run or FFFD not in before + whole:
+        assert added == whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 - no paths
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, context=context)
+    assert detokenizer.text == detokenizer.take() == ""
+    taken = ""
+    for token in ids:
+        detokenizer.append(token)
+        taken += detokenizer.take()
+        assert detokenizer.text.startswith(taken)
+    detokenizer.finish()
+    assert taken + detokenizer.take() == detokenizer.text == added
+
+
+@pytest.mark.parametrize("name", with_rare(TOKENIZERS, "slow_each", "slow_ignoring"))
+def test_text_behind_a_prompt_is_what_it_adds(name):
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(token_ids(name, 4), token_ids(name, 6), st.booleans())
+    def check(prompt, ids, skip):
+        check_behind(name, prompt, ids, skip)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["metaspace", "unigram"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_first_space_of_a_completion(name, skip):
+    """There behind any text, and not where the text begins."""
+    the, space, end = get(name).convert_tokens_to_ids(["▁the", "▁", SPECIAL])
+    for prompt in ([the], [space], [the, *[end] * 40], byte_ids(name, *b"ab"), [end, space]):
+        context = Decoder(get(name)).context(prompt, skip)
+        detokenizer = Detokenizer(get(name), [" the"], skip_special_tokens=skip, context=context)
+        assert Decoder(get(name))([the], skip, context) == " the"
+        assert detokenizer.append(the) == " the", prompt
+    check_behind(name, [end] * 9, [the], skip)
+    assert Decoder(get(name))([the], True, Decoder(get(name)).context([end] * 9, True)) == "the"
+    kept = Decoder(get(name)).context([end] * 9, True, keeps_first_space=True)
+    assert Decoder(get(name))([the], True, kept) == " the"
+
+
+@pytest.mark.parametrize("name", ["tiny", "byte_level", "metaspace", "slow"])
+def test_a_character_goes_on_behind_the_prompt(name):
+    """Also where the prompt ends in many special tokens, or in a long run of bytes."""
+    end = [get(name).eos_token_id] * 40
+    euro = byte_ids(name, *"€".encode())
+    letters = byte_ids(name, *b"ab" * 40)
+    for prompt, rest in [
+        (euro[:1], euro[1:]),
+        (euro[:2], euro[2:]),
+        ([*euro[:2], *end], euro[2:]),
+        ([euro[0], *end, euro[1]], euro[2:]),
+        ([*letters, *euro[:1]], euro[1:]),
+    ]:
+        check_behind(name, prompt, [*rest, *letters[:3]], True)
+        check_behind(name, prompt, letters[:3], True)
+        context = Decoder(get(name)).context(prompt, True)
+        assert Decoder(get(name))([*rest, *letters[:1]], True, context) == "€a"
+    wrong = byte_ids(name, 0x41, 0xFF, 0x42)
+    check_behind(name, letters, wrong, True)
+    context = Decoder(get(name)).context(letters, True)
+    assert Decoder(get(name))(wrong, True, context) in (FFFD * 3, f"A{FFFD}B")
+
+
+def test_a_long_prompt_costs_a_few_tokens():
+    for name in TOKENIZERS:
+        tokenizer = Counting(get(name))
+        decoder = Decoder(tokenizer)
+        text = encode(name, "it ' . n")
+        many = text * 500
+        assert decoder.context(many, True) == many[-1:] and tokenizer.count <= 4
+        for last in (FFFD, " "):
+            tokenizer.count = 0
+            decoder.context([*many, *encode(name, last) * 2], True)
+            assert tokenizer.count <= 60, (name, last)
+
+
+def test_texts_of_single_tokens_are_those_within_a_text():
+    ids = get("metaspace").convert_tokens_to_ids(["▁the", "the", "▁", "<0x20>", "<0xE2>", SPECIAL])
+    texts = [Decoder(get("metaspace")).token(token) for token in ids]
+    assert texts == [" the", "the", " ", " ", FFFD, SPECIAL]
+    for name in ("byte_level", "slow", "tiny"):  # the same as alone
+        decoder = Decoder(get(name))
+        for token in range(len(get(name))):
+            assert decoder.token(token) == as_text(get(name), [token], False)
 
 
 # -- streaming ------------------------------------------------------------------------------------

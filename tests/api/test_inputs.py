@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -47,6 +47,7 @@ class Pieces:
 
     BEGIN = 99
     PIECES = ("cat", " cat", "do", "g", " dog", " ", "x", "\n", " \n")
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}  # no special ones
 
     def encode(self, text: str, *, verbose: bool, add_special_tokens: bool) -> list[int]:
         ids = [self.BEGIN] if add_special_tokens else []

@@ -5,6 +5,7 @@ tokenizer's tokens are the bytes of UTF-8; 258 ends a text.
 """
 
 import random
+import re
 
 import pytest
 
@@ -79,6 +80,41 @@ CASES = {
         {"stop": ["<|im_end|>"], "ignore_eos": True, "skip_special_tokens": False},
         *("hi", 3, "stop", "<|im_end|>"),
     ),
+    "special token": (
+        ["hi", SPECIAL, "!"],
+        {"stop": ["!", "<|im_start|>"]},
+        *("hi", 3, "stop", "<|im_start|>"),
+    ),
+    "special token, spelled": (
+        ["hi<|im_start|>"],
+        {"stop": ["<|im_start|>"]},
+        *("hi", 14, "stop", "<|im_start|>"),
+    ),
+    "special token within a character": (
+        ["a", b"\xc3", SPECIAL],
+        {"stop": ["<|im_start|>"]},
+        *("a\ufffd", 3, "stop", "<|im_start|>"),
+    ),
+    "special token before min_tokens": (
+        [SPECIAL, "a", SPECIAL, "b", SPECIAL],
+        {"stop": ["<|im_start|>"], "min_tokens": 3},
+        *("ab", 5, "stop", "<|im_start|>"),
+    ),
+    "special token behind the beginning of a stop string": (
+        ["ab", SPECIAL],
+        {"stop": ["abc", "<|im_start|>"]},
+        *("ab", 3, "stop", "<|im_start|>"),
+    ),
+    "special token that is shown": (
+        ["hi", SPECIAL, "user", SPECIAL],
+        {"stop": ["i<|im_start|>us"], "skip_special_tokens": False},
+        *("h", 5, "stop", "i<|im_start|>us"),
+    ),
+    "ignored EOS as stop string": (
+        ["hi", EOS],
+        {"stop": ["<|im_end|>"], "ignore_eos": True},
+        *("hi", 3, "stop", "<|im_end|>"),
+    ),
     "EOS is stop string": (
         ["hi", EOS],
         {"stop": ["<|im_end|>"], "skip_special_tokens": False},
@@ -133,6 +169,10 @@ INCLUDED = {  # the same with the stop string in the output
     "stop token": "hi!",
     "stop token, text on the way": "hi!",
     "stop token is stop string": "hi!",
+    "special token": "hi",
+    "special token, spelled": "hi<|im_start|>",
+    "special token within a character": "a\ufffd",
+    "special token that is shown": "hi<|im_start|>us",
     "EOS is stop string": "hi<|im_end|>",
     "special text as stop string": "hi<|im_end|>",
     "length within a stop string": "ab",
@@ -160,6 +200,17 @@ def test_cases(name, include, by, llm, monkeypatch):
         assert [facts(done) for done in output.outputs] == [whole]
     else:
         assert list(gather(llm.stream("a", params)).values()) == [[whole]]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>user", "\n<|im_start|>", "a<|im_end|>b"])
+def test_a_stop_string_that_no_text_can_have_is_refused(stop, llm):
+    """A special token is left out of the text; shown, it can be part of one (`CASES`)."""
+    special = "<|im_start|>" if "start" in stop else "<|im_end|>"
+    remedy = rf"stop_token_ids=\[{SPECIAL if 'start' in stop else EOS}\], or skip_special_tokens"
+    for call in (llm.generate, llm.stream, llm.add_request):
+        with pytest.raises(ValueError, match=rf"^`\S+stop` must .*{re.escape(special)}.*{remedy}"):
+            call("a", greedy(9, stop=["x", stop]))
     assert_idle(llm)
 
 

@@ -289,6 +289,11 @@ def test_results_have_openais_form():
     [token] = choice["logprobs"]["content"]
     assert (token["token"], token["bytes"]) == ("b", [98])
     assert [each["token"] for each in token["top_logprobs"]] == ["a"]
+    half = CompletionOutput(0, "", [7], "stop", None, [{7: Logprob(-1.0, 1, "\ufffd")}], -1.0)
+    part = RequestOutput(3, "hi", [1, 2], [half], True, 1)
+    line = json.loads(Result(row, part, None, DEFAULT, "other").to_line())
+    [token] = line["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("\ufffd", None), "not those of U+FFFD"
     [row] = rows_of(json.dumps(request({**asked, "top_logprobs": 2})).encode())
     two = json.loads(Result(row, output, None, DEFAULT, "other").to_line())
     [token] = two["response"]["body"]["choices"][0]["logprobs"]["content"]
