@@ -5,18 +5,18 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
 from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.news import Whole, joined
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
@@ -59,7 +59,7 @@ class AsyncLLM:
         return f"AsyncLLM({self._shown}{', closed' if self.is_closed else ''})"
 
     @takes_foreign(FOREIGN_ARGUMENTS)
-    async def generate(
+    def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and give all that there is after each step, as vLLM's does.
@@ -75,37 +75,34 @@ class AsyncLLM:
             TypeError, ValueError: naming the argument that is wrong.
             RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
         """
-        whole: dict[int, CompletionOutput] = {}
-        async with aclosing(self.stream(prompt, sampling_params)) as stream:
-            async for output in stream:
-                for news in output.outputs:
-                    before = whole.get(news.index)
-                    whole[news.index] = news if before is None else _joined(before, news)
-                outputs = [whole[index] for index in sorted(whole)]
-                yield RequestOutput(**{**vars(output), "outputs": outputs})
+        return self._listen(prompt, sampling_params, Whole().add)
 
     @takes_foreign(FOREIGN_ARGUMENTS)
-    async def stream(
+    def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, but each output has only what is new, as those of `LLM.stream`."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+        """The same, but each output has only what is new, as those of `LLM.stream`.
+
+        To a caller who comes back late, one output has the news of all steps since then.
+        """
+        return self._listen(prompt, sampling_params, joined)
+
+    async def _listen(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        join: Callable[[list[RequestOutput]], RequestOutput],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt, and give what `join` makes of the news that are there."""
+        mailbox = _Mailbox()
+        tell = mailbox.put
+        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell, loop=mailbox.loop))
         commands = self._commands
-
-        def tell(item: News) -> None:
-            try:
-                loop.call_soon_threadsafe(news.put_nowait, item)
-            except RuntimeError:  # the loop has been closed: nobody listens
-                commands.put(partial(_Jobs.drop, tell=tell))
-
-        self._ask(partial(_Jobs.add, prompt=prompt, params=sampling_params, tell=tell))
         try:
             while True:
-                item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finished:
+                output = join(await mailbox.take())
+                yield output
+                if output.finished:
                     return
         finally:
             commands.put(partial(_Jobs.drop, tell=tell))
@@ -193,13 +190,47 @@ class AsyncLLM:
         await asyncio.to_thread(self.exit)
 
 
-def _joined(before: CompletionOutput, news: CompletionOutput) -> CompletionOutput:
-    """The completion so far, and what is new of it."""
-    logprobs = None
-    if before.logprobs is not None and news.logprobs is not None:
-        logprobs = [*before.logprobs, *news.logprobs]
-    text, token_ids = before.text + news.text, before.token_ids + news.token_ids
-    return replace(news, text=text, token_ids=token_ids, logprobs=logprobs)
+class _Mailbox:
+    """News for one coroutine. Used by its loop's thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._news: list[RequestOutput] = []
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: News) -> None:
+        """Leave news, or the error that ends the request."""
+        if isinstance(item, BaseException):
+            self._error = item
+        else:
+            self._news.append(item)
+        if self._waiter is not None and not self._waiter.done():  # else it was cancelled
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[RequestOutput]:
+        """All that is there; waits until there is something."""
+        if not self._news and self._error is None:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        if not self._news:
+            assert self._error is not None, "woken for nothing"
+            raise self._error
+        news, self._news = self._news, []
+        return news
+
+
+def _put_all(post: list[tuple[Tell, News]]) -> None:
+    """Called by a loop."""
+    for tell, item in post:
+        tell(item)
+
+
+class _Job(NamedTuple):
+    """A request of an engine: its number there, and who is told about it, in the engine's thread."""
+
+    request_id: int
+    listener: Tell
 
 
 class _Jobs:
@@ -207,17 +238,26 @@ class _Jobs:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._ids: dict[Tell, int] = {}
+        self._jobs: dict[Tell, _Job] = {}
+        self._posts: dict[asyncio.AbstractEventLoop, list[tuple[Tell, News]]] = {}
 
-    def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
+    def add(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        tell: Tell,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Queue a request. `tell` is called by the loop, or here if there is none."""
+        listener = tell if loop is None else partial(self._post, loop, tell)
         try:
-            self._ids[tell] = self.llm.add_request(prompt, params, listener=tell)
+            self._jobs[tell] = _Job(self.llm.add_request(prompt, params, listener=listener), listener)
         except Exception as error:
-            tell(error)
+            listener(error)
 
     def drop(self, tell: Tell) -> None:
-        if tell in self._ids:
-            self.llm.abort(self._ids.pop(tell))
+        if tell in self._jobs:
+            self.llm.abort(self._jobs.pop(tell).request_id)
 
     def step(self) -> None:
         self.llm.step()
@@ -226,9 +266,22 @@ class _Jobs:
         """End all requests."""
         with suppress(Exception):  # the error may have closed the engine
             self.llm.abort_all()
-        for tell in self._ids:
-            tell(error)
-        self._ids.clear()
+        for job in self._jobs.values():
+            job.listener(error)
+        self._jobs.clear()
+
+    def _post(self, loop: asyncio.AbstractEventLoop, tell: Tell, item: News) -> None:
+        self._posts.setdefault(loop, []).append((tell, item))
+
+    def send(self) -> None:
+        """Have each loop tell what has been posted, all in one call."""
+        for loop in list(self._posts):
+            post = self._posts.pop(loop)
+            try:
+                loop.call_soon_threadsafe(_put_all, post)
+            except RuntimeError:  # the loop has been closed: nobody listens
+                for tell, _ in post:
+                    self.drop(tell)
 
 
 Command: TypeAlias = "Callable[[_Jobs], None] | None"
@@ -249,5 +302,7 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
                 command(jobs)
             except Exception as error:  # which may have dropped any request
                 jobs.fail(error)
+            jobs.send()
             del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))
+        jobs.send()
