@@ -240,6 +240,7 @@ class _Jobs:
         self.llm = llm
         self._jobs: dict[Tell, _Job] = {}
         self._posts: dict[asyncio.AbstractEventLoop, list[tuple[Tell, News]]] = {}
+        llm.core.meanwhile = self.send
 
     def add(
         self,
@@ -261,6 +262,9 @@ class _Jobs:
 
     def step(self) -> None:
         self.llm.step()
+        if self.llm.core.requests:  # the next step sends them, once the device is busy
+            return
+        self.send()
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
@@ -302,7 +306,8 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
                 command(jobs)
             except Exception as error:  # which may have dropped any request
                 jobs.fail(error)
-            jobs.send()
+            if command is not _Jobs.step:
+                jobs.send()
             del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))
         jobs.send()

@@ -4,7 +4,6 @@ News are outputs of `LLM.stream`: each has what the ones before it have not.
 """
 
 import io
-from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +12,7 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 def joined(news: list[RequestOutput]) -> RequestOutput:
     """Several outputs of a request, in their order, as one."""
-    if len(news) == 1:
-        return news[0]
-    parts: dict[int, _Growing] = {}
-    for output in news:
-        for part in output.outputs:
-            parts.setdefault(part.index, _Growing()).add(part)
-    return _with_outputs(news[-1], [parts[index].output() for index in sorted(parts)])
+    return news[0] if len(news) == 1 else Whole().add(news)
 
 
 class Whole:
@@ -29,20 +22,17 @@ class Whole:
 
     def __init__(self) -> None:
         self._growing: dict[int, _Growing] = {}
-        self._outputs: dict[int, CompletionOutput] = {}
 
     def add(self, news: list[RequestOutput]) -> RequestOutput:
         """Everything up to these outputs."""
         for output in news:
             for part in output.outputs:
-                self._growing.setdefault(part.index, _Growing()).add(part)
-        for index in {part.index for output in news for part in output.outputs}:
-            self._outputs[index] = self._growing[index].so_far()
-        return _with_outputs(news[-1], [self._outputs[index] for index in sorted(self._outputs)])
-
-
-def _with_outputs(last: RequestOutput, outputs: list[CompletionOutput]) -> RequestOutput:
-    return RequestOutput(**{**vars(last), "outputs": outputs})
+                if part.index not in self._growing:
+                    self._growing[part.index] = _Growing()
+                    self._growing = dict(sorted(self._growing.items()))
+                self._growing[part.index].add(part)
+        outputs = [growing.so_far() for growing in self._growing.values()]
+        return RequestOutput.of({**vars(news[-1]), "outputs": outputs})
 
 
 class _Growing:
@@ -58,26 +48,42 @@ class _Growing:
         self.token_ids: list[int] = []
         self.text = io.StringIO()
         self.logprobs: list[dict[int, Logprob]] = []
+        self._so_far: CompletionOutput | None = None
 
     def add(self, part: CompletionOutput) -> None:
         self.token_ids += part.token_ids
         self.text.write(part.text)
-        self.logprobs += part.logprobs or ()
-        self.last = part
-
-    def output(self) -> CompletionOutput:
-        """All of it, when no more comes."""
-        has_logprobs = self.last.logprobs is not None
-        changes = {
-            "text": self.text.getvalue(),
-            "token_ids": self.token_ids,
-            "logprobs": self.logprobs if has_logprobs else None,
-        }
-        return CompletionOutput(**{**vars(self.last), **changes})
+        if part.logprobs is not None:
+            self.logprobs += part.logprobs
+        self.last, self._so_far = part, None
 
     def so_far(self) -> CompletionOutput:
-        """All of it, whether or not more comes."""
-        return self.output() if self.last.finished() else CompletionSoFar._of(self)
+        """All of it."""
+        if self._so_far is None:
+            make = self._whole if self.last.finished() else self._beginning
+            self._so_far = make()
+        return self._so_far
+
+    def _whole(self) -> CompletionOutput:
+        whole = {
+            "text": self.text.getvalue(),
+            "token_ids": self.token_ids,
+            "logprobs": None if self.last.logprobs is None else self.logprobs,
+        }
+        return CompletionOutput.of({**vars(self.last), **whole})
+
+    def _beginning(self) -> "CompletionSoFar":
+        last = self.last
+        return CompletionSoFar.of(
+            {
+                "index": last.index,
+                "finish_reason": None,
+                "cumulative_logprob": last.cumulative_logprob,
+                "_growing": self,
+                "_num_tokens": len(self.token_ids),
+                "_num_chars": self.text.tell(),
+            }
+        )
 
 
 class CompletionSoFar(CompletionOutput):
@@ -88,20 +94,6 @@ class CompletionSoFar(CompletionOutput):
     _growing: _Growing
     _num_tokens: int
     _num_chars: int
-
-    @classmethod
-    def _of(cls, growing: _Growing) -> "CompletionSoFar":
-        made, last = object.__new__(cls), growing.last
-        vars(made).update(
-            index=last.index,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            cumulative_logprob=last.cumulative_logprob,
-            _growing=growing,
-            _num_tokens=len(growing.token_ids),
-            _num_chars=growing.text.tell(),
-        )
-        return made
 
     @cached_property
     def text(self) -> str:  # type: ignore[override]
@@ -117,14 +109,13 @@ class CompletionSoFar(CompletionOutput):
         return self._growing.logprobs[: self._num_tokens] if has_logprobs else None
 
     def _plain(self) -> CompletionOutput:
-        return CompletionOutput(*(getattr(self, each.name) for each in fields(self)))
+        return CompletionOutput(*(getattr(self, each.name) for each in self._fields))
 
     def __eq__(self, other: object) -> bool:
-        other = other._plain() if isinstance(other, CompletionSoFar) else other
-        return self._plain() == other
+        return self._plain() == (other._plain() if isinstance(other, CompletionSoFar) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or one for another process, has no more than this output shows."""
-        return CompletionOutput, tuple(getattr(self, each.name) for each in fields(self))
+        """For copies and other processes: with what this output shows, and no more."""
+        return CompletionOutput, tuple(getattr(self, each.name) for each in self._fields)
