@@ -4,26 +4,29 @@ import asyncio
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
 from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
-from nanovllm.news import Whole, joined
+from nanovllm.news import AllNews, News
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
 
-News: TypeAlias = "RequestOutput | BaseException"
-Tell: TypeAlias = Callable[[News], None]
+Told: TypeAlias = "RequestOutput | BaseException"
+Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
 T = TypeVar("T")
+
+WAKE_AT_ONCE = 64  # coroutines
 
 
 class AsyncLLM:
@@ -75,7 +78,7 @@ class AsyncLLM:
             TypeError, ValueError: naming the argument that is wrong.
             RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
         """
-        return self._listen(prompt, sampling_params, Whole().add)
+        return self._listen(prompt, sampling_params, AllNews())
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def stream(
@@ -85,22 +88,18 @@ class AsyncLLM:
 
         To a caller who comes back late, one output has the news of all steps since then.
         """
-        return self._listen(prompt, sampling_params, joined)
+        return self._listen(prompt, sampling_params, News())
 
     async def _listen(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        join: Callable[[list[RequestOutput]], RequestOutput],
+        self, prompt: Any, params: SamplingParams | None, news: News
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt, and give what `join` makes of the news that are there."""
-        mailbox = _Mailbox()
-        tell = mailbox.put
-        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell, loop=mailbox.loop))
-        commands = self._commands
+        """Complete a prompt, and give what there is of its news."""
+        mailbox = _Mailbox(asyncio.get_running_loop(), news)
+        commands, tell = self._commands, mailbox.tell
+        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell))
         try:
             while True:
-                output = join(await mailbox.take())
+                output = await mailbox.take()
                 yield output
                 if output.finished:
                     return
@@ -191,101 +190,106 @@ class AsyncLLM:
 
 
 class _Mailbox:
-    """News for one coroutine. Used by its loop's thread."""
+    """Where a coroutine waits for the news of its request.
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._news: list[RequestOutput] = []
+    Args:
+        loop: that of the coroutine.
+        news: collects what the request tells.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, news: News) -> None:
+        self.loop, self._news = loop, news
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: News) -> None:
-        """Leave news, or the error that ends the request."""
-        if isinstance(item, BaseException):
-            self._error = item
+    def tell(self, told: Told) -> "_Mailbox":
+        """Called by the engine's thread. The loop is to `wake` the coroutine then."""
+        if isinstance(told, BaseException):
+            self._error = told
         else:
-            self._news.append(item)
-        if self._waiter is not None and not self._waiter.done():  # else it was cancelled
+            self._news.add(told)
+        return self
+
+    def wake(self) -> None:
+        """Called by the loop."""
+        if self._waiter is not None and not self._waiter.done():  # it waits, and is not cancelled
             self._waiter.set_result(None)
 
-    async def take(self) -> list[RequestOutput]:
-        """All that is there; waits until there is something."""
-        if not self._news and self._error is None:
+    async def take(self) -> RequestOutput:
+        """All the news that there is; waits for some."""
+        while not self._news.has_some:
+            if self._error is not None:
+                raise self._error
             self._waiter = self.loop.create_future()
             await self._waiter
-        if not self._news:
-            assert self._error is not None, "woken for nothing"
-            raise self._error
-        news, self._news = self._news, []
-        return news
+        return self._news.take()
 
 
-def _put_all(post: list[tuple[Tell, News]]) -> None:
-    """Called by a loop."""
-    for tell, item in post:
-        tell(item)
-
-
-class _Job(NamedTuple):
-    """A request of an engine: its number there, and who is told about it, in the engine's thread."""
-
-    request_id: int
-    listener: Tell
+def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
+    """Wake coroutines, a few at a time: others have a turn between, and the objects of those woken
+    are gone before the next (see `nanovllm.news`).
+    """
+    for _ in range(min(len(mailboxes), WAKE_AT_ONCE)):
+        mailboxes.popleft().wake()
+    if mailboxes:
+        loop.call_soon(_wake, loop, mailboxes)
 
 
 class _Jobs:
-    """The requests of an engine, by whom to tell about them. Used by one thread."""
+    """The requests of an engine, by whom to tell about them. Used by one thread.
+
+    Coroutines are woken by one call of their loop for each step, and that when the device computes
+    the next one: Python runs one thread at a time, and the engine's has nothing to do then.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._jobs: dict[Tell, _Job] = {}
-        self._posts: dict[asyncio.AbstractEventLoop, list[tuple[Tell, News]]] = {}
-        llm.core.meanwhile = self.send
+        self._ids: dict[Tell, int] = {}
+        self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # and not woken
+        llm.core.meanwhile = self._wake
 
-    def add(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        tell: Tell,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        """Queue a request. `tell` is called by the loop, or here if there is none."""
-        listener = tell if loop is None else partial(self._post, loop, tell)
+    def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
         try:
-            self._jobs[tell] = _Job(self.llm.add_request(prompt, params, listener=listener), listener)
+            self._ids[tell] = self.llm.add_request(
+                prompt, params, listener=partial(self._tell, tell)
+            )
         except Exception as error:
-            listener(error)
+            self._tell(tell, error)
+            self._wake()
 
     def drop(self, tell: Tell) -> None:
-        if tell in self._jobs:
-            self.llm.abort(self._jobs.pop(tell).request_id)
+        if tell in self._ids:
+            self.llm.abort(self._ids.pop(tell))
 
     def step(self) -> None:
         self.llm.step()
-        if self.llm.core.requests:  # the next step sends them, once the device is busy
-            return
-        self.send()
+        if not self.llm.core.requests:
+            self._wake()  # no step follows
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
         with suppress(Exception):  # the error may have closed the engine
             self.llm.abort_all()
-        for job in self._jobs.values():
-            job.listener(error)
-        self._jobs.clear()
+        for tell in self._ids:
+            self._tell(tell, error)
+        self._ids.clear()
+        self._wake()
 
-    def _post(self, loop: asyncio.AbstractEventLoop, tell: Tell, item: News) -> None:
-        self._posts.setdefault(loop, []).append((tell, item))
+    def _tell(self, tell: Tell, told: Told) -> None:
+        mailbox = tell(told)
+        if mailbox is not None:
+            self._told.setdefault(mailbox.loop, deque()).append(mailbox)
 
-    def send(self) -> None:
-        """Have each loop tell what has been posted, all in one call."""
-        for loop in list(self._posts):
-            post = self._posts.pop(loop)
+    def _wake(self) -> None:
+        """Have each loop wake those who were told something."""
+        while self._told:
+            loop, mailboxes = self._told.popitem()
             try:
-                loop.call_soon_threadsafe(_put_all, post)
+                loop.call_soon_threadsafe(_wake, loop, mailboxes)
             except RuntimeError:  # the loop has been closed: nobody listens
-                for tell, _ in post:
-                    self.drop(tell)
+                tells = [mailbox.tell for mailbox in mailboxes]
+                left = {self._ids.pop(tell) for tell in tells if tell in self._ids}
+                self.llm.core.abort_later(left)  # not now: this may be in a step
 
 
 Command: TypeAlias = "Callable[[_Jobs], None] | None"
@@ -306,8 +310,5 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
                 command(jobs)
             except Exception as error:  # which may have dropped any request
                 jobs.fail(error)
-            if command is not _Jobs.step:
-                jobs.send()
             del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))
-        jobs.send()

@@ -1,45 +1,65 @@
-"""News of a request made one: `joined` for `AsyncLLM.stream`, `Whole` for `AsyncLLM.generate`.
+"""`News`: what a request has told and its caller has not taken. `AllNews`: with all that was before.
 
-News are outputs of `LLM.stream`: each has what the ones before it have not.
+An output on its way is several objects, and Python's garbage collector counts those that exist at
+once: if those of all requests waited for their callers, it would look through all objects of the
+process every thousand steps, for a tenth of a second and more. So what is told is added here to
+what is there, and an output is made when its caller takes it.
 """
 
 import io
+import threading
 from functools import cached_property
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 
-def joined(news: list[RequestOutput]) -> RequestOutput:
-    """Several outputs of a request, in their order, as one."""
-    return news[0] if len(news) == 1 else Whole().add(news)
-
-
-class Whole:
-    """The outputs of a request so far. A token is copied when it comes, and when a caller reads
-    `token_ids`, `text` or `logprobs` of an output, but not for outputs that nobody reads.
+class News:
+    """The news of a request: outputs of which each has what those before it have not, joined to one
+    where the caller comes late. One thread adds, another may take.
     """
 
     def __init__(self) -> None:
+        self.has_some = False
         self._growing: dict[int, _Growing] = {}
+        self._lock = threading.Lock()
 
-    def add(self, news: list[RequestOutput]) -> RequestOutput:
-        """Everything up to these outputs."""
-        for output in news:
-            for part in output.outputs:
-                if part.index not in self._growing:
-                    self._growing[part.index] = _Growing()
+    def add(self, news: RequestOutput) -> None:
+        """Add what is new."""
+        with self._lock:
+            for part in news.outputs:
+                growing = self._growing.get(part.index)
+                if growing is None:
+                    growing = self._growing[part.index] = _Growing()
                     self._growing = dict(sorted(self._growing.items()))
-                self._growing[part.index].add(part)
-        outputs = [growing.so_far() for growing in self._growing.values()]
-        return RequestOutput.of({**vars(news[-1]), "outputs": outputs})
+                growing.add(part)
+            self._last, self.has_some = news, True
+
+    def take(self) -> RequestOutput:
+        """An output of all that was added since the last one."""
+        with self._lock:
+            assert self.has_some, "there is no news"
+            self.has_some = False
+            return RequestOutput.of({**vars(self._last), "outputs": self._take()})
+
+    def _take(self) -> list[CompletionOutput]:
+        return [growing.take() for growing in self._growing.values() if growing.token_ids]
+
+
+class AllNews(News):
+    """The same, but an output has all that was ever added. A token is copied when it is added, and
+    when a caller reads `token_ids`, `text` or `logprobs`; not for outputs that nobody reads.
+    """
+
+    def _take(self) -> list[CompletionOutput]:
+        return [growing.so_far() for growing in self._growing.values()]
 
 
 class _Growing:
     """A completion, of which more comes.
 
     Attributes:
-        token_ids, text, logprobs: all so far. They only grow, so that a beginning of them stays
+        token_ids, text, logprobs: what is there. They only grow, so that a beginning of them stays
             what it is.
         last: the part that came last.
     """
@@ -52,25 +72,39 @@ class _Growing:
 
     def add(self, part: CompletionOutput) -> None:
         self.token_ids += part.token_ids
-        self.text.write(part.text)
+        if part.text:
+            self.text.write(part.text)
         if part.logprobs is not None:
             self.logprobs += part.logprobs
         self.last, self._so_far = part, None
 
+    def take(self) -> CompletionOutput:
+        """What is there. What comes then begins anew."""
+        taken = self._output(self.token_ids, self.logprobs)
+        self.token_ids, self.logprobs = [], []
+        if self.text.tell():
+            self.text = io.StringIO()
+        return taken
+
     def so_far(self) -> CompletionOutput:
-        """All of it."""
+        """What is there, which stays."""
         if self._so_far is None:
-            make = self._whole if self.last.finished() else self._beginning
-            self._so_far = make()
+            if self.last.finished():
+                self._so_far = self._output(self.token_ids[:], self.logprobs[:])
+            else:
+                self._so_far = self._beginning()
         return self._so_far
 
-    def _whole(self) -> CompletionOutput:
-        whole = {
+    def _output(
+        self, token_ids: list[int], logprobs: list[dict[int, Logprob]]
+    ) -> CompletionOutput:
+        last = self.last
+        made = {
             "text": self.text.getvalue(),
-            "token_ids": self.token_ids,
-            "logprobs": None if self.last.logprobs is None else self.logprobs,
+            "token_ids": token_ids,
+            "logprobs": None if last.logprobs is None else logprobs,
         }
-        return CompletionOutput.of({**vars(self.last), **whole})
+        return CompletionOutput.of({**vars(last), **made})
 
     def _beginning(self) -> "CompletionSoFar":
         last = self.last
