@@ -217,12 +217,14 @@ class _Mailbox:
 
     async def take(self) -> RequestOutput:
         """All the news that there is; waits for some."""
-        while not self._news.has_some:
-            if self._error is not None:
-                raise self._error
+        while True:
+            error = self._error  # looked for first: it comes behind all the news
+            if self._news.has_some:
+                return self._news.take()
+            if error is not None:
+                raise error
             self._waiter = self.loop.create_future()
             await self._waiter
-        return self._news.take()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
@@ -238,15 +240,18 @@ def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None
 class _Jobs:
     """The requests of an engine, by whom to tell about them. Used by one thread.
 
-    Coroutines are woken by one call of their loop for each step, and that when the device computes
-    the next one: Python runs one thread at a time, and the engine's has nothing to do then.
+    Coroutines are woken by one call of their loop for each step. Where the device is not the host,
+    that waits until it computes the next step, if one follows: Python runs one thread at a time,
+    and the engine's has nothing to do then.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._ids: dict[Tell, int] = {}
         self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # and not woken
-        llm.core.meanwhile = self._wake
+        self._has_device = llm._describe()["device"] != "cpu"  # else a launch is the step itself
+        if self._has_device:
+            llm.core.meanwhile = self._wake
 
     def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
         try:
@@ -263,8 +268,8 @@ class _Jobs:
 
     def step(self) -> None:
         self.llm.step()
-        if not self.llm.core.requests:
-            self._wake()  # no step follows
+        if not (self._has_device and self.llm.core.requests):
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
