@@ -67,8 +67,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and give all that there is after each step, as vLLM's does.
 
-        The last output is the one that `LLM.generate` returns. Leaving the loop, or cancelling its
-        task, aborts the request.
+        The last output is the one that `LLM.generate` returns. Those before make what is long in
+        them when it is read; they are the caller's to keep, and do not change. Leaving the loop, or
+        cancelling its task, aborts the request.
 
         Args:
             prompt: text, token ids or a dictionary.

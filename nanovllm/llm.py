@@ -52,7 +52,7 @@ class LLM(LLMEngine):
         Each output has the completions with news, of these the new tokens and the text that is
         certain: half a character, and what may turn out to begin a stop string, is held back. All
         texts of a completion together are the text that `generate` returns. An output with
-        `finished` is the last of its prompt.
+        `finished` is the last of its prompt. What several steps of other calls bring is one output.
 
         Leaving the loop drops what is not finished. Between its steps other requests may be added.
 

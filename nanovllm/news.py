@@ -1,9 +1,9 @@
-"""`News`: what a request has told and its caller has not taken. `AllNews`: with all that was before.
+"""`News`: what a request has told and its caller has not taken; `AllNews`: all it has told.
 
-An output on its way is several objects, and Python's garbage collector counts those that exist at
-once: if those of all requests waited for their callers, it would look through all objects of the
-process every thousand steps, for a tenth of a second and more. So what is told is added here to
-what is there, and an output is made when its caller takes it.
+An output is several objects, and Python's garbage collector counts those that exist at once: if
+outputs of all requests waited for their callers, it would look through all objects of the process
+once in some hundred steps, for a tenth of a second and more. So what is told is added to what is
+there, and an output is made when its caller takes it.
 """
 
 import io
@@ -95,9 +95,7 @@ class _Growing:
                 self._so_far = self._beginning()
         return self._so_far
 
-    def _output(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob]]
-    ) -> CompletionOutput:
+    def _output(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> CompletionOutput:
         last = self.last
         made = {
             "text": self.text.getvalue(),

@@ -5,7 +5,6 @@ import gc
 import pickle
 import random
 import tracemalloc
-from typing import Any
 
 import pytest
 

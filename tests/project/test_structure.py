@@ -8,8 +8,8 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions and files of one `generate`.
 CEILINGS = {
     "frames": 13,
-    "functions": 240,
-    "files": 40,
+    "functions": 241,
+    "files": 41,
     "files_in_circles": 0,
 }
 LONGEST_FUNCTION = 60
