@@ -126,7 +126,7 @@ def size_of_whole_outputs(num_tokens: int) -> int:
 
 
 def test_whole_outputs_are_not_copied_at_every_token() -> None:
-    """Eight times the tokens were 29 times the bytes when each output had all of them."""
+    """Eight times the tokens were 48 times the bytes when each output had all of them."""
     assert size_of_whole_outputs(4000) < 10 * size_of_whole_outputs(500)
 
 
