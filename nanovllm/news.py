@@ -17,7 +17,12 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 class News:
     """The news of a request: outputs of which each has what those before it have not, joined to one
     where the caller comes late. One thread adds, another may take.
+
+    Attributes:
+        has_some: whether there is something to take.
     """
+
+    _last: RequestOutput  # that was added; not dropped when taken, so that the next replaces it
 
     def __init__(self) -> None:
         self.has_some = False
