@@ -4,9 +4,9 @@ import asyncio
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -16,14 +16,17 @@ from typing_extensions import Self, Unpack
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
 from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.news import AllNews, News
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
 
-News: TypeAlias = "RequestOutput | BaseException"
-Tell: TypeAlias = Callable[[News], None]
+Told: TypeAlias = "RequestOutput | BaseException"
+Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"
 T = TypeVar("T")
+
+WAKE_AT_ONCE = 64  # coroutines
 
 
 class AsyncLLM:
@@ -59,13 +62,14 @@ class AsyncLLM:
         return f"AsyncLLM({self._shown}{', closed' if self.is_closed else ''})"
 
     @takes_foreign(FOREIGN_ARGUMENTS)
-    async def generate(
+    def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt, and give all that there is after each step, as vLLM's does.
 
-        The last output is the one that `LLM.generate` returns. Leaving the loop, or cancelling its
-        task, aborts the request.
+        The last output is the one that `LLM.generate` returns. Those before make what is long in
+        them when it is read; they are the caller's to keep, and do not change. Leaving the loop, or
+        cancelling its task, aborts the request.
 
         Args:
             prompt: text, token ids or a dictionary.
@@ -75,37 +79,30 @@ class AsyncLLM:
             TypeError, ValueError: naming the argument that is wrong.
             RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
         """
-        whole: dict[int, CompletionOutput] = {}
-        async with aclosing(self.stream(prompt, sampling_params)) as stream:
-            async for output in stream:
-                for news in output.outputs:
-                    before = whole.get(news.index)
-                    whole[news.index] = news if before is None else _joined(before, news)
-                outputs = [whole[index] for index in sorted(whole)]
-                yield RequestOutput(**{**vars(output), "outputs": outputs})
+        return self._listen(prompt, sampling_params, AllNews())
 
     @takes_foreign(FOREIGN_ARGUMENTS)
-    async def stream(
+    def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, but each output has only what is new, as those of `LLM.stream`."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
-        commands = self._commands
+        """The same, but each output has only what is new, as those of `LLM.stream`.
 
-        def tell(item: News) -> None:
-            try:
-                loop.call_soon_threadsafe(news.put_nowait, item)
-            except RuntimeError:  # the loop has been closed: nobody listens
-                commands.put(partial(_Jobs.drop, tell=tell))
+        To a caller who comes back late, one output has the news of all steps since then.
+        """
+        return self._listen(prompt, sampling_params, News())
 
-        self._ask(partial(_Jobs.add, prompt=prompt, params=sampling_params, tell=tell))
+    async def _listen(
+        self, prompt: Any, params: SamplingParams | None, news: News
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt, and give what there is of its news."""
+        mailbox = _Mailbox(asyncio.get_running_loop(), news)
+        commands, tell = self._commands, mailbox.tell
+        self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell))
         try:
             while True:
-                item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if item.finished:
+                output = await mailbox.take()
+                yield output
+                if output.finished:
                     return
         finally:
             commands.put(partial(_Jobs.drop, tell=tell))
@@ -193,27 +190,78 @@ class AsyncLLM:
         await asyncio.to_thread(self.exit)
 
 
-def _joined(before: CompletionOutput, news: CompletionOutput) -> CompletionOutput:
-    """The completion so far, and what is new of it."""
-    logprobs = None
-    if before.logprobs is not None and news.logprobs is not None:
-        logprobs = [*before.logprobs, *news.logprobs]
-    text, token_ids = before.text + news.text, before.token_ids + news.token_ids
-    return replace(news, text=text, token_ids=token_ids, logprobs=logprobs)
+class _Mailbox:
+    """Where a coroutine waits for the news of its request.
+
+    Args:
+        loop: that of the coroutine.
+        news: collects what the request tells.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, news: News) -> None:
+        self.loop, self._news = loop, news
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def tell(self, told: Told) -> "_Mailbox":
+        """Called by the engine's thread. The loop is to `wake` the coroutine then."""
+        if isinstance(told, BaseException):
+            self._error = told
+        else:
+            self._news.add(told)
+        return self
+
+    def wake(self) -> None:
+        """Called by the loop."""
+        if self._waiter is not None and not self._waiter.done():  # it waits, and is not cancelled
+            self._waiter.set_result(None)
+
+    async def take(self) -> RequestOutput:
+        """All the news that there is; waits for some."""
+        while True:
+            error = self._error  # looked for first: it comes behind all the news
+            if self._news.has_some:
+                return self._news.take()
+            if error is not None:
+                raise error
+            self._waiter = self.loop.create_future()
+            await self._waiter
+
+
+def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
+    """Wake coroutines, a few at a time: others have a turn between, and the objects of those woken
+    are gone before the next (see `nanovllm.news`).
+    """
+    for _ in range(min(len(mailboxes), WAKE_AT_ONCE)):
+        mailboxes.popleft().wake()
+    if mailboxes:
+        loop.call_soon(_wake, loop, mailboxes)
 
 
 class _Jobs:
-    """The requests of an engine, by whom to tell about them. Used by one thread."""
+    """The requests of an engine, by whom to tell about them. Used by one thread.
+
+    Coroutines are woken by one call of their loop for each step. Where the device is not the host,
+    that waits until it computes the next step, if one follows: Python runs one thread at a time,
+    and the engine's has nothing to do then.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._ids: dict[Tell, int] = {}
+        self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # and not woken
+        self._has_device = llm._describe()["device"] != "cpu"  # else a launch is the step itself
+        if self._has_device:
+            llm.core.meanwhile = self._wake
 
     def add(self, prompt: Any, params: SamplingParams | None, tell: Tell) -> None:
         try:
-            self._ids[tell] = self.llm.add_request(prompt, params, listener=tell)
+            self._ids[tell] = self.llm.add_request(
+                prompt, params, listener=partial(self._tell, tell)
+            )
         except Exception as error:
-            tell(error)
+            self._tell(tell, error)
+            self._wake()
 
     def drop(self, tell: Tell) -> None:
         if tell in self._ids:
@@ -221,14 +269,33 @@ class _Jobs:
 
     def step(self) -> None:
         self.llm.step()
+        if not (self._has_device and self.llm.core.requests):
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """End all requests."""
         with suppress(Exception):  # the error may have closed the engine
             self.llm.abort_all()
         for tell in self._ids:
-            tell(error)
+            self._tell(tell, error)
         self._ids.clear()
+        self._wake()
+
+    def _tell(self, tell: Tell, told: Told) -> None:
+        mailbox = tell(told)
+        if mailbox is not None:
+            self._told.setdefault(mailbox.loop, deque()).append(mailbox)
+
+    def _wake(self) -> None:
+        """Have each loop wake those who were told something."""
+        while self._told:
+            loop, mailboxes = self._told.popitem()
+            try:
+                loop.call_soon_threadsafe(_wake, loop, mailboxes)
+            except RuntimeError:  # the loop has been closed: nobody listens
+                tells = [mailbox.tell for mailbox in mailboxes]
+                left = {self._ids.pop(tell) for tell in tells if tell in self._ids}
+                self.llm.core.abort_later(left)  # not now: this may be in a step
 
 
 Command: TypeAlias = "Callable[[_Jobs], None] | None"

@@ -17,6 +17,8 @@ from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.recorder import DEFAULT_PATH
+from nanovllm.engine.request import Listener
+from nanovllm.news import News
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -50,7 +52,7 @@ class LLM(LLMEngine):
         Each output has the completions with news, of these the new tokens and the text that is
         certain: half a character, and what may turn out to begin a stop string, is held back. All
         texts of a completion together are the text that `generate` returns. An output with
-        `finished` is the last of its prompt.
+        `finished` is the last of its prompt. What several steps of other calls bring is one output.
 
         Leaving the loop drops what is not finished. Between its steps other requests may be added.
 
@@ -72,22 +74,32 @@ class LLM(LLMEngine):
         return self._stream(checked)
 
     def _stream(self, checked: list[CheckedRequest | Refusal]) -> Iterator[RequestOutput]:
-        news: deque[RequestOutput] = deque()
+        told: deque[News] = deque()
         left: set[int] = set()
+
+        def listener() -> Listener:
+            news = News()
+
+            def listen(output: RequestOutput) -> None:
+                news.add(output)
+                told.append(news)
+
+            return listen
+
         try:
             with self._lock:
                 requests = []
                 for item in checked:
                     if isinstance(item, Refusal):
-                        news.append(self._intake.refused(item))
+                        listener()(self._intake.refused(item))
                     else:
-                        requests.append(self._make(item, None, news.append))
+                        requests.append(self._make(item, None, listener()))
                 left.update(request.request_id for request in requests)  # before any is queued
                 for request in requests:
                     self.core.add(request)
-            while left or news:
+            while left or told:
                 with self._lock:
-                    if not news:
+                    if not told:
                         self._check_open()
                         if left.isdisjoint(self.core.requests):
                             raise RuntimeError(
@@ -95,8 +107,11 @@ class LLM(LLMEngine):
                                 "in another call"
                             )
                         self._advance()
-                while news:
-                    output = news.popleft()
+                while told:
+                    news = told.popleft()
+                    if not news.has_some:  # it was told twice, and taken once
+                        continue
+                    output = news.take()
                     if output.finished:
                         left.discard(output.request_id)  # which a refused prompt is not in
                     yield output

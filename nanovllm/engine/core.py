@@ -37,6 +37,8 @@ class Core(ABC, Generic[R]):
         abort_later: takes a set of ids. The next call of the engine aborts these requests first.
             Streams use it: Python may collect their generator in the middle of another call, where
             aborting is unsafe.
+        meanwhile: is called in each step before the wait for its results: what it does, in whatever
+            thread, goes on while the device computes.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Core(ABC, Generic[R]):
         self._left: deque[set[int]] = deque()
         # deque.append itself, not a wrapper: Ctrl-C can strike on entry to a Python function.
         self.abort_later = self._left.append
+        self.meanwhile: Callable[[], None] = lambda: None
 
     @abstractmethod
     def add(self, request: R) -> None:

@@ -61,6 +61,7 @@ class EngineCore(Core[Request]):
         scheduled = self._schedule()
         if scheduled:
             self._launch(scheduled)
+        self.meanwhile()
         self._book(leave=self._lookahead if scheduled else 0)
 
     def _schedule(self) -> list[ScheduledSequence]:

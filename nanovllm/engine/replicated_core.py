@@ -76,6 +76,7 @@ class ReplicatedCore(Core[RemoteRequest]):
         self._drop_left()
         with uninterrupted(), self.reset_on_error():
             self._hand_out()
+        self.meanwhile()
         self._book_all(STEP_SECONDS if self.requests else 0.0)
         while self._to_tell:  # last: a listener may call the engine
             request, output = self._to_tell.popleft()

@@ -94,29 +94,34 @@ class Request:
         context: list[int] = []
         if self.params.detokenize and self.seqs[0].detokenizer is None:
             context = text_context(decode, self.prompt_token_ids, self.params)
-        return self._output([self._whole(seq, decode, context) for seq in self.seqs])
+        completions = [self._whole(seq, decode, context) for seq in self.seqs]
+        return self._output(completions, is_finished=True)
 
-    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
-        first, finished = self.seqs[0], self.is_finished
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=completions,
-            finished=finished,
-            num_cached_tokens=first.num_cached_tokens,
-            prompt_logprobs=first.prompt_logprobs,
-            embedding=first.embedding,
-            metrics=self.metrics() if finished else None,
-            error=next((seq.error for seq in self.seqs if seq.error is not None), None),
+    def _output(self, completions: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
+        first = self.seqs[0]
+        return RequestOutput.of(
+            {
+                "request_id": self.request_id,
+                "prompt": self.prompt,
+                "prompt_token_ids": self.prompt_token_ids,
+                "outputs": completions,
+                "finished": is_finished,
+                "num_cached_tokens": first.num_cached_tokens,
+                "prompt_logprobs": first.prompt_logprobs,
+                "embedding": first.embedding,
+                "metrics": self.metrics() if is_finished else None,
+                "error": next((seq.error for seq in self.seqs if seq.error is not None), None),
+            }
         )
 
     def tell(self) -> None:
         """Give the listener what is new: tokens, and the text that no later token can change."""
-        if any(seq.is_finished and seq.finish_reason is None for seq in self.seqs):
-            return  # aborted, by another listener
-        news = []
+        news, is_finished = [], True
         for i, seq in enumerate(self.seqs):
+            if not seq.is_finished:
+                is_finished = False
+            elif seq.finish_reason is None:
+                return  # aborted, by another listener
             prompt = seq.num_prompt_tokens
             start, end = self._num_told[i], seq.num_known_tokens - prompt
             if end > start or (seq.is_finished and not self._ends_told[i]):
@@ -126,7 +131,7 @@ class Request:
                 logprobs = None if seq.logprobs is None else seq.logprobs[start:end]
                 news.append(_completion(seq, text, token_ids, logprobs))
         if news and self.listener is not None:
-            self.listener(self._output(news))
+            self.listener(self._output(news, is_finished=is_finished))
 
     def _whole(self, seq: Sequence, decode: Decoder, context: list[int]) -> CompletionOutput:
         token_ids = seq.completion_token_ids
@@ -150,12 +155,14 @@ def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> 
 
 
 def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -> CompletionOutput:
-    return CompletionOutput(
-        index=seq.index,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        logprobs=logprobs,
-        cumulative_logprob=None if seq.logprobs is None else seq.logprobs.total,
+    return CompletionOutput.of(
+        {
+            "index": seq.index,
+            "text": text,
+            "token_ids": token_ids,
+            "finish_reason": seq.finish_reason,
+            "stop_reason": seq.stop_reason,
+            "logprobs": logprobs,
+            "cumulative_logprob": None if seq.logprobs is None else seq.logprobs.total,
+        }
     )

@@ -30,6 +30,17 @@ class Record:
 
     _fields: ClassVar[tuple[Field[Any], ...]]
 
+    @classmethod
+    def of(cls: type[R], values: dict[str, Any]) -> R:
+        """Make one of its fields by their names; what has a default may be left out.
+
+        For records made by the thousand each second: the constructor of a frozen dataclass takes
+        three times as long.
+        """
+        made = object.__new__(cls)
+        vars(made).update(values)
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as dictionaries, lists, strings, numbers and None, as JSON has them.
 

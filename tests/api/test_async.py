@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 
 import pytest
 from invariants import check_scheduler
@@ -31,7 +32,7 @@ from checkpoints import (
 )
 from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, AsyncLLM, SamplingParams
-from nanovllm.async_llm import _Jobs, _serve
+from nanovllm.async_llm import WAKE_AT_ONCE, _Jobs, _serve, _wake
 
 PATIENCE = 60  # seconds, for what would hang for ever
 # Requests without an end take some seconds, so that they run still when a loop comes late.
@@ -47,11 +48,13 @@ def checkpoint(tmp_path_factory):
 class Hall:
     """An `AsyncLLM` whose engine tests can look at. Its steps can be made to wait."""
 
-    def __init__(self, path, monkeypatch, **options):
+    def __init__(self, path, monkeypatch, *, device="cpu", **options):
         found, begin = [], _Jobs.__init__
 
         def begun(jobs, llm):
             found.append(llm)
+            description = llm._describe() | {"device": device}
+            llm._describe = lambda: description
             begin(jobs, llm)
             ready.set()
 
@@ -157,6 +160,131 @@ def test_generate_gives_all_there_is(hall, checkpoint):
     asyncio.run(main())
 
 
+def test_one_call_of_the_loop_for_each_step(hall, checkpoint, monkeypatch):
+    """It was one for each token."""
+    prompts, params = [[i + 1, *PROMPT] for i in range(8)], greedy(40, ignore_eos=True)
+    called = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        call, before = loop.call_soon_threadsafe, (await hall.metrics())["num_steps"]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                loop, "call_soon_threadsafe", lambda *args: called.append(args) or call(*args)
+            )
+            work = [tokens_of(hall.async_llm, prompt, params) for prompt in prompts]
+            found = await asyncio.gather(*work)
+        assert found == [reference(checkpoint, prompt, 40) for prompt in prompts]
+        num_steps = (await hall.metrics())["num_steps"] - before
+        assert num_steps < 2 * 40, "they shared steps"
+        assert 0 < len(called) <= num_steps
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, monkeypatch):
+    """What they do then costs no step: Python runs them or the engine, not both."""
+    hall, calls = Hall(checkpoint, monkeypatch, device="cuda:0", overlap=overlap), []
+    for name in ("run", "wait"):
+        call = getattr(hall.llm.executor, name)
+        noting = lambda *args, name=name, call=call: calls.append(name) or call(*args)  # noqa: E731
+        monkeypatch.setattr(hall.llm.executor, name, noting)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def noting_wakes(callback, *args):
+            if callback is _wake:
+                calls.append("wake")
+            return call(callback, *args)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", noting_wakes)
+        params = greedy(20, ignore_eos=True)
+        assert await tokens_of(hall.async_llm, PROMPT, params) == reference(checkpoint, PROMPT, 20)
+
+    asyncio.run(main())
+    hall.async_llm.exit()
+    before = [calls[i - 1] for i, call in enumerate(calls) if call == "wake"]
+    assert len(before) == 20
+    assert before[:-2] == ["run"] * 18  # where the last step, or none, is still to come
+    assert before[-1] == "wait"
+
+
+@pytest.mark.parametrize("kind", ["stream", "generate"])
+def test_what_has_queued_for_a_late_caller_is_one_output(kind, hall, checkpoint):
+    """He comes back when all is over: one output has the rest."""
+    params = SamplingParams(seed=3, n=2, max_tokens=30, logprobs=2, ignore_eos=True)
+    with LLM(checkpoint, **SMALL) as llm:
+        [whole] = llm.generate([PROMPT], params, use_tqdm=False)
+
+    async def main():
+        stream = getattr(hall.async_llm, kind)(PROMPT, params)
+        outputs = [await anext(stream)]
+        while (await hall.metrics())["num_finished"] < 1:
+            assert not outputs[0].finished
+        outputs += [output async for output in stream]
+        assert [output.finished for output in outputs] == [False, True]
+        assert len(outputs[0]["token_ids"]) < 30
+        found = outputs if kind == "stream" else outputs[1:]
+        assert gather(found).popitem()[1] == [facts(done) for done in whole.outputs]
+        for joined, wanted in zip(outputs[-1].outputs, whole.outputs, strict=True):
+            assert joined.cumulative_logprob == wanted.cumulative_logprob
+        await hall.assert_idle()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+@pytest.mark.parametrize("kind", ["stream", "generate"])
+def test_news_comes_before_the_error_that_follows(kind, hall, monkeypatch):
+    """Both have queued: the caller gets what there is, then the error."""
+
+    def failing():
+        steps.append(1)
+        if len(steps) < 6:
+            return step()
+        raise MemoryError("no memory")
+
+    step, steps, ended = hall.llm.step, [], threading.Event()
+    fail = _Jobs.fail
+    monkeypatch.setattr(_Jobs, "fail", lambda jobs, error: (fail(jobs, error), ended.set()))
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(hall.llm, "step", failing)
+            stream = getattr(hall.async_llm, kind)(PROMPT, greedy(None, ignore_eos=True))
+            first = await anext(stream)
+            assert ended.wait(PATIENCE)  # and the loop stands still
+            rest, length = await anext(stream), len(first["token_ids"])
+            before = length if kind == "stream" else 0
+            assert before + len(rest["token_ids"]) > length
+            with pytest.raises(MemoryError, match="no memory"):
+                await anext(stream)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+
+
+def test_coroutines_are_woken_a_few_at_a_time():
+    """Others have their turn before all of them have had theirs."""
+    order = []
+
+    class Mailbox:
+        def wake(self):
+            order.append("woken")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.call_soon(_wake, loop, deque(Mailbox() for _ in range(3 * WAKE_AT_ONCE - 1)))
+        loop.call_soon(order.append, "another")
+        while len(order) < 3 * WAKE_AT_ONCE:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+    assert order.count("woken") == 3 * WAKE_AT_ONCE - 1
+    assert order.index("another") == WAKE_AT_ONCE
+
+
 def test_tokenizer_and_defaults():
     async def main():
         async with AsyncLLM(TINY, **SMALL) as async_llm:
@@ -171,8 +299,7 @@ def test_tokenizer_and_defaults():
 
 def test_defaults_and_order(hall, checkpoint):
     async def main():
-        outputs = await collect(hall.async_llm, PROMPT)
-        assert len(outputs) == SamplingParams().max_tokens
+        assert len(await tokens_of(hall.async_llm, PROMPT)) == SamplingParams().max_tokens
         work = [tokens_of(hall.async_llm, *item) for item in zip(PROMPTS, PARAMS, strict=True)]
         assert await asyncio.gather(*work) == references(checkpoint)
         await hall.assert_idle()
@@ -574,7 +701,8 @@ import asyncio, gc, os, sys
 from nanovllm import TINY, AsyncLLM, SamplingParams
 async_llm = AsyncLLM(TINY, **{SMALL})
 async def collect():
-    return [o async for o in async_llm.stream("a", SamplingParams(max_tokens=3, ignore_eos=True))]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    return [token async for o in async_llm.stream("a", params) for token in o["token_ids"]]
 async def told(call):
     try:
         print("returned", await call)

@@ -114,6 +114,29 @@ def test_after_ctrl_c_in_a_wait_the_step_is_booked_first(engine: Engine, wait: i
     assert engine.core.metrics.num_steps == engine.executor.num_calls
 
 
+def test_what_is_done_meanwhile_is_done_behind_the_launch_and_before_the_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device computes then, and the host has time."""
+    calls: list[str] = []
+    for name in ("run", "wait"):
+        call = getattr(engine.executor, name)
+        monkeypatch.setattr(
+            engine.executor, name, lambda *a, name=name, call=call: calls.append(name) or call(*a)
+        )
+    engine.core.meanwhile = lambda: calls.append("meanwhile")
+    request = engine.add(5)
+    steps = []
+    while engine.core.requests:
+        engine.core.step()
+        steps.append(tuple(calls))
+        calls.clear()
+    whole = ("run", "meanwhile", "wait")
+    assert whole in steps
+    assert set(steps) <= {whole, ("run", "meanwhile"), ("meanwhile", "wait")}
+    engine.finish(request)
+
+
 def test_half_a_request_is_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two of its sequences: it could neither finish nor be aborted."""
     add, calls = engine.scheduler.add, []

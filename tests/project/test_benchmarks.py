@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shlex
@@ -26,6 +27,7 @@ from benchmarks import (
     roofline,
     sampling_controls,
     startup,
+    streams,
     timeline,
     workloads,
 )
@@ -339,6 +341,44 @@ def test_timelines_are_compared_with_metrics(
     with pytest.raises(SystemExit, match="1"):
         run(timeline.main, monkeypatch, *args)
     assert "num_steps" in capsys.readouterr().out
+
+
+def test_streams_are_measured_beside_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path
+) -> None:
+    drawn: list[tuple[int, list[list[int]]]] = []
+
+    def workload(num_seqs: int, seed: int, vocab_size: int) -> Any:
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(vocab_size) for _ in range(9)] for _ in range(num_seqs)]
+        drawn.append((num_seqs, prompts))
+        return prompts, [SamplingParams(max_tokens=3 + i, ignore_eos=True) for i in range(num_seqs)]
+
+    monkeypatch.setattr(harness, "workload", workload)
+    file = tmp_path / "results.jsonl"
+    args = ("--model", tiny, "--device", "cpu", "--num-requests", "1", "4", "--max-tokens", "5")
+    run(streams.main, monkeypatch, *args, "--repeat", "2", "--save", str(file))
+    (record,) = saved(file)
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["benchmark"] == "streams" and record["device"] == "cpu"
+    assert [num_seqs for num_seqs, _ in drawn] == [1, 4]
+    assert record["results"].keys() == {"1", "4"}
+    for ways in record["results"].values():
+        assert ways.keys() == streams.WAYS.keys() and ways["generate"]["share"] == 1
+        for result in ways.values():
+            low, high = result["runs"]
+            assert 0 < low <= result["median"] <= high
+    run(streams.main, monkeypatch, *args, "--only", "async-stream", "--repeat", "1")
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["results"]["4"].keys() == {"generate", "async-stream"}
+    one = streams.one_stream
+
+    async def losing(*args: Any) -> int:
+        return await one(*args) - 1
+
+    monkeypatch.setitem(streams.WAYS, "async-stream", streams.in_tasks(losing))
+    with pytest.raises(RuntimeError, match="async-stream: 2 tokens instead of 3"):
+        run(streams.main, monkeypatch, *args, "--only", "async-stream", "--repeat", "1")
 
 
 @pytest.mark.slow

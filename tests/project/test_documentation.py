@@ -43,6 +43,7 @@ SMALL = {
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
     "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
+    "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
     "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
@@ -72,7 +73,15 @@ NOT_HERE = {
 # Scripts of tasks have tests of their own, which run them.
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
-SLOW = ("job_overhead", "timeline.py", "startup", "workloads", "cpu_vs_transformers", "accuracy")
+SLOW = (
+    "job_overhead",
+    "timeline.py",
+    "streams.py",
+    "startup",
+    "workloads",
+    "cpu_vs_transformers",
+    "accuracy",
+)
 SLOW += ("sampling_controls", "--num-seqs 1024", "--attention-backend B", "llama-3.1-8b")
 
 

@@ -8,7 +8,7 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions and files of one `generate`.
 CEILINGS = {
     "frames": 13,
-    "functions": 246,
+    "functions": 247,
     "files": 41,
     "files_in_circles": 0,
 }
