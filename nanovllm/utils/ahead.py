@@ -49,13 +49,35 @@ def keep_apart(build: Any, kernel: Any) -> None:
         kernel.run = property(run_whole)
 
 
-def _keep_triton_apart() -> None:
+def hash_callees_first(finder: Any) -> None:
+    """Replace a function of Triton, for the whole process, so that a kernel's key in the compile
+    cache is the same in every process.
+
+    A key covers the values of the globals that a kernel and the functions it calls refer to. Up to
+    Triton 3.6 a callee's were taken over before it was hashed, so they were missing unless another
+    kernel had called it before: the key depended on the order of first uses, and a second start
+    compiled half of its kernels again (docs/experiments.md, 49). May be called again.
+
+    Args:
+        finder: the class `triton.runtime.jit.DependenciesFinder`.
+    """
+    update = finder._update_hash
+
+    def update_whole(self: Any, callee: Any) -> None:
+        callee.cache_key  # noqa: B018  a property that computes what `update` reads
+        update(self, callee)
+
+    finder._update_hash = update_whole
+
+
+def _mend_triton() -> None:
     from triton.compiler import CompiledKernel
-    from triton.runtime import build
+    from triton.runtime import build, jit
 
     with _replacing:
         if not _replaced.is_set():
             keep_apart(build, CompiledKernel)
+            hash_callees_first(jit.DependenciesFinder)
             _replaced.set()
 
 
@@ -80,7 +102,7 @@ class CompileAhead:
         prepare = None
         if device.type == "cuda":
             prepare = partial(_enter, torch.cuda.current_stream(device))
-            _keep_triton_apart()
+            _mend_triton()
         self._pool = ThreadPoolExecutor(initializer=prepare)
         self._made: list[Future[object]] = []
 
