@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 
@@ -11,11 +10,11 @@ def as_json(value: Any, **how: Any) -> str:
     """The value as JSON. NaN and infinity, for which it has no numbers, are null; other values that
     it does not have, of tables, are written as `str` does. `how` is for `json.dumps`.
     """
-    write = partial(json.dumps, default=str, allow_nan=False, **how)
+    how |= {"default": str, "allow_nan": False}
     try:
-        return write(value)
+        return json.dumps(value, **how)
     except ValueError:  # Python reads these two, where others have written them, and writes them
-        return write(_without_nan(value))
+        return json.dumps(_without_nan(value), **how)
 
 
 def _without_nan(value: Any) -> Any:
