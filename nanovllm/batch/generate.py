@@ -24,12 +24,13 @@ from typing_extensions import Self, Unpack
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.job import run
 from nanovllm.batch.params import from_json
-from nanovllm.batch.results import Result, as_json
+from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row, make_row
 from nanovllm.batch.tables import Batch, columns_of, read_column, with_columns
 from nanovllm.chat import ChatRenderer
 from nanovllm.config import Options
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.as_json import as_json
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -169,7 +170,7 @@ class Generate:
         added = {name: [answer[name] for answer in answers] for name in (*names, "error")}
         if self._has_outputs:
             outputs = (answer.get("outputs") for answer in answers)
-            added["outputs"] = [each and as_json(each, ensure_ascii=True) for each in outputs]
+            added["outputs"] = [each and as_json(each) for each in outputs]
         return with_columns(batch, added)
 
     def exit(self) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 from nanovllm.batch.lines import lock, sync_directory
 from nanovllm.batch.reading import import_pyarrow
-from nanovllm.batch.results import Result, as_json
+from nanovllm.batch.results import Result
+from nanovllm.utils.as_json import as_json
 
 PART_ROWS, PART_SECONDS = 4096, 60.0
 TEMPORARY = ".part.nanovllm.tmp"
@@ -217,5 +218,5 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         text = value
     else:
-        text = json.dumps(value) if isinstance(value, float) else as_json(value)
+        text = json.dumps(value) if isinstance(value, float) else as_json(value, ensure_ascii=False)
     return text.encode(errors="backslashreplace").decode()

@@ -1,16 +1,13 @@
 """`Result`: a row with its answer, and the line that tells of it."""
 
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from nanovllm.batch.openai_batch import answer
 from nanovllm.batch.rows import Row
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.as_json import as_json
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,6 @@ class Result:
         """
         values = self.to_dict()
         try:
-            return as_json(values).encode() + b"\n"
+            return as_json(values, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:
-            return as_json(values, ensure_ascii=True).encode() + b"\n"
-
-
-def as_json(value: Any, ensure_ascii: bool = False) -> str:
-    """JSON, which any reader takes: NaN and infinity, for which it has no numbers, are null. Other
-    values that it does not have, of tables, are written as `str` does.
-    """
-    write = partial(json.dumps, ensure_ascii=ensure_ascii, default=str, allow_nan=False)
-    try:
-        return write(value)
-    except ValueError:  # Python reads these two, where others have written them, and writes them
-        return write(_without_nan(value))
-
-
-def _without_nan(value: Any) -> Any:
-    """Lists and objects with null for numbers that are none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return value
+            return as_json(values).encode() + b"\n"

@@ -25,6 +25,7 @@ from nanovllm.engine.workers import Workers
 from nanovllm.layers.controls import Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
+from nanovllm.utils.forks import check_threads
 from nanovllm.utils.interrupts import uninterrupted
 from nanovllm.utils.modes import without_modes
 
@@ -75,6 +76,8 @@ class Executor:
             WorkerError: if a worker dies meanwhile.
         """
         with self._all_or_none(), without_modes():
+            if self._device.type == "cpu":
+                check_threads()
             self.model_runner = ModelRunner(
                 self._config, self._model_config, self._group, self._connect
             )

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from nanovllm.utils.as_json import as_json
+
 STEPS, HOST, DEVICE = 1, 2, 3  # tracks
 BEGAN, ENDED, FULL = "recording began", "recording ended", "recording is full"
 TRACKS = {STEPS: "steps", HOST: "host", DEVICE: "GPU"}
@@ -166,7 +168,7 @@ def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:
     """This moment in the life of a recording."""
     now = time.perf_counter_ns() // 1000
     what = {"ph": "i", "s": "p", "cat": "recording", "name": name, "pid": pid, "tid": 0, "ts": now}
-    return json.dumps({**what, "args": args}, separators=(",", ":"))
+    return as_json({**what, "args": args}, separators=(",", ":"))
 
 
 def names(pid: int, process: str, tracks: Iterable[int]) -> list[str]:

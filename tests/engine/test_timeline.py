@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,15 @@ import pytest
 import torch
 from host import make_scheduler, make_seq
 
-from checkpoints import PARAMS, PROMPTS, SMALL, checkpoint_fixture, greedy, rare  # noqa: F401
+from checkpoints import (
+    PARAMS,
+    PROMPTS,
+    SMALL,
+    checkpoint_fixture,  # noqa: F401
+    copy_checkpoint,
+    greedy,
+    rare,
+)
 from faults import fail_at
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
 from nanovllm.engine import timeline, trace_file
@@ -216,6 +225,18 @@ def test_nothing_of_a_text_is_in_it(tmp_path):
     assert "hello" not in path.read_text() and "olleh" not in path.read_text()
     assert "xyzzy" not in path.read_text() and str(Path(TINY).parent) not in path.read_text()
     assert not {key for key in keys if "text" in key or "id" in key.split("_") or key == "prompt"}
+
+
+def test_a_config_with_infinity_is_written_as_json(checkpoint, tmp_path):
+    """Python writes and reads it; Perfetto does not."""
+    path = tmp_path / "run.json"
+    model = copy_checkpoint(checkpoint, tmp_path / "model", time_step_limit=[0.0, math.inf])
+    assert "Infinity" in (model / "config.json").read_text()
+    with LLM(model, trace=str(path), **SMALL) as llm:
+        llm.generate([PROMPTS[0]], greedy(2), use_tqdm=False)
+    events = json.loads(path.read_text(), parse_constant=pytest.fail)
+    [began] = [event for event in events if event["name"] == "recording began"]
+    assert began["args"]["config"]["time_step_limit"] == [0.0, None]
 
 
 # -- when it begins and ends -----------------------------------------------------------------------

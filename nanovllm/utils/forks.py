@@ -1,0 +1,62 @@
+"""`check_threads`: PyTorch's threads on a CPU, in a process that is a fork of another.
+
+Imports no torch: the package imports it as early as it can, to know the process that it is in.
+"""
+
+import logging
+import os
+import signal
+import time
+
+logger = logging.getLogger(__name__)
+
+PARALLEL = 1 << 20  # numbers: operators divide more than 32,768 among threads
+PATIENCE = 3.0  # seconds, for what takes a millisecond
+_known = {os.getpid()}  # processes whose threads answer; a fork has those of its parent
+
+
+def check_threads() -> None:
+    """Have PyTorch compute with one thread where it would wait for those of a parent.
+
+    A fork has none of the threads that OpenMP started before it, and GNU's, which PyTorch brings
+    along, waits for them in the first operator. PyTorch's own `DataLoader` has one in its workers.
+    A fork that has computed with threads of its own before the first check is taken for one that
+    cannot.
+    """
+    import torch
+
+    if os.getpid() in _known:
+        return
+    num_threads = torch.get_num_threads()
+    if num_threads > 1 and not _threads_answer():
+        torch.set_num_threads(1)
+        logger.warning(
+            "this process is a fork, and threads that PyTorch started before it are not here: it "
+            'computes with one thread, not with %d; multiprocessing\'s "spawn" starts a process '
+            "that has its own",
+            num_threads,
+        )
+    _known.add(os.getpid())
+
+
+def _threads_answer() -> bool:
+    """Whether an operator ends. OpenMP has no function that says so: a fork of ours tries it."""
+    import torch
+
+    pid = os.fork()
+    if not pid:
+        try:
+            torch.zeros(PARALLEL).add_(1)
+        finally:
+            os._exit(0)
+    end = time.monotonic() + PATIENCE
+    try:
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return False
+            time.sleep(1e-3)
+    except ChildProcessError:  # it has ended, and the caller ignores how children end
+        pass
+    return True
