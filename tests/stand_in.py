@@ -10,9 +10,11 @@ Prints, as JSON, for each job what the engine says of itself and has generated.
 
 import contextlib
 import json
+import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +23,8 @@ from unittest.mock import MagicMock
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
-from triton.backends.compiler import GPUTarget
+
+from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 
 GPU = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -32,6 +35,7 @@ SHAPES = {  # M, I, Hq, Hkv, tied embedding
     "0.6B": (1024, 3072, 16, 8, True),
     "8B": (4096, 12288, 32, 8, False),
 }
+NEEDS_RESULTS = "scores", "beam search"  # kinds of work whose host looks at what is computed
 CONTROLS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0, "logprobs": 0},
@@ -45,21 +49,14 @@ CONTROLS: list[dict[str, Any]] = [
 
 
 class Card(NamedTuple):
-    """A GPU.
+    """A GPU: what Triton compiles for, and what PyTorch says of it."""
 
-    Attributes:
-        target: what Triton compiles for.
-        capability: what PyTorch says of it.
-        shared_memory: bytes that a block of threads may have.
-    """
-
-    target: GPUTarget
+    target: Target
     capability: tuple[int, int]
-    shared_memory: int
 
 
 def _cuda(major: int, minor: int, kib: int) -> Card:
-    return Card(GPUTarget("cuda", 10 * major + minor, 32), (major, minor), kib * 1024)
+    return Card(Target("cuda", 10 * major + minor, 32, kib * 1024), (major, minor))
 
 
 # CUDA C++ Programming Guide, technical specifications by compute capability; of gfx942 the CDNA3
@@ -72,38 +69,8 @@ CARDS = {
     "9.0": _cuda(9, 0, 227),
     "10.0": _cuda(10, 0, 227),
     "12.0": _cuda(12, 0, 99),
-    "gfx942": Card(GPUTarget("hip", "gfx942", 64), (9, 4), 64 * 1024),
+    "gfx942": Card(Target("hip", "gfx942", 64, 64 * 1024), (9, 4)),
 }
-
-
-class Driver:
-    """Triton's driver of a card: compiled kernels can be loaded and launched, to no effect."""
-
-    def __init__(self, card: Card) -> None:
-        self._card = card
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        return self._card.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": self._card.shared_memory}
-
-    def load_binary(self, *args: object) -> tuple[int, int, int, int, int]:
-        module = function = 1
-        num_registers = num_spills = 0  # the caller of this process looks at the binaries
-        return module, function, num_registers, num_spills, 1024
-
-    def unload_module(self, module: int) -> None: ...
-
-    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *args: None
 
 
 class OnCard(TorchFunctionMode):
@@ -140,20 +107,16 @@ class OnCard(TorchFunctionMode):
 
 
 class AtOnce:
-    """Stands for `CompileAhead`: the mode holds in this thread only."""
+    """Stands for `Compiler`: what is rehearsed is compiled here."""
 
-    def __init__(self, device: torch.device) -> None: ...
+    def __init__(self, *args: object) -> None: ...
 
-    def submit(self, calls: Iterable[Callable[[], object]]) -> None:
-        for call in calls:
-            call()
+    def rehearsal(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    def wait(self) -> None: ...
+    def finish(self) -> None: ...
 
-    def __enter__(self) -> "AtOnce":
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
+    def close(self) -> None: ...
 
 
 class Stream:
@@ -187,7 +150,7 @@ def put_in(card: Card) -> None:
     from nanovllm.engine.executor import Executor
     from nanovllm.layers import controlled_sampler
 
-    triton.runtime.driver.set_active(Driver(card))
+    triton.runtime.driver.set_active(AbsentGPU(card.target))
     if card.target.backend == "hip":
         torch.version.hip = "6.3"
     cuda = torch.cuda
@@ -208,7 +171,7 @@ def put_in(card: Card) -> None:
     cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
     cuda.Stream = Stream
     executor.without_modes = contextlib.nullcontext  # `OnCard` is one
-    model_runner.CompileAhead = AtOnce
+    model_runner.Compiler = AtOnce
     model_runner.load_dummy = lambda model, seed: None
     controlled_sampler.upload_beside = lambda device, array: torch.from_numpy(array).to(device)
     bulk.PeerRegion = peer_memory.PeerRegion = Region
@@ -273,7 +236,8 @@ def compile_attention(
 ) -> str:
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
-    from nanovllm.attention.base import AttentionNeeds
+    from nanovllm.attention.base import QKV, AttentionNeeds
+    from nanovllm.utils.context import Context
     from nanovllm.utils.fp8 import FP8
     from nanovllm.utils.kv_cache import KVCache
     from nanovllm.utils.scoring import Scoring
@@ -286,8 +250,15 @@ def compile_attention(
     sinks = torch.empty(Hq, dtype=kind, device=GPU)
     scorings = [Scoring(1.0), Scoring(1.0, 64, 50.0, sinks)]
     q = torch.empty(1, Hq, head_dim, dtype=kind, device=GPU)
-    for call in backend.variants(q, cache, 64, scorings):
-        call()
+    tables, lens = torch.empty(2, 1, 1, dtype=torch.int32, device=GPU)
+    context = Context(1, lens[0], lens[0], tables)
+    prompt = Context(
+        0, lens[0], lens[0], tables, lens[0], lens[0], max_seqlen_q=1, max_seqlen_k=64, num_keys=64
+    )
+    k = torch.empty(1, Hkv, head_dim, dtype=kind, device=GPU)
+    for scoring in scorings:
+        for step in (context, prompt):
+            backend.attend(QKV(q, k, k), cache, step, scoring)
     return backend.name
 
 
@@ -331,6 +302,54 @@ def compile_gated_products(dtype: str) -> None:
         hopper_gated(matrix(rows), weight, half, False)
 
 
+def count_kernels(
+    shape: str, num_layers: int, num_seqs: int, kinds: list[str] | None, **options: Any
+) -> dict[str, Any]:
+    """The kernels that an engine needs for its start, those that it rehearses beside, and those
+    that kinds of work need and that were not rehearsed. Nothing is compiled.
+    """
+    from benchmarks.first_use import KINDS, Job, Size, UnavailableError
+    from nanovllm import LLM
+    from nanovllm.benchmark.shapes import SHAPES
+    from nanovllm.engine import model_runner
+
+    launched, rehearsed = set[tuple[str, str]](), set[tuple[str, str]]()
+    into = [launched]
+
+    class Listening(AtOnce):
+        @contextlib.contextmanager
+        def rehearsal(self) -> Iterator[None]:
+            into.append(rehearsed)
+            yield
+            into.pop()
+
+    def hear(*, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
+        into[-1].add((fn.name, compile["specialization_data"]))
+        return True
+
+    model_runner.Compiler = Listening
+    triton.knobs.runtime.jit_cache_hook = hear
+    with tempfile.TemporaryDirectory() as directory:
+        config = SHAPES[shape] | {"num_hidden_layers": num_layers}
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:num_layers]
+        Path(directory, "config.json").write_text(json.dumps(config))
+        with LLM(directory, load_format="dummy", **options) as llm:
+            found = {"start": launched & rehearsed, "start, not rehearsed": launched - rehearsed}
+            found["later"], known = rehearsed - launched, launched | rehearsed
+            for name in [name for name in kinds or KINDS if name not in NEEDS_RESULTS]:
+                launched.clear()
+                try:
+                    KINDS[name](Job(llm, random.Random(name), Size.of(num_seqs)))()
+                except UnavailableError:
+                    continue
+                found[name] = launched - known
+    return {
+        what: dict(sorted(Counter(name for name, _ in kernels).items()))
+        for what, kernels in found.items()
+    }
+
+
 def generate(model: str, **options: Any) -> list[Any]:
     """What an engine of a real model answers, by the controls."""
     from nanovllm import LLM, SamplingParams
@@ -346,6 +365,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "attention": compile_attention,
     "long prompts": compile_long_prompts,
     "gated products": compile_gated_products,
+    "kernel counts": count_kernels,
     "generate": generate,
 }
 

@@ -1,7 +1,6 @@
 """The interface of an attention backend."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -89,16 +88,3 @@ class AttentionBackend(ABC):
     def most_gathered(self) -> int:
         """Bytes that a step over an FP8 cache may take for its context, beside its activations."""
         return 0
-
-    def variants(
-        self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
-    ) -> list[Callable[[], object]]:
-        """A call for each kernel that attention may need, to be compiled ahead.
-
-        Args:
-            q: [1, Hq, D], zeros.
-            cache: of at least one block, which is neither read nor written.
-            max_context: tokens of the widest block table.
-            scorings: of the layers.
-        """
-        return []

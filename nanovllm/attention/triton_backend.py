@@ -1,16 +1,12 @@
 """Attention through our own Triton kernels: a GPU path that needs nothing but PyTorch."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import product
 from typing import ClassVar
 
 import torch
 
 from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds
-from nanovllm.utils.context import Context, Prefixes
+from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
-from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
@@ -85,6 +81,7 @@ class TritonBackend(TritonStore):
             context.context_lens[:n],
             scoring,
             prefixes=None if scoring.window else context.prefixes,
+            max_context=context.longest or None,
             shared=context.shared,
         )
 
@@ -100,33 +97,3 @@ class TritonBackend(TritonStore):
         from nanovllm.kernels.paged_prefill import MOST_GATHERED
 
         return MOST_GATHERED
-
-    def variants(
-        self, q: torch.Tensor, cache: KVCache, max_context: int, scorings: Iterable[Scoring]
-    ) -> list[Callable[[], object]]:
-        """Prefill of a token, of some and of many, decode by each number of splits and of many
-        sequences, and of those that share prefixes.
-        """
-        _, _, num_kv_heads, head_dim = cache.k.shape
-        k, fp8 = q[:, :num_kv_heads], cache.k.dtype == FP8
-        table, [lens] = torch.zeros(2, 1, 2, dtype=torch.int32, device=q.device)
-        calls: list[Callable[[], object]] = []
-        if fp8:
-            heads = slice(0, num_kv_heads)
-            calls.append(partial(self._gather, cache, table, lens, 1, heads, q.dtype))
-        for scoring in scorings:
-            for n, num_keys in product(NUMBERS, (1, 2) if fp8 else (1,)):  # 2: one is cached
-                args = q, k, k, cache, table, lens, lens, n, num_keys, scoring
-                calls.append(partial(self._prefill, *args))
-            most = self._choose_num_splits(1, num_kv_heads, head_dim, max_context, scoring.window)
-            many = -(-self._many_programs // num_kv_heads)
-            for batch, splits in ((1, most), (many, 1)):
-                empty = lens.new_zeros(batch)  # context lengths
-                queries, tables = q.repeat(batch, 1, 1), table.repeat(batch, 1)
-                decode = partial(self._decode, queries, cache, tables, empty, scoring)
-                numbers = [1 << i for i in range(splits.bit_length())]
-                calls += [partial(decode, num_splits=num_splits) for num_splits in numbers]
-                if not scoring.window:  # full batches share prefixes
-                    prefixes = Prefixes(empty, *lens[:1].expand(3, 1))
-                    calls.append(partial(decode, num_splits=1, prefixes=prefixes))
-        return calls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -85,11 +85,11 @@ class Executor:
                 self._workers.check()
         return self.model_runner
 
-    def _connect(self, wait_for_compilers: Callable[[], None]) -> None:
+    def _connect(self) -> None:
         """Meet the workers, if there are any; see `Meeting.hold`."""
         if self._workers is not None:
             self._meeting = Meeting(self._group, self._device, self._workers)
-            self._meeting.hold(wait_for_compilers)
+            self._meeting.hold()
 
     def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
         """Launch a step on all ranks, which samples one token for each sequence that `samples`:

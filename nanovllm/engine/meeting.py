@@ -1,7 +1,6 @@
 """`Meeting`: how rank 0 meets the workers, so that the ranks can sum."""
 
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -27,18 +26,13 @@ class Meeting:
         self._thread = threading.Thread(target=self._meet, daemon=True)
         self._error: BaseException | None = None
 
-    def hold(self, wait_for_compilers: Callable[[], None]) -> None:
+    def hold(self) -> None:
         """Wait for all ranks, and connect them.
-
-        Args:
-            wait_for_compilers: called once all workers have arrived. Meeting edits `os.environ`,
-                which Triton's compile threads read.
 
         Raises:
             WorkerError: if a worker dies, even while this process waits for it.
         """
         self._store.wait([arrival(rank) for rank in range(1, self._group.size)])
-        wait_for_compilers()
         self._group.arrive(self._store, self._device)
         self._thread.start()
         while self._thread.is_alive():

@@ -3,6 +3,7 @@
 Knows nothing of queues or blocks beyond the arrays of a `Batch`.
 """
 
+import dataclasses
 import gc
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.compiling.compiler import Compiler, current_target, num_processes
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
@@ -22,23 +24,28 @@ from nanovllm.engine.graph_runner import StepGraphs
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.matrices import weights
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
+from nanovllm.engine.rehearsal import Rehearsal
 from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.warm_up import attention_variants, sampling_variants, warm_up
+from nanovllm.engine.warm_up import warm_up
 from nanovllm.layers.attention import members_of_tile
-from nanovllm.layers.base import kernel_variants
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
-from nanovllm.layers.quantized_weight import dequantize, held_in
+from nanovllm.layers.quantized_weight import dequantize, held_in, is_to_be_plain
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
-from nanovllm.utils.ahead import CompileAhead
 from nanovllm.utils.context import use_context
 from nanovllm.utils.cpu_wait import CpuWait
-from nanovllm.utils.device import capability, capturing, resolve_device, wait_for_device
+from nanovllm.utils.device import (
+    capability,
+    capturing,
+    resolve_device,
+    runs_kernels,
+    wait_for_device,
+)
 from nanovllm.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
@@ -61,14 +68,14 @@ class ModelRunner:
         config: the engine's options.
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over; this is one of them.
-        connect: meets the other ranks, if the group has not. When they are there, it calls its
-            argument, which waits for the kernels that have begun to compile.
+        connect: meets the other ranks, if the group has not.
 
     Attributes:
         num_blocks: KV blocks of the pool.
         pool: the memory of those blocks.
         graphs: the CUDA graphs, None in eager mode.
         timer: times steps on the device, None where nobody wants to know.
+        compiler: compiles kernels beside this process; None where none are.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class ModelRunner:
         config: Config,
         model_config: ModelConfig,
         group: Group,
-        connect: Callable[[Callable[[], None]], None] = lambda _: None,
+        connect: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -98,22 +105,25 @@ class ModelRunner:
         self.timer: StepTimer | None = None
         has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
         self._cpu_wait = CpuWait() if has_threads else None
-        with self._scope(), CompileAhead(self.device) as ahead:
-            self._build(ahead, connect)
+        self.compiler: Compiler | None = None
+        with self._scope():
+            if runs_kernels(self.last_tokens):
+                self.compiler = Compiler(current_target(), num_processes(group.size))
+            try:
+                self._build(connect)
+            except BaseException:
+                self._close_compiler()
+                raise
         self._log_backend()
 
     # -- construction ---------------------------------------------------------------------------
 
-    def _build(self, ahead: CompileAhead, connect: Callable[[Callable[[], None]], None]) -> None:
-        """Model, sampler, pool and graphs, while kernels compile `ahead`."""
+    def _build(self, connect: Callable[[], None]) -> None:
+        """Model, sampler, pool and graphs, while kernels are compiled beside."""
         config, model_config, group = self.config, self.model_config, self.group
         on_cpu = self.device.type == "cpu"
-        if not on_cpu:
-            ahead.submit(attention_variants(config, model_config, self.build, self.device))
-        connect(ahead.wait)
+        connect()
         self.build_model()
-        ahead.submit(kernel_variants(self.model))
-        self.load()
         self.pool = KVCachePool(
             self.model, config, model_config, group, self.device, self.cache_dtype
         )
@@ -122,7 +132,6 @@ class ModelRunner:
         if not on_cpu:
             shape = config.max_num_seqs, len(self.model.lm_head.weight.data)
             self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
-            ahead.submit(sampling_variants(self.sampler, self.logits, self.last_tokens, group.size))
         self.extras = Extras(
             self.model.compute_logits,
             model_config.vocab_size,
@@ -130,9 +139,15 @@ class ModelRunner:
             group,
             self.last_tokens,
         )
+        as_built = not is_to_be_plain(self.model)
+        if as_built:
+            self._rehearse()
+        self.load()
+        if not as_built:
+            self._rehearse()
         own, activations = self._weight_bytes() + group.peer_bytes, 0  # bytes
         if not on_cpu:
-            how = config, self.max_model_len, self.device, self.extras.most_bytes, ahead
+            how = config, self.max_model_len, self.device, self.extras.most_bytes
             activations = warm_up(self.run_model, self.pool, *how)
             if self.cache_dtype == FP8:
                 activations += self.backend.most_gathered()
@@ -183,6 +198,20 @@ class ModelRunner:
             time.perf_counter() - start,
         )
 
+    def _rehearse(self) -> None:
+        """Have kernels compiled, whatever the weights are."""
+        if self.compiler is None:
+            return
+        sizes = self.max_model_len, self._members, self._most_graph_tokens()
+        how = self.config, self.model_config, self.device, *sizes
+        with self.compiler.rehearsal():
+            Rehearsal(self.run_model, self.model, self.pool, *how).run()
+        self.compiler.finish()
+
+    def _close_compiler(self) -> None:
+        if self.compiler is not None:
+            self.compiler.close()
+
     def _weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once
 
@@ -209,13 +238,17 @@ class ModelRunner:
         Args:
             activations: bytes that the largest step needs.
         """
-        config, most = self.config, 0
-        if self.backend.captures_prompts and self.group.size == 1:  # several divide large steps
-            numbers = weights(self.model_config).of_token / len(self.model_config.layers)
-            most = most_tokens(numbers, capability(self.device.index))
-            most = min(most, config.max_num_batched_tokens)
-        sizes = config.max_num_seqs, self._max_blocks, self._members, most, activations
-        self.graphs = StepGraphs(self.run_model, self.device, *sizes)
+        sizes = self.config.max_num_seqs, self._max_blocks, self._members
+        room = self._most_graph_tokens(), activations
+        self.graphs = StepGraphs(self.run_model, self.device, *sizes, *room)
+
+    def _most_graph_tokens(self) -> int:
+        """Tokens of prompts that a CUDA graph has room for, beside decodes; 0: none has any."""
+        if not self.backend.captures_prompts or self.group.size > 1:  # several divide large steps
+            return 0
+        numbers = weights(self.model_config).of_token / len(self.model_config.layers)
+        most = most_tokens(numbers, capability(self.device.index))
+        return min(most, self.config.max_num_batched_tokens)
 
     def _log_backend(self) -> None:
         graphs = "no CUDA graphs"
@@ -292,7 +325,8 @@ class ModelRunner:
     def run_model(self, inputs: StepInputs) -> Computed:
         """The whole step on the device, from token ids to sampled tokens."""
         self.group.check()
-        input_ids, rows, context = inputs.input_ids, inputs.sample_rows, inputs.context
+        input_ids, rows = inputs.input_ids, inputs.sample_rows
+        context = dataclasses.replace(inputs.context, longest=self.max_model_len)
         if context.num_decodes:
             input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
         with use_context(context):
@@ -318,6 +352,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
+        self._close_compiler()
         for name in ("graphs", "model", "pool", "last_tokens", "logits", "extras"):
             self.__dict__.pop(name, None)
         gc.collect()

@@ -1,54 +1,17 @@
-"""The start of an engine on a GPU: kernels are compiled ahead of the first request, attention's and
-those of sampling by themselves, and the largest steps show what memory they take.
-"""
+"""The start of an engine on a GPU: the largest steps show what memory they take."""
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.kv_cache import KVCachePool, block_shape
+from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, running_sum
-from nanovllm.engine.step_inputs import Computed, StepInputs, fill_in, to_device
-from nanovllm.layers.attention import scoring_of
-from nanovllm.layers.base import Build
-from nanovllm.layers.sampler import Sampler, SamplingMetadata
-from nanovllm.model_config import ModelConfig
-from nanovllm.utils.ahead import CompileAhead
+from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
 from nanovllm.utils.device import capturing, wait_for_device
-from nanovllm.utils.kv_cache import KVCache
 
 SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
-
-
-def attention_variants(
-    config: Config, model_config: ModelConfig, build: Build, device: torch.device
-) -> list[Callable[[], object]]:
-    """Of all layers, by a cache of one block."""
-    shape = block_shape(config, model_config, build.group)
-    cache = KVCache.empty((1, *shape), build.cache_dtype or build.dtype, device)
-    num_heads = model_config.num_attention_heads // build.group.size
-    q = torch.zeros(1, num_heads, shape[-1], dtype=build.dtype, device=device)
-    max_context = -(-build.max_model_len // shape[0]) * shape[0]
-    sinks = q.new_zeros(num_heads) if model_config.attention_sinks else None
-    layers = range(model_config.num_hidden_layers)
-    scorings = {scoring_of(model_config, i, build.max_model_len) for i in layers}
-    with_sinks = [scoring._replace(sinks=sinks) for scoring in scorings]
-    return build.backend.variants(q, cache, max_context, with_sinks)
-
-
-def sampling_variants(
-    sampler: Sampler, logits: torch.Tensor, last_tokens: torch.Tensor, num_ranks: int
-) -> list[Callable[[], object]]:
-    """What begins and ends a decode step, of a full batch of zeros."""
-    ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-    metadata = SamplingMetadata(ids.float(), torch.stack([ids, ids]), ids, ids)
-    calls: list[Callable[[], object]] = [partial(fill_in, ids, ids, last_tokens)]
-    if num_ranks == 1:  # several ranks sample together
-        calls.append(partial(sampler, logits, metadata, last_tokens))
-    return calls
 
 
 def warm_up(
@@ -58,10 +21,9 @@ def warm_up(
     max_model_len: int,
     device: torch.device,
     most_bytes: int,
-    ahead: CompileAhead,
 ) -> int:
-    """Run the largest steps, and when threads have compiled the kernels that they were given, small
-    ones of each power of two tokens.
+    """Run the largest steps, and small ones of each power of two tokens: kernels are loaded, and
+    libraries choose theirs.
 
     Args:
         compute: the step.
@@ -69,7 +31,6 @@ def warm_up(
         config, device: of the engine.
         max_model_len: tokens of the longest sequence.
         most_bytes: that rows with controls may need.
-        ahead: the threads.
 
     Returns:
         The most bytes that were allocated beside what is left: activations.
@@ -86,7 +47,6 @@ def warm_up(
 
     run(config.max_num_seqs, budget)
     run(1, budget)
-    ahead.wait()  # or the same kernels would be compiled here, too
     for i in range(min(budget, SMALL_STEP).bit_length()):
         num_tokens = 1 << i
         run(min(config.max_num_seqs, -(-num_tokens // max_model_len)), num_tokens)

@@ -3,8 +3,6 @@
 On Hopper the product before it can do that itself, `gated_hopper.py`.
 """
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
@@ -147,15 +145,6 @@ def gated_product(
 
     described = can_describe(x.codes if isinstance(x, Codes) else x)
     return hopper_gated(x, weight, dtype, gelu, out) if described else None
-
-
-def variants(
-    weight: Matrix, dtype: torch.dtype, bias: torch.Tensor | None, gelu: bool
-) -> dict[Hashable, int]:
-    """As `kernels.linear.variants`, of `gated_product`."""
-    least = MANY // (1 if isinstance(weight, Codes) else dtype.itemsize)
-    taken = takes_hopper_kernel(least, weight, dtype, bias)
-    return {(MANY, type(weight), gelu): least} if taken else {}
 
 
 def _launch(

@@ -38,7 +38,7 @@ def _process_kernel(
     logits_ptr, out_ptr, tops_ptr, masks_ptr, mask_rows_ptr, starts_ptr, tokens_ptr, biases_ptr,
     penalties_ptr, counts_ptr, slots_ptr, temperatures_ptr, weights_ptr, n, V, stride, LOG2E,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    MASKS: tl.constexpr, EDITS: tl.constexpr, PENALTIES: tl.constexpr, WEIGHTS: tl.constexpr,
+    PENALTIES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCKS blocks of a row.
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -48,20 +48,18 @@ def _process_kernel(
     long_row = row.to(tl.int64)
     x = tl.load(logits_ptr + long_row * stride + cols, mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
-    if MASKS:
-        mask_row = tl.load(mask_rows_ptr + row)
-        if mask_row >= 0:
-            words_ptr = masks_ptr + mask_row.to(tl.int64) * tl.cdiv(V, 32)
-            words = tl.load(words_ptr + cols // 32, mask=inside, other=0)
-            x = tl.where(((words >> (cols % 32)) & 1) != 0, x, float("-inf"))
-    if EDITS:
-        begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-        first = tile * BLOCKS * BLOCK
-        begin = _lower_bound(tokens_ptr, begin, end, first)
-        end = _lower_bound(tokens_ptr, begin, end, first + BLOCKS * BLOCK)
-        for i in range(begin, end):
-            bias = tl.load(biases_ptr + i)
-            x = tl.where(cols == tl.load(tokens_ptr + i), x + bias, x)
+    mask_row = tl.load(mask_rows_ptr + row)
+    if mask_row >= 0:
+        words_ptr = masks_ptr + mask_row.to(tl.int64) * tl.cdiv(V, 32)
+        words = tl.load(words_ptr + cols // 32, mask=inside, other=0)
+        x = tl.where(((words >> (cols % 32)) & 1) != 0, x, float("-inf"))
+    begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    first = tile * BLOCKS * BLOCK
+    begin = _lower_bound(tokens_ptr, begin, end, first)
+    end = _lower_bound(tokens_ptr, begin, end, first + BLOCKS * BLOCK)
+    for i in range(begin, end):
+        bias = tl.load(biases_ptr + i)
+        x = tl.where(cols == tl.load(tokens_ptr + i), x + bias, x)
     if PENALTIES:
         repetition = tl.load(penalties_ptr + row)
         presence, frequency = tl.load(penalties_ptr + n + row), tl.load(penalties_ptr + 2 * n + row)
@@ -122,7 +120,7 @@ def process(
         penalties, logits if counts is None else counts, slots,
         tops if temperatures is None else temperatures, tops if weights is None else weights,
         n, V, logits.stride(0), LOG2E,
-        BLOCK=BLOCK, BLOCKS=BLOCKS, MASKS=len(masks) > 0, EDITS=len(edit_tokens) > 0,
+        BLOCK=BLOCK, BLOCKS=BLOCKS,
         PENALTIES=counts is not None, WEIGHTS=weights is not None, num_warps=8,
     )  # fmt: skip
     return out, tops, weights

@@ -8,8 +8,6 @@ bits on their way to tensor cores.
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
 
-from collections.abc import Callable, Hashable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.kernels.linear import HALF
-from nanovllm.kernels.routing import SORTED, route, sort_pairs
+from nanovllm.kernels.routing import sort_pairs
 from nanovllm.kernels.row import one_row, stored
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -297,20 +295,3 @@ def gated_experts(
         **shape, **how, **pdl_options(x),
     )  # fmt: skip
     return out
-
-
-def variants(
-    weights: ExpertWeights, k: int, norm: bool, dtype: torch.dtype
-) -> dict[Hashable, Callable[[], object]]:
-    """A call for each kernel of `route` and `gated_experts`, by what tells kernels apart."""
-    E, (gate_up, _, block) = weights.num_experts, stored(weights.gate_up)
-    has_biases = weights.gate_up_bias is not None, weights.down_bias is not None
-
-    def run(T: int) -> None:
-        x = torch.zeros(T, gate_up.shape[1], dtype=dtype, device=gate_up.device)
-        gated_experts(x, weights, *route(x.new_zeros(T, E), k, norm))
-
-    chosen = MOST if isinstance(weights.gate_up, torch.Tensor) else MOST_OF_CODES
-    most = [pairs * E // k for pairs in (*chosen, 1 + max(chosen))]
-    numbers = {1, *(max(2, T) for T in (*most, *(size // k for size in SORTED)))}
-    return {(gate_up.shape, gate_up.dtype, block, has_biases, T): partial(run, T) for T in numbers}

@@ -7,8 +7,6 @@ nothing is tuned: no such GPU has run them.
 Letters: T rows, N outputs, K inputs.
 """
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
@@ -102,9 +100,3 @@ def multiply_into(
         return weight[begin:end].numbers(out.dtype)
 
     multiply_parts(out, x, bias, numbers, BLOCK)
-
-
-def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
-    """As `kernels.linear.variants`, of products with `weight`."""
-    of = Codes, weight.block, weight.codes.shape[1], has_bias
-    return {(of, T): T for T in (16, 32, 64)}

@@ -7,8 +7,6 @@ which beside halving the bytes leave no time unused (docs/experiments.md); other
 Letters: T rows, N outputs, K inputs.
 """
 
-from collections.abc import Hashable
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -251,14 +249,3 @@ def _by_library(
     if bias is not None:
         result += bias
     return result if out is None or result.data_ptr() == out.data_ptr() else out.copy_(result)
-
-
-def variants(weight: Codes, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
-    """As `kernels.linear.variants`, of products with `weight` and what quantises for them."""
-    (N, K), in_blocks = weight.codes.shape, weight.block[0] > 1
-    of = Codes, in_blocks, has_bias
-    rows: dict[Hashable, int] = {(of, N, K, how, T): T for T in (1, 2 * TILE_ROWS + 1)}
-    for T in (16, 32, 64, 128, 160, MOST_ROWS, 256) if can_describe(weight.codes) else ():
-        if tiles := choose_tiles(T, N, K, partial, in_blocks):
-            rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
-    return rows

@@ -8,7 +8,6 @@ Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
 
 import functools
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -167,16 +166,3 @@ def multiply_into(
 ) -> None:
     """`linear` of many rows into `out`: [T, N], by the library, a part of the weight at a time."""
     multiply_parts(out, x, bias, functools.partial(numbers_of, weight, out.dtype), ROWS)
-
-
-def variants(
-    weight: Int4Codes, has_bias: bool, partial: bool, how: Hashable
-) -> dict[Hashable, int]:
-    """As `kernels.linear.variants`, of products with `weight`."""
-    (N, K), room = weight.shape, has_room(weight.data)
-    of = Int4Codes, weight.group, K, has_bias
-    rows: dict[Hashable, int] = {(of, N, how): 1, (of, "many"): 2 * MOST_ROWS}
-    for T in (16, 32, 64, 128, MOST_ROWS):
-        if tiles := choose_tiles(T, N, K, weight.plane, partial, room):
-            rows[of, tiles._replace(splits=min(2, tiles.splits))] = T
-    return rows

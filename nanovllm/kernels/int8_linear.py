@@ -7,7 +7,6 @@ exactly, so nothing is unpacked.
 Letters: T rows, N outputs, K inputs.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -139,9 +138,3 @@ def linear_into(
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, TMA=tma,
         num_warps=4, num_stages=tiles.stages, **pdl_options(x),
     )  # fmt: skip
-
-
-def variants(weight: Codes) -> dict[Hashable, int]:
-    """As `kernels.linear.variants`, of products with `weight`."""
-    (N, K), room = weight.codes.shape, has_room(weight.codes)
-    return {("int8", N, K, choose_tiles(T, room)): T for T in (8, 16, 32, 64)}

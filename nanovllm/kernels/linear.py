@@ -7,7 +7,7 @@ into partial results, which the kernel after it adds. Everything else goes to `F
 Letters: T rows, N outputs, K inputs.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -167,24 +167,3 @@ def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
     the device of this one: [..., M].
     """
     return SPLITS if like.dtype in HALF and can_describe(like.view(-1, like.shape[-1])) else ()
-
-
-def variants(
-    weight: torch.Tensor, has_bias: bool, partial: bool, how: Hashable
-) -> dict[Hashable, int]:
-    """A number of rows for each kernel that products with `weight` take, by what tells kernels
-    apart: those of other weights may be the same.
-
-    Args:
-        has_bias, partial: of the products.
-        how: what else tells products of a single row apart.
-    """
-    N, K = weight.shape
-    if weight.dtype not in HALF:
-        return {}
-    rows: dict[Hashable, int] = {(weight.shape, has_bias, how): 1}
-    for T in (16, 32, 64, 128, MOST_ROWS) if can_describe(weight) else ():
-        if tiles := choose_tiles(T, N, K, partial):
-            # Any number of splits above 1 is the same.
-            rows[tiles._replace(splits=min(2, tiles.splits)), has_bias] = T
-    return rows

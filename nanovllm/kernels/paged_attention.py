@@ -128,7 +128,8 @@ def load_tile(
 # Widths and slices of the step's metadata change from step to step: no variant for each alignment.
 metadata = triton.jit(
     do_not_specialize=[
-        *("stride_table", "stride_part", "num_rows", "num_seqs", "first_head", "step")
+        *("stride_table", "stride_part", "num_rows", "num_seqs", "first_head", "step"),
+        *("num_splits", "prefix_splits"),
     ],
     do_not_specialize_on_alignment=[
         *("tables_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr", "positions_ptr", "slots_ptr")

@@ -40,10 +40,10 @@ MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
 def _decode_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_exponents_ptr, v_exponents_ptr, out_ptr, part_acc_ptr,
     part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr,
-    prefix_m_ptr, prefix_l_ptr, scale, stride_qt, stride_slot, stride_table,
+    prefix_m_ptr, prefix_l_ptr, prefix_splits, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
+    AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one sequence, over one split of its keys
@@ -77,7 +77,7 @@ def _decode_kernel(
     if prefix_lens_ptr is not None:
         m, l, acc, acc_odd = go_on(
             m, l, acc, acc_odd, prefix_acc_ptr, prefix_m_ptr, prefix_l_ptr, row, d, used,
-            g < tl.where((split == 0) & (prefix > 0), G, 0), D, PAIR, LEFT, PREFIX_SPLITS,
+            g < tl.where((split == 0) & (prefix > 0), G, 0), prefix_splits, D, PAIR, LEFT,
         )  # fmt: skip
     m, l, acc, acc_odd = decode_span(
         q, q_odd, m, l, acc, acc_odd, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr, table_ptr,
@@ -118,6 +118,7 @@ def paged_decode(
     scoring: Scoring,
     prefixes: Prefixes | None = None,
     num_splits: int | None = None,
+    max_context: int | None = None,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
     """Attention of one token per sequence to its tokens, all in the cache.
@@ -128,6 +129,7 @@ def paged_decode(
         context_lens: [B] int32; rows with 0 are padding, their output is undefined.
         prefixes: what several of them begin with, to be read once; not with a window.
         num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
+        max_context: tokens that a sequence may have, to choose by; None: the width of the tables.
         shared: what the layers of a step share, see `Context`.
 
     Returns:
@@ -141,7 +143,7 @@ def paged_decode(
     tiles = partial(decode_tiles, q, fp8, G_PAD if left else 0)
     if num_splits is None:
         programs = LONG_PROGRAMS if tiles() == LONG_TILES else PROGRAMS
-        longest = block_tables.shape[1] * S
+        longest = max_context or block_tables.shape[1] * S
         num_splits = choose_num_splits(B, Hkv, D, longest, scoring.window, programs)
     many = num_splits == 1 and B * Hkv >= MANY_PROGRAMS
     BLOCK_N, num_warps, num_stages = tiles(many=many)
@@ -154,10 +156,10 @@ def paged_decode(
         seen = paged_prefix(q, cache, block_tables, prefixes, scoring)
     _decode_kernel[(Hkv, B, num_splits)](
         q, k_cache, v_cache, *cache[2:], *outputs, block_tables, context_lens, scoring.sinks, *seen,
+        1 if seen[1] is None else seen[1].shape[2],
         scoring.scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
         BLOCK_N=BLOCK_N, SPLITS=num_splits,
-        PREFIX_SPLITS=1 if seen[1] is None else seen[1].shape[2],
         AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair,
         LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),

@@ -232,15 +232,6 @@ def takes_heads(D: int) -> bool:
     return D <= LARGEST_LEFT and D & (D - 1) == 0
 
 
-def batches(num_kv_heads: int, head_dim: int, max_context: int, window: int) -> list[int]:
-    """Up to MOST_ROWS, one for each kernel that they take."""
-    of = {}
-    for B in range(1, MOST_ROWS + 1):
-        splits = choose_num_splits(B, num_kv_heads, head_dim, max_context, window)
-        of[splits, B * num_kv_heads <= FEW_PROGRAMS] = B
-    return [*of.values()]
-
-
 def own_decode(
     qkv: torch.Tensor,
     how: QKNormRope,

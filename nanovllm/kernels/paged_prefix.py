@@ -28,8 +28,8 @@ class Seen(NamedTuple):
 
     Attributes:
         lens: [B] int32, tokens; 0: the rest is undefined.
-        acc: [B, Hq, SPLITS, D] float32, weighted sums of values.
-        m, l: [B, Hq, SPLITS] float32, maxima (of log 2) and sums of weights.
+        acc: [B, Hq, splits, D] float32, weighted sums of values.
+        m, l: [B, Hq, splits] float32, maxima (of log 2) and sums of weights.
     """
 
     lens: torch.Tensor
@@ -47,8 +47,9 @@ def members_of_tile(num_heads: int, num_kv_heads: int) -> int:
 def _prefix_kernel(
     q_ptr, k_source, v_source, k_exponents_ptr, v_exponents_ptr, acc_ptr, m_ptr, l_ptr, tables_ptr,
     lens_ptr, rows_ptr, begins_ptr, ends_ptr, sinks_ptr, scale, stride_qt, stride_row, stride_table,
+    num_splits,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: the queries of a tile's decodes in all G heads that share a KV head, over one
@@ -70,7 +71,7 @@ def _prefix_kernel(
     q = tl.load(q_ptrs, mask=inside, other=0.0)
     first = tl.load(rows_ptr + begin).to(tl.int64)
     length, table_ptr = tl.load(lens_ptr + first), tables_ptr + first * stride_table
-    span = tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+    span = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
     start, stop = split * span, tl.minimum((split + 1) * span, length)
     m, l = before_keys(sinks_ptr, head, used & (i < tl.where(split == 0, BLOCK_M, 0)), BLOCK_M)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
@@ -86,7 +87,7 @@ def _prefix_kernel(
         whole, stop, stop, positions, stride_row, scale, D, D_PAD, S, BLOCK_N, 0, SOFTCAP,
         DESCRIBED, True,
     )  # fmt: skip
-    part = (row * tl.num_programs(0) * G + head) * SPLITS + split
+    part = (row * tl.num_programs(0) * G + head) * num_splits + split
     tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=inside)
     tl.store(m_ptr + part, m, mask=used)
     tl.store(l_ptr + part, l, mask=used)
@@ -95,7 +96,7 @@ def _prefix_kernel(
 @triton.jit
 def go_on(
     m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
-    D: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, SPLITS: tl.constexpr,
+    num_splits, D: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """m, l: [M], and acc: [M, D], with `LEFT` [D, M], after a prefix; with `PAIR` 2 of even d, and
     acc_odd of odd ones.
@@ -104,8 +105,8 @@ def go_on(
     """
     used &= there[:, None]
     used, d = (tl.trans(used), d[:, None]) if LEFT else (used, d[None, :])
-    for split in tl.static_range(SPLITS):
-        part = row * SPLITS + split
+    for split in range(num_splits):
+        part = row * num_splits + split
         m_part = tl.load(m_ptr + part, mask=there, other=float("-inf"))
         l_part = tl.load(l_ptr + part, mask=there, other=0.0)
         m_new = tl.maximum(tl.maximum(m, m_part), LOWEST)
@@ -158,8 +159,9 @@ def paged_prefix(
     _prefix_kernel[(Hkv, num_tiles, splits)](
         q, *(tiles or (k_source, v_source)), *cache[2:], acc, m, l, block_tables, *prefixes,
         scoring.sinks, scoring.scale * LOG2E.value, q.stride(0), Hkv * D, block_tables.stride(0),
+        splits,
         G=G, D=D, D_PAD=D_PAD, S=S, SOFTCAP=scoring.softcap, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        SPLITS=splits, DESCRIBED=tiles is not None, num_warps=num_warps,
+        DESCRIBED=tiles is not None, num_warps=num_warps,
         num_stages=1 if spills else 2 if wide or fp8 else 3, **pdl_options(q),
     )  # fmt: skip
     return Seen(prefixes.lens, acc, m, l)

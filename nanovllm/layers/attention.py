@@ -1,8 +1,5 @@
 """The attention layer, from the projection of a step's tokens to the outputs of their heads."""
 
-from collections.abc import Callable, Hashable
-from functools import partial
-
 import torch
 
 from nanovllm.attention.base import QKV
@@ -129,35 +126,3 @@ class Attention(Layer):
         tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
         where = cache, self.build.dtype, tables, lens, longest
         return own_decode(qkv, how, *where, self.scoring, shared=context.shared)
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        if not self.build.fused:
-            return {}
-        from nanovllm.kernels.linear import split_numbers
-        from nanovllm.kernels.paged_own import batches
-        from nanovllm.kernels.rope import qk_norm_rope_store
-
-        num_heads, num_kv_heads, _ = self.head_counts
-        heads, device = num_heads + 2 * num_kv_heads, self.rope.cos_sin.device
-        shape = 1, self.build.block_size, num_kv_heads, self.head_dim
-        dtype, cache_dtype = self.build.dtype, self.build.cache_dtype or self.build.dtype
-        zeros = partial(torch.zeros, device=device)
-
-        def attend(parts: int, num_rows: int, by_itself: bool) -> None:
-            rows, ints = (num_rows, heads, self.head_dim), zeros(num_rows, dtype=torch.int32)
-            qkv = zeros(rows, dtype=dtype)
-            if parts > 1:
-                qkv = zeros(parts, *rows, dtype=torch.float32)
-            how, cache = self._norm_rope(ints, ints), KVCache.empty(shape, cache_dtype, device)
-            if by_itself:
-                self._own_decode(qkv, how, cache, Context(num_rows, ints, ints, ints[:, None]))
-            else:
-                qk_norm_rope_store(qkv, how, cache, dtype)
-
-        all_parts, window = (1, *split_numbers(zeros(1, 8, dtype=dtype))), self.scoring.window
-        hows = [(parts, 1, False) for parts in all_parts]
-        if self.most_own:
-            sizes = batches(num_kv_heads, self.head_dim, self.build.max_model_len, window)
-            hows += [(parts, num_rows, True) for parts in all_parts for num_rows in sizes]
-        key = num_heads, num_kv_heads, self.head_dim, self.norms is None, window
-        return {(*key, *how): partial(attend, *how) for how in hows}

@@ -1,6 +1,6 @@
 """What layers are told when they are built, and what they tell the loader and the runner."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -55,12 +55,6 @@ class Layer(nn.Module):
         for name, param in self.named_parameters(recurse=False):
             yield f"{path}.{name}", Shard.whole(param.data)
 
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        """A call for each of our kernels that small steps take here, by what tells kernels apart:
-        those of other layers may be the same. The weights may hold anything.
-        """
-        return {}
-
 
 class MLP(nn.Module):
     """What stands behind attention: [T, M] -> [T, M].
@@ -70,12 +64,3 @@ class MLP(nn.Module):
     """
 
     x_block: int | None = None
-
-
-def kernel_variants(model: nn.Module) -> list[Callable[[], object]]:
-    """The calls that compile a model's kernels ahead of its first small step."""
-    calls: dict[Hashable, Callable[[], object]] = {}
-    for layer in model.modules():
-        if isinstance(layer, Layer):
-            calls |= layer.variants()
-    return list(calls.values())

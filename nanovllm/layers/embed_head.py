@@ -1,6 +1,6 @@
 """The two ends of a model: token embedding and LM head, split along the vocabulary."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -81,9 +81,6 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         return iter(()) if self.is_tied else super().shards(path)
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        return self.weight.variants(None, partial=False, gated=False)
 
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """Mixture of experts: gated MLPs, of which each token takes the few that a router chooses."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,14 +111,6 @@ class Experts(Layer):
         )
         biases = self.gate_up_bias, self.own_bias
         return ExpertWeights(gate_up, down, *biases, self.gelu, self.facts.swiglu_limit)
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        if not self.build.fused:
-            return {}
-        from nanovllm.kernels.experts import variants
-
-        how = self.facts.num_experts_per_tok, self.facts.norm_topk_prob, self.build.dtype
-        return variants(self._weights(), *how)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

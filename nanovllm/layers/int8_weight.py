@@ -4,7 +4,7 @@ INT8 has the bytes of FP8 and errs a fifth as much where a row's numbers are ali
 where no later layer evens errors out (docs/experiments.md, 42).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,11 +61,6 @@ class Int8Weight(Weight):
 
         assert isinstance(x, torch.Tensor) and bias is None
         linear_into(out, x, self.codes)
-
-    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
-        from nanovllm.kernels import int8_linear
-
-        return int8_linear.variants(self.codes)
 
 
 def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:

@@ -1,9 +1,5 @@
 """RMS normalisation, alone or with the residual addition before it."""
 
-from collections.abc import Callable, Hashable
-from functools import partial
-from itertools import product
-
 import torch
 from torch import nn
 
@@ -60,28 +56,6 @@ class RMSNorm(Layer):
     def mean_square(self, h: torch.Tensor) -> torch.Tensor:
         """[..., M] -> [..., 1]"""
         return h.square().mean(-1, keepdim=True)
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        """Of partial results. A norm that sums over ranks waits for the others: it is compiled
-        when all of them run.
-        """
-        if not self.build.fused or self.build.group.size > 1:
-            return {}
-        from nanovllm.kernels.linear import split_numbers
-        from nanovllm.kernels.norm import add_rms_norm
-
-        def add(has_residual: bool, parts: int, rows: int) -> None:
-            x = residual = self.weight.new_zeros(rows, len(self.weight))
-            if parts:
-                x = residual.new_zeros(parts, *residual.shape, dtype=torch.float32)
-            own = residual if has_residual else None
-            add_rms_norm(x, own, self.weight, self.eps, None, None, self.plus_one, self.x_block)
-
-        numbers = {0, *split_numbers(self.weight), self.num_experts}
-        rows = (1,) if self.x_block is None else (1, 2)  # one row is not quantised
-        key = RMSNorm, self.weight.shape, self.plus_one, self.x_block
-        hows = product((True, False), numbers, rows)
-        return {(*key, *how): partial(add, *how) for how in hows}
 
     def add_forward(
         self, x: Hidden, residual: Residual

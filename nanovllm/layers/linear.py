@@ -4,7 +4,7 @@ Each computes `x @ weight.T + bias` with the part of the weight that its rank ho
 take our kernels where these are faster.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -79,10 +79,6 @@ class LinearBase(Layer):
     def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
         """[T, in] -> [T, out]"""
         return self.weight.multiply(x, self.own_bias, self.partial)
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        how = self.partial, self.is_gated, self.gelu, self.next_block
-        return self.weight.variants(self.own_bias, *how)
 
 
 class ReplicatedLinear(LinearBase):

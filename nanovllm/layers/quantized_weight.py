@@ -4,7 +4,7 @@ Where no kernel does (a CPU, other GPUs, odd sizes) the codes are dequantised on
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -37,10 +37,6 @@ class Kernels(Protocol):
     def multiply_into(
         self, out: torch.Tensor, x: Any, weight: Any, bias: torch.Tensor | None
     ) -> None: ...
-
-    def variants(
-        self, weight: Any, has_bias: bool, partial: bool, how: Hashable
-    ) -> dict[Hashable, int]: ...
 
 
 class QuantizedWeight(Weight):
@@ -90,9 +86,6 @@ class QuantizedWeight(Weight):
         assert self.kernels is not None, NO_KERNELS
         self.kernels.multiply_into(out, x, self.codes, bias)
 
-    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
-        return self.kernels.variants(self.codes, has_bias, partial, how) if self.kernels else {}
-
 
 def dequantize(model: nn.Module) -> None:
     """Replace filled weights that nothing multiplies here by plain ones."""
@@ -104,6 +97,12 @@ def dequantize(model: nn.Module) -> None:
                 count += 1
     if count:
         logger.info("%d quantised matrices became plain: no kernel here takes their codes", count)
+
+
+def is_to_be_plain(model: nn.Module) -> bool:
+    """Whether `dequantize` will replace any weight."""
+    weights = (module for module in model.modules() if isinstance(module, QuantizedWeight))
+    return any(weight.kernels is None for weight in weights)
 
 
 def held_in(model: nn.Module) -> str:

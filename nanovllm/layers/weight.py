@@ -4,8 +4,7 @@ Every product of a model goes through here. Another way to store a matrix is ano
 these methods (`onednn.py`).
 """
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -118,35 +117,3 @@ class Weight(nn.Module):
             torch.mm(x, self.data.T, out=out)
         else:
             torch.addmm(bias, x, self.data.T, out=out)
-
-    def variants(
-        self,
-        bias: torch.Tensor | None,
-        partial: bool,
-        gated: bool,
-        gelu: bool = False,
-        x_block: int | None = None,
-    ) -> dict[Hashable, Callable[[], object]]:
-        """See `Layer.variants`."""
-
-        def multiply(T: int) -> None:
-            x = torch.zeros(T, self.num_cols, dtype=self.dtype, device=self.data.device)
-            if gated:
-                self.multiply_gated(x, bias, gelu, x_block)
-            else:
-                self.multiply(x, bias, partial)
-
-        rows = self.rows_of_variants(bias is not None, partial, (gated, x_block))
-        if gated and self.fused:
-            from nanovllm.kernels import activation
-
-            rows |= activation.variants(self.codes, self.dtype, bias, gelu)
-        return {key: functools.partial(multiply, T) for key, T in rows.items()}
-
-    def rows_of_variants(self, has_bias: bool, partial: bool, how: Hashable) -> dict[Hashable, int]:
-        """See `kernels.linear.variants`."""
-        if not self.fused:
-            return {}
-        from nanovllm.kernels import linear
-
-        return linear.variants(self.data, has_bias, partial, how)

@@ -2,7 +2,7 @@
 all queries and all keys as a whole.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -30,9 +30,6 @@ class SplitRMSNorm(RMSNorm):
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         yield f"{path}.weight", Shard(self.weight.data, (self.part,))
-
-    def variants(self) -> dict[Hashable, Callable[[], object]]:
-        return {}  # its rows are no partial results
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, len(part.held)] -> the same"""

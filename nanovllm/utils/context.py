@@ -50,6 +50,8 @@ class Context:
             they change.
         kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
         prefixes: what several decodes begin with, if that is to be read once.
+        longest: tokens that a sequence may have, by which decodes choose how to split their keys:
+            always the same, whatever this step's are; 0: as many as the tables are wide.
         shared: what a backend works out in the first layer for all of them.
     """
 
@@ -64,6 +66,7 @@ class Context:
     num_keys: int = 0
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
+    longest: int = 0
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @property

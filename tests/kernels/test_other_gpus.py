@@ -110,7 +110,7 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
     assert [
         f"{kernel.name}: {kernel.shared} bytes of shared memory, {kernel.spilled} spilled"
         for kernel in kernels
-        if kernel.shared > CARDS[card].shared_memory or kernel.spilled > most_spilled
+        if kernel.shared > CARDS[card].target.shared_memory or kernel.spilled > most_spilled
     ] == []
 
 

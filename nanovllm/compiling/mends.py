@@ -1,15 +1,22 @@
-"""Compiling kernels ahead of their use, in threads: Triton compiles one when it is first called."""
+"""Two faults of Triton, mended for the whole process."""
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
+_mending, _mended = threading.Lock(), threading.Event()
 
-_replacing, _replaced = threading.Lock(), threading.Event()
+
+def mend() -> None:
+    """Mend Triton in this process. May be called again."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime import build, jit
+
+    with _mending:
+        if not _mended.is_set():
+            keep_apart(build, CompiledKernel)
+            hash_callees_first(jit.DependenciesFinder)
+            _mended.set()
 
 
 def keep_apart(build: Any, kernel: Any) -> None:
@@ -68,60 +75,3 @@ def hash_callees_first(finder: Any) -> None:
         update(self, callee)
 
     finder._update_hash = update_whole
-
-
-def _mend_triton() -> None:
-    from triton.compiler import CompiledKernel
-    from triton.runtime import build, jit
-
-    with _replacing:
-        if not _replaced.is_set():
-            keep_apart(build, CompiledKernel)
-            hash_callees_first(jit.DependenciesFinder)
-            _replaced.set()
-
-
-def _enter(stream: torch.cuda.Stream) -> None:
-    """Work on a stream in this thread, which begins with the first device and its default stream,
-    and without a CUDA context: descriptors, which need one, cannot be made in it.
-    """
-    torch.cuda.set_device(stream.device)
-    torch.cuda.set_stream(stream)
-    torch.zeros(1, device=stream.device)  # takes the context
-
-
-class CompileAhead:
-    """Threads that make calls. The end of a `with` block drops those that have not begun, and waits
-    for the others; what they raise is raised by `wait` only.
-
-    Args:
-        device: that of the calls, on its current stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        prepare = None
-        if device.type == "cuda":
-            prepare = partial(_enter, torch.cuda.current_stream(device))
-            _mend_triton()
-        self._pool = ThreadPoolExecutor(initializer=prepare)
-        self._made: list[Future[object]] = []
-
-    def submit(self, calls: Iterable[Callable[[], object]]) -> None:
-        """Have threads make these calls."""
-        self._made += [self._pool.submit(call) for call in calls]
-
-    def wait(self) -> None:
-        """Until all calls are made.
-
-        Raises:
-            Exception: that of a call.
-        """
-        for call in self._made:
-            call.result()
-        self._made.clear()
-
-    def __enter__(self) -> "CompileAhead":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)

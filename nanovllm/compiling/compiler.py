@@ -1,0 +1,259 @@
+"""`Compiler`: has other processes compile the kernels that this one is going to launch."""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nanovllm.compiling.absent_gpu import Target
+from nanovllm.compiling.mends import mend
+from nanovllm.compiling.server import Job
+
+logger = logging.getLogger(__name__)
+
+MOST_PROCESSES = 32
+_EMPTY = torch.empty, torch.empty_like, torch.Tensor.new_empty
+_compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
+_hooking = threading.Lock()
+
+
+def current_target() -> Target:
+    """What Triton compiles for in this process."""
+    from triton.runtime import driver
+
+    target, device = driver.active.get_current_target(), driver.active.get_current_device()
+    memory = driver.active.utils.get_device_properties(device)["max_shared_mem"]
+    return Target(target.backend, target.arch, target.warp_size, memory)
+
+
+def num_processes(num_ranks: int) -> int:
+    """Processes that compile for one of so many ranks on this machine: one of its cores is left to
+    the engine.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MOST_PROCESSES, ((cores or 2) - 1) // num_ranks))
+
+
+class Compiler:
+    """A process with processes of its own that compile kernels into Triton's cache.
+
+    A kernel that is launched while it is compiled there is waited for, by whatever thread launches
+    it. What fails there, Triton compiles here, at the launch, as if nobody had tried.
+
+    Args:
+        target: what to compile for.
+        most: processes that compile.
+
+    Attributes:
+        jobs: all that were given, by number.
+    """
+
+    def __init__(self, target: Target, most: int) -> None:
+        self.jobs: list[Job] = []
+        self._pending: dict[Job, int] = {}  # numbers, in order
+        self._lock = threading.RLock()
+        self._rehearsing: int | None = None  # the thread
+        self._files = tempfile.TemporaryDirectory(prefix="nanovllm-compile-")
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = _start(theirs.fileno(), target, most, self._files.name)
+        mend()
+        _listen()
+        _compilers.add(self)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Launch no kernel in this thread; compile those that Triton's cache does not have.
+
+        Other operators run. Tensors of integers that nothing fills are full of zeros, for they may
+        be indices.
+        """
+        from triton.runtime.jit import JITFunction
+
+        run = JITFunction.run
+        self._rehearsing = thread = threading.get_ident()
+
+        def without_launch(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            is_ours = threading.get_ident() == thread
+            return run(function, *args, warmup=warmup or is_ours, **options)
+
+        JITFunction.run = without_launch
+        try:
+            with _Zeros():
+                yield
+        finally:
+            JITFunction.run, self._rehearsing = run, None
+
+    def meets(self, job: Job, function: Any, how: dict[str, Any]) -> bool:
+        """Whether a kernel that this process has not yet is not to be compiled here, as it is not
+        launched. If it is, it is waited for.
+        """
+        if threading.get_ident() == self._rehearsing:
+            if not is_cached(function, how):
+                self.submit(job)
+            return True
+        self.wait(job)
+        return False
+
+    def submit(self, job: Job) -> None:
+        """Compile a kernel, after those that were submitted before."""
+        with self._lock:
+            if job not in self._pending:
+                self._pending[job] = len(self.jobs)
+                self.jobs.append(job)
+                self._send((self._pending[job], job))
+
+    def finish(self) -> None:
+        """Say that no more will be submitted: the processes end when they are done."""
+        with self._lock:
+            self._send(None)
+
+    def wait(self, job: Job) -> None:
+        """Until a kernel is compiled, if it is to be; it goes before others."""
+        with self._lock:
+            if job in self._pending:
+                self._receive(block=False)
+            if job in self._pending:
+                self._send(self._pending[job])
+            while job in self._pending:
+                self._receive(block=True)
+
+    def wait_for_all(self) -> None:
+        """Until all kernels are compiled."""
+        with self._lock:
+            while self._pending:
+                self._receive(block=True)
+
+    @property
+    def num_pending(self) -> int:
+        """Kernels that are still to be compiled."""
+        with self._lock:
+            self._receive(block=False)
+            return len(self._pending)
+
+    def _send(self, message: object) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._fail()
+
+    def _receive(self, block: bool) -> None:
+        try:
+            while self._pending and (block or self._connection.poll()):
+                block = False
+                number, error = self._connection.recv()
+                del self._pending[self.jobs[number]]
+                if error is not None:
+                    logger.debug("%s was not compiled ahead: %s", self.jobs[number].function, error)
+        except (EOFError, OSError):
+            self._fail()
+
+    def _fail(self) -> None:
+        """Wait for nothing any more: the server has ended, and this process compiles by itself."""
+        if self._pending:
+            logger.warning(
+                "the process that compiles kernels has ended: %d of them are compiled when they "
+                "are first launched, which takes longer",
+                len(self._pending),
+            )
+        self._pending.clear()
+
+    def close(self) -> None:
+        """End the processes, whatever they do, and remove their files. May be called again."""
+        with self._lock:
+            _compilers.discard(self)
+            self._pending.clear()
+            self._connection.close()  # the server kills all, itself included
+            self._process.wait()
+            self._files.cleanup()
+
+
+def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Popen[bytes]":
+    """The server, in a session of its own: Ctrl-C is not for it."""
+    from triton import knobs
+
+    package = str(Path(__file__).parents[2])
+    own = {
+        "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]),
+        "TRITON_CACHE_DIR": knobs.cache.dir,
+        "TMPDIR": directory,
+    }
+    command = [sys.executable, "-m", "nanovllm.compiling.server"]
+    return subprocess.Popen(
+        [*command, str(fd), json.dumps(target), str(most)],
+        env={**os.environ, **own},
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _listen() -> None:
+    """Have Triton tell all compilers of this process of kernels that it is going to compile. A hook
+    that was there goes on.
+    """
+    from triton import knobs
+
+    with _hooking:
+        before = knobs.runtime.jit_cache_hook
+        if getattr(before, "is_ours", False):
+            return
+
+        def hook(*, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
+            job = Job(fn.module, fn.name, compile["specialization_data"])
+            for compiler in list(_compilers):
+                if compiler.meets(job, fn.jit_function, compile):
+                    return True
+            return bool(before and before(fn=fn, compile=compile, **others))
+
+        hook.is_ours = True  # type: ignore[attr-defined]
+        knobs.runtime.jit_cache_hook = hook
+
+
+def is_cached(function: Any, how: dict[str, Any]) -> bool:
+    """Whether Triton's cache has a kernel, where `triton.compiler.compile` looks for it.
+
+    Args:
+        function: a JITFunction.
+        how: what it tells `jit_cache_hook`.
+    """
+    try:
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.runtime.cache import get_cache_key, get_cache_manager
+    except ImportError:  # another version: whoever compiles will see
+        return False
+    backend = function.device_caches[how["device"]][3]
+    source = function.ASTSource(function, how["signature"], how["constants"], how["configs"][0])
+    given = json.loads(how["specialization_data"])["options"]
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    name = f"{source.name[:150]}.json"
+    return name in (manager.get_group(name) or {})
+
+
+class _Zeros(TorchFunctionMode):
+    """Integers that nothing has written are 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **kwargs or {})
+        if func in _EMPTY and not made.dtype.is_floating_point:
+            made.zero_()
+        return made

@@ -1,0 +1,173 @@
+"""The process that compiles for another: `python -m nanovllm.compiling.server FD TARGET PROCESSES`.
+
+It imports Triton and the modules of our kernels once, and forks processes that compile, one kernel
+each at a time, as jobs come through the socket FD. A kernel's module imports PyTorch for its host's
+part only, and that takes seconds: here something else has its name.
+
+Messages from `Compiler`: a number and its `Job`; the number of a job that is waited for, which goes
+first; None: no more will come. Answers: a job's number, and why it failed or None. The end of the
+connection is the end of all.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
+from unittest.mock import MagicMock
+
+from nanovllm.compiling.absent_gpu import AbsentGPU, Target
+from nanovllm.compiling.mends import mend
+
+NICENESS = 5  # the engine goes first
+
+
+class Job(NamedTuple):
+    """A kernel to compile.
+
+    Attributes:
+        module, function: where its source is.
+        specialization: types, constants and options, as Triton writes them down.
+    """
+
+    module: str
+    function: str
+    specialization: str
+
+
+def import_without_torch() -> None:
+    """Import the modules of all kernels."""
+    import triton  # noqa: F401  which would ask PyTorch's stand-in for much
+
+    torch = MagicMock(name="torch")
+    torch.version.hip = None
+    names = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
+    sys.modules.update(names)
+    kernels = importlib.import_module("nanovllm.kernels")
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
+
+
+def launcher_of(target: Target) -> Callable[..., object] | None:
+    """What compiles launchers for a target: Triton up to 3.6, by a C compiler and NVIDIA's library,
+    one for each kind of arguments. None: nobody has to, or nobody can without the library.
+    """
+    import triton
+
+    if target.backend != "cuda" or tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
+        return None
+    from triton.backends.nvidia import driver
+
+    try:
+        driver.library_dirs()
+    except (AssertionError, OSError):  # no libcuda.so.1 on this machine
+        return None
+    launcher: Callable[..., object] = driver.CudaLauncher
+    return launcher
+
+
+def prepare(target: Target) -> None:
+    """Make this process, and those that it forks, ready to compile."""
+    import_without_torch()
+    from triton.runtime import driver
+    from triton.runtime.cache import get_cache_manager
+
+    mend()
+    driver.set_active(AbsentGPU(target, launcher_of(target)))
+    hash_triton()
+    get_cache_manager("0" * 64)  # makes the directory
+
+
+def hash_triton() -> None:
+    """Hash Triton's own files, once for all processes: half a second."""
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # before 3.6
+        from triton.compiler.compiler import triton_key
+    triton_key()
+
+
+def compile_job(job: Job) -> None:
+    """Compile a kernel, and what launches it, into Triton's cache."""
+    function = getattr(importlib.import_module(job.module), job.function)
+    function.preload(job.specialization)._init_handles()
+
+
+def _work(connection: Connection) -> None:
+    """Compile for the server, until it ends."""
+    while True:
+        try:
+            number, job = connection.recv()
+        except EOFError:
+            return
+        error = None
+        try:
+            compile_job(job)
+        except Exception as reason:
+            error = f"{type(reason).__name__}: {reason}"
+        connection.send((number, error))
+
+
+def _fork() -> Connection:
+    """A process that works, by the connection to it."""
+    ours, theirs = Pipe()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    try:
+        _work(theirs)
+    finally:
+        os._exit(0)
+
+
+def serve(asks: Connection, most: int) -> None:
+    """Have at most so many processes work, until all is done or nobody asks any more."""
+    jobs: dict[int, Job] = {}  # in the order in which they are begun
+    idle: list[Connection] = []
+    busy: dict[Connection, int] = {}
+    is_open = True
+    while is_open or jobs or busy:
+        while jobs and (idle or len(busy) < most):
+            worker = idle.pop() if idle else _fork()
+            busy[worker] = number = next(iter(jobs))
+            worker.send((number, jobs.pop(number)))
+        for ready in wait([asks, *busy]):
+            if ready is asks:
+                match asks.recv():
+                    case None:
+                        is_open = False
+                    case int(number):
+                        if number in jobs:
+                            jobs = {number: jobs.pop(number), **jobs}
+                    case number, job:
+                        jobs[number] = job
+                continue
+            assert isinstance(ready, Connection)
+            number = busy.pop(ready)
+            try:
+                answer = ready.recv()
+                idle.append(ready)
+            except EOFError:
+                answer = number, "the process that compiled it has ended"
+            asks.send(answer)
+
+
+def main() -> None:
+    """Serve the process that has started this one, in whose session nobody else is."""
+    fd, target, most = sys.argv[1:]
+    os.nice(NICENESS)
+    asks = Connection(int(fd))
+    try:
+        prepare(Target(*json.loads(target)))
+        serve(asks, int(most))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os.killpg(0, signal.SIGKILL)  # those that work, their compilers, and this one
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The rehearsal of an engine's steps: every kernel that a request may need is launched once, to no
+effect (`Compiler.rehearsal`). What each step needs comes first, then what only some requests want.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.static_inputs import TOKENS, Shape, StaticInputs
+from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
+from nanovllm.engine.warm_up import warmup_batch
+from nanovllm.layers.controlled_sampler import ControlledSampler, logprobs_of
+from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
+from nanovllm.layers.sampler import SamplingMetadata
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+# Numbers of rows, of which no two take the same kernels of all products.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 256, 512, 1024, 2048, 4096)
+MOST_LOGPROBS = 20  # beside the token's own
+
+
+class Rehearsal:
+    """Steps of all kinds.
+
+    Args:
+        compute: the step.
+        model: that it computes.
+        pool: without blocks.
+        config, model_config, device: of the engine.
+        max_model_len: tokens of the longest sequence.
+        members: decodes of a tile of shared prefixes; 0: none share.
+        most_tokens: of prompts in CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[StepInputs], Computed],
+        model: Qwen3ForCausalLM,
+        pool: KVCachePool,
+        config: Config,
+        model_config: ModelConfig,
+        device: torch.device,
+        max_model_len: int,
+        members: int,
+        most_tokens: int,
+    ) -> None:
+        self._compute, self._model, self._pool = compute, model, pool
+        self._config, self._model_config, self._device = config, model_config, device
+        self._max_model_len, self._members = max_model_len, members
+        width = -(-max_model_len // config.kvcache_block_size)
+        self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
+        most = config.max_num_seqs
+        self._batches = sorted({most, *(rows for rows in ROWS if rows < most)})
+
+    def run(self) -> None:
+        """All of it, kernels of the largest steps first: these take longest to compile."""
+        self._pool.allocate(1)
+        with self._distinct_layers():
+            self._prompts()
+            for tokens in (0, TOKENS):
+                self._decodes(tokens)
+            if self._members:
+                for tokens in (0, TOKENS):
+                    self._decodes(tokens, shares=True)
+        self._pool.free()
+        if self._device.type == "cuda":
+            self._controls()
+
+    @contextmanager
+    def _distinct_layers(self) -> Iterator[None]:
+        """Take the first layer of each kind, and the last, which is the only one to drop rows."""
+        own, kinds = self._model.model, self._model_config.layers
+        whole = own.layers
+        chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1}
+        own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
+        try:
+            yield
+        finally:
+            own.layers = whole
+
+    def _prompts(self) -> None:
+        budget, longest = self._config.max_num_batched_tokens, self._max_model_len
+        numbers = {budget, *(rows for rows in ROWS if rows < budget)}
+        for num_tokens in sorted(numbers, reverse=True):
+            few = -(-num_tokens // longest)
+            for num_seqs in {min(few, self._config.max_num_seqs), self._config.max_num_seqs}:
+                if num_seqs <= num_tokens:
+                    self._prompt(num_seqs, num_tokens)
+
+    def _prompt(self, num_seqs: int, num_tokens: int) -> None:
+        size = self._config.kvcache_block_size
+        batch = warmup_batch(num_seqs, num_tokens, self._max_model_len, size)
+        self._compute(to_device(batch, self._device))
+        if self._max_model_len > num_tokens:  # a chunk behind another
+            lens = batch.context_lens + 1
+            ends = np.cumsum([0, *lens]).astype(np.int32)
+            table = np.zeros((num_seqs, -(-int(lens.max()) // size)), np.int32)
+            later = batch._replace(context_lens=lens, cu_seqlens_k=ends, block_tables=table)
+            self._compute(to_device(later, self._device))
+
+    def _decodes(self, tokens: int, shares: bool = False) -> None:
+        """Alone, or beside tokens of prompts."""
+        for size in self._batches:
+            self._compute(self._inputs.views(Shape(size, tokens, shares), self._members))
+
+    def _controls(self) -> None:
+        """Tokens drawn with controls, and log-probabilities, of a row."""
+        vocab_size = self._model_config.vocab_size
+        logits = torch.zeros(
+            1, vocab_size, dtype=self._model.lm_head.weight.dtype, device=self._device
+        )
+        ids = torch.zeros(1, dtype=torch.int32, device=self._device)
+        metadata = SamplingMetadata(ids.float(), torch.stack([ids, ids]), ids, ids)
+        for filters, penalties in product((False, True), repeat=2):
+            sampler = ControlledSampler(vocab_size, 1)
+            sampler(logits, metadata, one_row(vocab_size, filters, penalties), ids)
+        for num_logprobs in range(MOST_LOGPROBS + 1):
+            logprobs_of(logits, ids, num_logprobs)
+
+
+def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
+    """Controls of one row: a banned token, and filters and penalties if it has any."""
+    top_k, top_p, min_p = (5, 0.9, 0.1) if filters else NO_FILTERS
+    row = (1.1, 0.5, 0.5) if penalties else NO_PENALTIES
+    return Controls(
+        top_k=np.array([top_k], np.int32),
+        top_p=np.array([top_p], np.float32),
+        min_p=np.array([min_p], np.float32),
+        penalties=np.array(row, np.float32)[:, None],
+        edit_starts=np.array([0, 1], np.int32),
+        edit_tokens=np.zeros(1, np.int32),
+        edit_biases=np.zeros(1, np.float32),
+        masks=np.zeros((1, -(-vocab_size // 32)), np.int32),
+        mask_rows=np.zeros(1, np.int32),
+        reset=np.zeros(0, np.int32),
+        counts=np.zeros((3, 0), np.int32),
+        num_logprobs=np.zeros(1, np.int32),
+    )
