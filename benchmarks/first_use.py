@@ -239,7 +239,10 @@ class Compilations:
 
 
 def settle(llm: LLM) -> None:
-    """Wait until no kernel is compiled in the background. None is so far: `LLM(...)` waits."""
+    """Wait until no kernel is compiled in the background."""
+    compiler = llm.model_runner.compiler
+    if compiler is not None:
+        compiler.wait_for_all()
 
 
 def timed(work: Callable[[], object], kernels: Compilations) -> dict[str, Any]:

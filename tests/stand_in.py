@@ -116,6 +116,10 @@ class AtOnce:
 
     def finish(self) -> None: ...
 
+    def load(self, device: torch.device) -> None: ...
+
+    num_pending = 0
+
     def close(self) -> None: ...
 
 
@@ -157,7 +161,10 @@ def put_in(card: Card) -> None:
     cuda.is_available = cuda.can_device_access_peer = lambda *args: True
     cuda.device_count = lambda: 8
     cuda.get_device_capability = lambda device=None: card.capability
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=132)
+    major, minor = card.capability
+    cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        multi_processor_count=132, major=major, minor=minor
+    )
     cuda.mem_get_info = lambda device=None: (64 << 30, 64 << 30)
     cuda.max_memory_allocated = cuda.memory_allocated = lambda device=None: 0
     cuda.device = cuda.stream = lambda _: contextlib.nullcontext()

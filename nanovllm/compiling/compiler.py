@@ -21,22 +21,26 @@ from torch.overrides import TorchFunctionMode
 from nanovllm.compiling.absent_gpu import Target
 from nanovllm.compiling.mends import mend
 from nanovllm.compiling.server import Job
+from nanovllm.utils.device import capturing
 
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 32
+ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
 _EMPTY = torch.empty, torch.empty_like, torch.Tensor.new_empty
 _compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
 _hooking = threading.Lock()
 
 
-def current_target() -> Target:
-    """What Triton compiles for in this process."""
+def target_of(device: torch.device) -> Target:
+    """What Triton compiles for a GPU. Of NVIDIA's without its driver, which takes its time."""
+    if torch.version.hip is None:
+        facts = torch.cuda.get_device_properties(device)
+        return Target("cuda", 10 * facts.major + facts.minor, 32, ANY_MEMORY)
     from triton.runtime import driver
 
-    target, device = driver.active.get_current_target(), driver.active.get_current_device()
-    memory = driver.active.utils.get_device_properties(device)["max_shared_mem"]
-    return Target(target.backend, target.arch, target.warp_size, memory)
+    target = driver.active.get_current_target()
+    return Target(target.backend, target.arch, target.warp_size, ANY_MEMORY)
 
 
 def num_processes(num_ranks: int) -> int:
@@ -58,14 +62,17 @@ class Compiler:
         most: processes that compile.
 
     Attributes:
-        jobs: all that were given, by number.
+        rehearsed: kernels that would have been launched, and their functions, in that order.
     """
 
     def __init__(self, target: Target, most: int) -> None:
-        self.jobs: list[Job] = []
-        self._pending: dict[Job, int] = {}  # numbers, in order
+        self.rehearsed: dict[Job, Any] = {}
+        self._jobs: list[Job] = []  # by number
+        self._pending: dict[Job, int] = {}  # their numbers, in order
         self._lock = threading.RLock()
         self._rehearsing: int | None = None  # the thread
+        self._loader: threading.Thread | None = None
+        self._is_closed = False
         self._files = tempfile.TemporaryDirectory(prefix="nanovllm-compile-")
         self._connection, theirs = Pipe()
         with theirs:
@@ -102,8 +109,10 @@ class Compiler:
         launched. If it is, it is waited for.
         """
         if threading.get_ident() == self._rehearsing:
-            if not is_cached(function, how):
-                self.submit(job)
+            if job not in self.rehearsed:
+                self.rehearsed[job] = function
+                if not is_cached(function, how):
+                    self.submit(job)
             return True
         self.wait(job)
         return False
@@ -112,14 +121,37 @@ class Compiler:
         """Compile a kernel, after those that were submitted before."""
         with self._lock:
             if job not in self._pending:
-                self._pending[job] = len(self.jobs)
-                self.jobs.append(job)
+                self._pending[job] = len(self._jobs)
+                self._jobs.append(job)
                 self._send((self._pending[job], job))
 
     def finish(self) -> None:
         """Say that no more will be submitted: the processes end when they are done."""
         with self._lock:
             self._send(None)
+
+    def load(self, device: torch.device) -> None:
+        """Load what was rehearsed and not launched so far, in a thread, as it is compiled: whoever
+        launches it first need not.
+        """
+        name = "nanovllm-load-kernels"
+        self._loader = threading.Thread(target=self._load, args=(device,), name=name, daemon=True)
+        self._loader.start()
+
+    def _load(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        for job, function in self.rehearsed.items():
+            self.wait(job)
+            if self._is_closed:
+                return
+            key = json.loads(job.specialization)["key"]
+            if key in function.device_caches[device.index or 0][0]:
+                continue
+            try:
+                with capturing:  # it may wait for the device
+                    function.preload(job.specialization)._init_handles()
+            except Exception:  # whoever launches it meets the same
+                logger.debug("%s was not loaded ahead", job.function, exc_info=True)
 
     def wait(self, job: Job) -> None:
         """Until a kernel is compiled, if it is to be; it goes before others."""
@@ -128,14 +160,16 @@ class Compiler:
                 self._receive(block=False)
             if job in self._pending:
                 self._send(self._pending[job])
-            while job in self._pending:
+        while job in self._pending:
+            with self._lock:  # others may come between two
                 self._receive(block=True)
 
     def wait_for_all(self) -> None:
-        """Until all kernels are compiled."""
-        with self._lock:
-            while self._pending:
-                self._receive(block=True)
+        """Until all kernels are compiled, and loaded if they are to be."""
+        for job in self._jobs:
+            self.wait(job)
+        if self._loader is not None:
+            self._loader.join()
 
     @property
     def num_pending(self) -> int:
@@ -155,9 +189,11 @@ class Compiler:
             while self._pending and (block or self._connection.poll()):
                 block = False
                 number, error = self._connection.recv()
-                del self._pending[self.jobs[number]]
+                del self._pending[self._jobs[number]]
                 if error is not None:
-                    logger.debug("%s was not compiled ahead: %s", self.jobs[number].function, error)
+                    logger.debug(
+                        "%s was not compiled ahead: %s", self._jobs[number].function, error
+                    )
         except (EOFError, OSError):
             self._fail()
 
@@ -173,12 +209,15 @@ class Compiler:
 
     def close(self) -> None:
         """End the processes, whatever they do, and remove their files. May be called again."""
+        self._is_closed = True
         with self._lock:
             _compilers.discard(self)
             self._pending.clear()
             self._connection.close()  # the server kills all, itself included
             self._process.wait()
             self._files.cleanup()
+        if self._loader is not None:
+            self._loader.join()
 
 
 def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Popen[bytes]":

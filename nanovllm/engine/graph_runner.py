@@ -50,6 +50,7 @@ class StepGraphs:
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
+        prepare: has kernels loaded for a step, and libraries allocate what they need.
         device: a CUDA device.
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
@@ -61,6 +62,7 @@ class StepGraphs:
     def __init__(
         self,
         compute: Callable[[StepInputs], Computed],
+        prepare: Callable[[StepInputs], object],
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
@@ -82,7 +84,7 @@ class StepGraphs:
             for size in bar:
                 shape = Shape(size)
                 self._inputs.fill(NOTHING, shape)
-                self._compute(self._views(shape))  # kernels compile, libraries allocate
+                prepare(self._views(shape))
                 self._capture(shape)
 
     @property

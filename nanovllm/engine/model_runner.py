@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.compiling.compiler import Compiler, current_target, num_processes
+from nanovllm.compiling.compiler import Compiler, num_processes, target_of
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
@@ -24,7 +24,7 @@ from nanovllm.engine.graph_runner import StepGraphs
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.matrices import weights
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
-from nanovllm.engine.rehearsal import Rehearsal
+from nanovllm.engine.rehearsal import Rehearsal, distinct_layers
 from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
@@ -43,7 +43,7 @@ from nanovllm.utils.device import (
     capability,
     capturing,
     resolve_device,
-    runs_kernels,
+    triton_refusal,
     wait_for_device,
 )
 from nanovllm.utils.fp8 import FP8
@@ -89,6 +89,9 @@ class ModelRunner:
         self.model_config = model_config
         self.group = group
         self.device = resolve_device(config.device, group.rank, group.size)
+        self.compiler: Compiler | None = None
+        if self.device.type == "cuda" and triton_refusal(self.device) is None:
+            self.compiler = Compiler(target_of(self.device), num_processes(group.size))
         build, self._backend_reason = choose_build(config, model_config, group, self.device)
         self.build, self.dtype, self.backend = build, build.dtype, build.backend
         self.fused, self.max_model_len = build.fused, build.max_model_len
@@ -105,15 +108,12 @@ class ModelRunner:
         self.timer: StepTimer | None = None
         has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
         self._cpu_wait = CpuWait() if has_threads else None
-        self.compiler: Compiler | None = None
-        with self._scope():
-            if runs_kernels(self.last_tokens):
-                self.compiler = Compiler(current_target(), num_processes(group.size))
-            try:
+        try:
+            with self._scope():
                 self._build(connect)
-            except BaseException:
-                self._close_compiler()
-                raise
+        except BaseException:
+            self._close_compiler()
+            raise
         self._log_backend()
 
     # -- construction ---------------------------------------------------------------------------
@@ -160,6 +160,8 @@ class ModelRunner:
         can_capture = self.backend.supports_cuda_graph and (self.fused or not model_config.experts)
         if not on_cpu and not config.enforce_eager and can_capture:  # plain experts sync
             self.capture_cudagraph(activations)
+        if self.compiler is not None:
+            self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there
 
     def build_model(self) -> None:
@@ -240,7 +242,12 @@ class ModelRunner:
         """
         sizes = self.config.max_num_seqs, self._max_blocks, self._members
         room = self._most_graph_tokens(), activations
-        self.graphs = StepGraphs(self.run_model, self.device, *sizes, *room)
+        prepare = self._run_distinct_layers
+        self.graphs = StepGraphs(self.run_model, prepare, self.device, *sizes, *room)
+
+    def _run_distinct_layers(self, inputs: StepInputs) -> None:
+        with distinct_layers(self.model, self.model_config):
+            self.run_model(inputs)
 
     def _most_graph_tokens(self) -> int:
         """Tokens of prompts that a CUDA graph has room for, beside decodes; 0: none has any."""
@@ -267,6 +274,7 @@ class ModelRunner:
             "tensor_parallel_size": self.group.size,
             "all_reduce": self.group.describe(),
             "cuda_graphs": 0 if self.graphs is None else len(self.graphs.sizes),
+            "num_kernels_compiling": 0 if self.compiler is None else self.compiler.num_pending,
             "num_graph_replays": 0 if self.graphs is None else self.graphs.num_replays,
             "num_shared_prefix_steps": self.num_shared_steps,
         }

@@ -12,6 +12,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.plan import running_sum
 from nanovllm.engine.static_inputs import TOKENS, Shape, StaticInputs
 from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
 from nanovllm.engine.warm_up import warmup_batch
@@ -24,6 +25,21 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 # Numbers of rows, of which no two take the same kernels of all products.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 256, 512, 1024, 2048, 4096)
 MOST_LOGPROBS = 20  # beside the token's own
+
+
+@contextmanager
+def distinct_layers(model: Qwen3ForCausalLM, config: ModelConfig) -> Iterator[None]:
+    """Have a model compute the first of its layers of each kind, and the last, which is the only
+    one to drop rows: these take all kernels that it takes.
+    """
+    own, kinds = model.model, config.layers
+    whole = own.layers
+    chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1}
+    own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
+    try:
+        yield
+    finally:
+        own.layers = whole
 
 
 class Rehearsal:
@@ -62,7 +78,7 @@ class Rehearsal:
     def run(self) -> None:
         """All of it, kernels of the largest steps first: these take longest to compile."""
         self._pool.allocate(1)
-        with self._distinct_layers():
+        with distinct_layers(self._model, self._model_config):
             self._prompts()
             for tokens in (0, TOKENS):
                 self._decodes(tokens)
@@ -73,37 +89,27 @@ class Rehearsal:
         if self._device.type == "cuda":
             self._controls()
 
-    @contextmanager
-    def _distinct_layers(self) -> Iterator[None]:
-        """Take the first layer of each kind, and the last, which is the only one to drop rows."""
-        own, kinds = self._model.model, self._model_config.layers
-        whole = own.layers
-        chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1}
-        own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
-        try:
-            yield
-        finally:
-            own.layers = whole
-
     def _prompts(self) -> None:
-        budget, longest = self._config.max_num_batched_tokens, self._max_model_len
+        """Of few sequences, whole and behind another chunk, and of many."""
+        most, budget = self._config.max_num_seqs, self._config.max_num_batched_tokens
         numbers = {budget, *(rows for rows in ROWS if rows < budget)}
+        self._prompt(min(most, budget), budget)
         for num_tokens in sorted(numbers, reverse=True):
-            few = -(-num_tokens // longest)
-            for num_seqs in {min(few, self._config.max_num_seqs), self._config.max_num_seqs}:
-                if num_seqs <= num_tokens:
-                    self._prompt(num_seqs, num_tokens)
+            few = min(most, -(-num_tokens // self._max_model_len))
+            self._prompt(few, num_tokens)
+            if num_tokens in (2, TOKENS, budget) and few * self._max_model_len > num_tokens:
+                self._prompt(few, num_tokens, num_cached=1)
 
-    def _prompt(self, num_seqs: int, num_tokens: int) -> None:
+    def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:
         size = self._config.kvcache_block_size
         batch = warmup_batch(num_seqs, num_tokens, self._max_model_len, size)
+        lens = batch.context_lens + num_cached
+        batch = batch._replace(
+            context_lens=lens,
+            cu_seqlens_k=running_sum(lens),
+            block_tables=np.zeros((num_seqs, -(-int(lens.max()) // size)), np.int32),
+        )
         self._compute(to_device(batch, self._device))
-        if self._max_model_len > num_tokens:  # a chunk behind another
-            lens = batch.context_lens + 1
-            ends = np.cumsum([0, *lens]).astype(np.int32)
-            table = np.zeros((num_seqs, -(-int(lens.max()) // size)), np.int32)
-            later = batch._replace(context_lens=lens, cu_seqlens_k=ends, block_tables=table)
-            self._compute(to_device(later, self._device))
 
     def _decodes(self, tokens: int, shares: bool = False) -> None:
         """Alone, or beside tokens of prompts."""
@@ -123,6 +129,10 @@ class Rehearsal:
             sampler(logits, metadata, one_row(vocab_size, filters, penalties), ids)
         for num_logprobs in range(MOST_LOGPROBS + 1):
             logprobs_of(logits, ids, num_logprobs)
+        hidden = torch.zeros(
+            2, self._model_config.hidden_size, dtype=logits.dtype, device=self._device
+        )
+        torch.stack([hidden[-1].float(), hidden.sum(0, dtype=torch.float32) / 2])  # embeddings
 
 
 def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
