@@ -1,5 +1,6 @@
 """`Compiler`: has other processes compile the kernels that this one is going to launch."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -9,25 +10,23 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from nanovllm.compiling.absent_gpu import Target
 from nanovllm.compiling.mends import mend
-from nanovllm.compiling.server import Job
+from nanovllm.compiling.server import Job, hash_triton
 from nanovllm.utils.device import capturing
 
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 32
 ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
-_EMPTY = torch.empty, torch.empty_like, torch.Tensor.new_empty
 _compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
 _hooking = threading.Lock()
 
@@ -78,6 +77,8 @@ class Compiler:
         with theirs:
             self._process = _start(theirs.fileno(), target, most, self._files.name)
         mend()
+        self._hashing = threading.Thread(target=hash_triton, daemon=True)
+        self._hashing.start()
         _listen()
         _compilers.add(self)
 
@@ -90,6 +91,7 @@ class Compiler:
         """
         from triton.runtime.jit import JITFunction
 
+        self._hashing.join()
         run = JITFunction.run
         self._rehearsing = thread = threading.get_ident()
 
@@ -99,7 +101,7 @@ class Compiler:
 
         JITFunction.run = without_launch
         try:
-            with _Zeros():
+            with _zeros(thread):
                 yield
         finally:
             JITFunction.run, self._rehearsing = run, None
@@ -286,13 +288,22 @@ def is_cached(function: Any, how: dict[str, Any]) -> bool:
     return name in (manager.get_group(name) or {})
 
 
-class _Zeros(TorchFunctionMode):
-    """Integers that nothing has written are 0."""
+@contextmanager
+def _zeros(thread: int) -> Iterator[None]:
+    """New tensors of integers are full of zeros, in this thread."""
+    names = "empty", "empty_like"
+    makers = {name: getattr(torch, name) for name in names}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **kwargs or {})
-        if func in _EMPTY and not made.dtype.is_floating_point:
+    def filled(make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+        made = make(*args, **options)
+        if threading.get_ident() == thread and not made.dtype.is_floating_point:
             made.zero_()
         return made
+
+    try:
+        for name, make in makers.items():
+            setattr(torch, name, functools.partial(filled, make))
+        yield
+    finally:
+        for name, make in makers.items():
+            setattr(torch, name, make)

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
@@ -40,9 +41,7 @@ class Job(NamedTuple):
 
 
 def import_without_torch() -> None:
-    """Import the modules of all kernels."""
-    import triton  # noqa: F401  which would ask PyTorch's stand-in for much
-
+    """Import the modules of all kernels, behind Triton."""
     torch = MagicMock(name="torch")
     torch.version.hip = None
     names = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
@@ -72,14 +71,16 @@ def launcher_of(target: Target) -> Callable[..., object] | None:
 
 def prepare(target: Target) -> None:
     """Make this process, and those that it forks, ready to compile."""
+    import triton  # noqa: F401  which would ask PyTorch's stand-in for much
+
+    hashing = threading.Thread(target=hash_triton)
+    hashing.start()
     import_without_torch()
     from triton.runtime import driver
-    from triton.runtime.cache import get_cache_manager
 
     mend()
     driver.set_active(AbsentGPU(target, launcher_of(target)))
-    hash_triton()
-    get_cache_manager("0" * 64)  # makes the directory
+    hashing.join()  # a process with threads must not fork
 
 
 def hash_triton() -> None:

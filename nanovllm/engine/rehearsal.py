@@ -22,8 +22,9 @@ from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
-# Numbers of rows, of which no two take the same kernels of all products.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 160, 192, 256, 512, 1024, 2048, 4096)
+# Numbers of tokens, of which no two take the same kernels in all models' layers.
+ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
+OWN = 16  # decodes up to which attention has kernels of its own, see `kernels.paged_own`
 MOST_LOGPROBS = 20  # beside the token's own
 
 
@@ -73,18 +74,21 @@ class Rehearsal:
         width = -(-max_model_len // config.kvcache_block_size)
         self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
         most = config.max_num_seqs
-        self._batches = sorted({most, *(rows for rows in ROWS if rows < most)})
+        powers = (1 << i for i in range(most.bit_length()))
+        self._batches = sorted({most, *powers})  # by which decodes choose their splits
 
     def run(self) -> None:
         """All of it, kernels of the largest steps first: these take longest to compile."""
         self._pool.allocate(1)
         with distinct_layers(self._model, self._model_config):
             self._prompts()
-            for tokens in (0, TOKENS):
-                self._decodes(tokens)
-            if self._members:
-                for tokens in (0, TOKENS):
-                    self._decodes(tokens, shares=True)
+            for size in self._batches:
+                self._decodes(Shape(size, TOKENS))
+            for size in self._batches:
+                if size <= OWN:
+                    self._decodes(Shape(size))
+            for size in self._batches[1:] if self._members else ():
+                self._decodes(Shape(size, shares=True))
         self._pool.free()
         if self._device.type == "cuda":
             self._controls()
@@ -111,10 +115,9 @@ class Rehearsal:
         )
         self._compute(to_device(batch, self._device))
 
-    def _decodes(self, tokens: int, shares: bool = False) -> None:
-        """Alone, or beside tokens of prompts."""
-        for size in self._batches:
-            self._compute(self._inputs.views(Shape(size, tokens, shares), self._members))
+    def _decodes(self, shape: Shape) -> None:
+        """As CUDA graphs have them."""
+        self._compute(self._inputs.views(shape, self._members))
 
     def _controls(self) -> None:
         """Tokens drawn with controls, and log-probabilities, of a row."""
