@@ -62,10 +62,12 @@ class Compiler:
 
     Attributes:
         rehearsed: kernels that would have been launched, and their functions, in that order.
+        failed: those that the processes could not compile, and why.
     """
 
     def __init__(self, target: Target, most: int) -> None:
         self.rehearsed: dict[Job, Any] = {}
+        self.failed: dict[Job, str] = {}
         self._jobs: list[Job] = []  # by number
         self._pending: dict[Job, int] = {}  # their numbers, in order
         self._lock = threading.RLock()
@@ -126,6 +128,11 @@ class Compiler:
                 self._pending[job] = len(self._jobs)
                 self._jobs.append(job)
                 self._send((self._pending[job], job))
+
+    @property
+    def num_submitted(self) -> int:
+        """Kernels that Triton's cache did not have."""
+        return len(self._jobs)
 
     def finish(self) -> None:
         """Say that no more will be submitted: the processes end when they are done."""
@@ -191,11 +198,11 @@ class Compiler:
             while self._pending and (block or self._connection.poll()):
                 block = False
                 number, error = self._connection.recv()
-                del self._pending[self._jobs[number]]
+                job = self._jobs[number]
+                del self._pending[job]
                 if error is not None:
-                    logger.debug(
-                        "%s was not compiled ahead: %s", self._jobs[number].function, error
-                    )
+                    self.failed[job] = error
+                    logger.debug("%s was not compiled ahead: %s", job.function, error)
         except (EOFError, OSError):
             self._fail()
 
