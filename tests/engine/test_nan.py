@@ -203,19 +203,27 @@ def test_of_several_completions_in_a_stream_each_end_is_told_once(broken):
     assert len(set(ends.values())) == 2, "all end alike"
 
 
-def test_async(broken):
+@pytest.mark.parametrize("method", [AsyncLLM.generate, AsyncLLM.stream])
+def test_async(method, broken):
+    """In the middle, at once (an end is all there is to tell then), and not at all."""
+    prompts = ["count from 6: ", "count from 9: ", "count from 100: "]
+
     async def ask():
         async with AsyncLLM(broken, **OPTIONS) as llm:
-            lost, whole = [], []
-            async for output in llm.generate("count from 6: ", GREEDY):
-                lost.append(output)
-            async for output in llm.generate("count from 100: ", GREEDY):
-                whole.append(output)
-            return lost[-1], whole[-1]
+            return [await all_of(method(llm, prompt, GREEDY)) for prompt in prompts]
 
-    lost, whole = asyncio.run(ask())
-    wanted, _ = complete(TINY, GREEDY, ["count from 6: ", "count from 100: "])
-    assert len(assert_only_nan_ends([lost, whole], wanted)) == 1
+    async def all_of(outputs):
+        return [output async for output in outputs]
+
+    num_tokens = []
+    for outputs, whole in zip(asyncio.run(ask()), complete(TINY, GREEDY, prompts)[0], strict=True):
+        tokens, is_lost = until_nan(whole.prompt_token_ids, whole.outputs[0].token_ids)
+        last, news = outputs[-1], outputs[-1:] if method is AsyncLLM.generate else outputs
+        assert [token for output in news for token in output.outputs[0].token_ids] == tokens
+        assert last.finished and (last.error is not None) == is_lost
+        assert last.outputs[0].finish_reason == ("error" if is_lost else "length")
+        num_tokens.append(len(tokens))
+    assert num_tokens[1] == 0 < num_tokens[0] < num_tokens[2] == GREEDY.max_tokens
 
 
 def test_replicas(broken):
