@@ -581,7 +581,10 @@ def test_rows_name_what_was_compiled() -> None:
 
 
 def test_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the parsers of their scripts; and the page keeps what they measure."""
+    """By the parsers of their scripts; and the page keeps what they measure. Limits go to those
+    that give shares of them.
+    """
+    limits: dict[str, tuple[float | None, float | None]] = {}
 
     class TakenError(Exception):
         pass
@@ -589,16 +592,22 @@ def test_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
     def taking(parser: argparse.ArgumentParser, *args: Any) -> Any:
         namespace, unknown = parse(parser, *args)
         assert namespace.save == "FILE" and not unknown
+        limits[script] = namespace.bandwidth, namespace.flops
         raise TakenError
 
     parse = argparse.ArgumentParser.parse_known_args  # which parse_args calls
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", taking)
-    for command in (each for table in page.TABLES.values() for each in table.columns.values()):
+    tables = page.with_limits(3.35e12, None)
+    assert page.with_limits(None, None) == page.TABLES and tables.keys() == page.TABLES.keys()
+    for command in (each for table in tables.values() for each in table.columns.values()):
         program, script, *args = shlex.split(command)
         assert program == "python"
         monkeypatch.setattr(sys, "argv", [script, *args, "--save", "FILE"])
         with pytest.raises(TakenError):
             runpy.run_path(str(harness.ROOT / script), run_name="__main__")
+    with_shares = {script for script in limits if limits[script] == (3.35e12, None)}
+    assert with_shares == {"bench.py", "benchmarks/workloads.py"}
+    assert {limits[script] for script in limits.keys() - with_shares} == {(None, None)}
 
 
 MEASURED = {
@@ -608,12 +617,11 @@ MEASURED = {
 }  # fmt: skip
 
 
-def test_the_page_shows_medians_and_where_they_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_medians_and_where_they_are_from() -> None:
     """Of made-up records of all kinds, side by side; what is missing has a reason."""
     columns = {"A": "python a", "B": "python b", "C": "python c", "D": "python d"}
-    starts = {"A": "python start", "B": "python use"}
-    tables = {"t": page.Table("Title", columns), "s": page.Table("Starts", starts)}
-    monkeypatch.setattr(page, "TABLES", tables)
+    starts = {"A": "python start", "B": "python use", "C": "python streams"}
+    tables = [page.Table("Title", columns), page.Table("Starts", starts)]
     rate = {"median": 28867.4, "runs": [28000.0, 29000.0], "unit": "tok/s", "roofline_share": 0.834}
     time = {"median": 0.0019, "runs": [0.0017, 0.0022], "unit": "s", "roofline_share": None}
     works = {"benchmark": "workloads", "construction_s": 8.84}
@@ -628,14 +636,17 @@ def test_the_page_shows_medians_and_where_they_are_from(monkeypatch: pytest.Monk
         "top_k": {"first": turn(3.66, "_a", "_b"), "second": turn(0.21)},
         "bad_words": {"left_out": "no tokenizer"},
     }}  # fmt: skip
+    assert page.WAYS.keys() == streams.WAYS.keys()
+    streamed = {"benchmark": "streams", "results": {"1": {"async-stream": {**rate, "share": 0.98}}}}
     entries = {
         "python a": {"record": both},
         "python b": {"record": {**own, **MEASURED, "commit": "def"}},
         "python c": {"error": "failed with exit code 3"},
         "python start": {"record": {**start, **MEASURED}},
         "python use": {"record": {**use, **MEASURED}},
+        "python streams": {"record": {**streamed, **MEASURED}},
     }
-    assert page.render(entries).splitlines() == [
+    assert page.render(tables, entries).splitlines() == [
         "## Title", "",
         "| | A | B | C | D |", "|---|---|---|---|---|",
         "| bench, seed 0 | 28,867 tok/s (28,000–29,000), 83 % | 5 tok/s (4–6) |  |  |",
@@ -646,14 +657,17 @@ def test_the_page_shows_medians_and_where_they_are_from(monkeypatch: pytest.Monk
         "- C: `python c` (failed with exit code 3)",
         "- D: `python d` (not measured yet)", "",
         "## Starts", "",
-        "| | A | B |", "|---|---|---|",
-        "| cold: in all | 23.9 s (23.9–25.0) |  |",
-        "| cold: kernels | 49 |  |",
-        "| LLM(...) |  | 5.00 s; 1 kernel |",
-        "| top_k |  | 3.66 s, then 0.21 s; 2 kernels |",
-        "| bad_words |  | left out: no tokenizer |", "",
+        "| | A | B | C |", "|---|---|---|---|",
+        "| cold: in all | 23.9 s (23.9–25.0) |  |  |",
+        "| cold: kernels | 49 |  |  |",
+        "| LLM(...) |  | 5.00 s; 1 kernel |  |",
+        "| top_k |  | 3.66 s, then 0.21 s; 2 kernels |  |",
+        "| bad_words |  | left out: no tokenizer |  |",
+        "| 1 request, `AsyncLLM.stream` |  |  | "
+        "28,867 tok/s (28,000–29,000), 0.980 of `generate` |", "",
         "- A: `python start` (2026-01-02, machine 1)",
-        "- B: `python use` (2026-01-02, machine 1)", "",
+        "- B: `python use` (2026-01-02, machine 1)",
+        "- C: `python streams` (2026-01-02, machine 1)", "",
         "## Machines", "",
         *(
             f"{number}. a GPU (driver 1.2), 16 cores of a CPU, PyTorch 2.11 (CUDA 13), Triton 3.6, "
