@@ -1,5 +1,6 @@
 """`Compiler`: has other processes compile the kernels that this one is going to launch."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -42,6 +43,14 @@ def target_of(device: torch.device) -> Target:
     return Target(target.backend, target.arch, target.warp_size, ANY_MEMORY)
 
 
+def _load_driver() -> None:
+    """Make Triton's driver, for which a C compiler runs where its cache is empty."""
+    from triton.runtime import driver
+
+    with contextlib.suppress(Exception):  # whoever launches the first kernel meets the same
+        driver.active.utils  # noqa: B018
+
+
 def num_processes(num_ranks: int) -> int:
     """Processes that compile for one of so many ranks on this machine: one of its cores is left to
     the engine.
@@ -79,8 +88,11 @@ class Compiler:
         with theirs:
             self._process = _start(theirs.fileno(), target, most, self._files.name)
         mend()
-        self._hashing = threading.Thread(target=hash_triton, daemon=True)
-        self._hashing.start()
+        # What takes Triton its time at its first use here, most of it without Python's lock.
+        first_uses = hash_triton, _load_driver
+        self._beginning = [threading.Thread(target=use, daemon=True) for use in first_uses]
+        for thread in self._beginning:
+            thread.start()
         _listen()
         _compilers.add(self)
 
@@ -93,7 +105,8 @@ class Compiler:
         """
         from triton.runtime.jit import JITFunction
 
-        self._hashing.join()
+        for beginning in self._beginning:
+            beginning.join()
         run = JITFunction.run
         self._rehearsing = thread = threading.get_ident()
 
