@@ -12,6 +12,7 @@ from nanovllm.engine.executor import Executor
 from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.remote_request import remote
+from nanovllm.engine.replica_messages import Facts
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.replicated_core import ReplicatedCore
 from nanovllm.engine.request import Listener
@@ -46,15 +47,17 @@ class Parts(NamedTuple):
 
 def assemble(
     executor: Executor | Replicas,
+    started: ModelRunner | Facts,
     config: Config,
     model_config: ModelConfig,
     tokenizer: Any,
     default: SamplingParams,
 ) -> Parts:
-    """Start what computes, and put the rest before it.
+    """Put the rest before what computes.
 
     Args:
-        executor: launched.
+        executor: started.
+        started: what its start has given.
         config: the engine's options.
         model_config: the checkpoint's facts.
         tokenizer: of transformers, None if the checkpoint has none.
@@ -63,7 +66,6 @@ def assemble(
     eos_token_ids = set(model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids.add(tokenizer.eos_token_id)
-    started = executor.start()  # a ModelRunner, or the Facts of replicas
     pool_tokens = started.num_blocks * config.kvcache_block_size
     max_model_len = min(started.max_model_len, pool_tokens)
     intake = Intake(

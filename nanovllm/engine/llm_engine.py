@@ -7,6 +7,7 @@ Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` i
 import logging
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.fair_lock import FairLock
-from nanovllm.utils.tokenizer import load_tokenizer
+from nanovllm.utils.tokenizer import tokenizer_loader
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,18 @@ class LLMEngine:
     def _start(self) -> None:
         config = self.config
         self.executor.launch()  # what follows runs beside the start of other processes
-        self.tokenizer = load_tokenizer(config.model)
+        load_tokenizer = tokenizer_loader(config.model)
+        with ThreadPoolExecutor(1, "nanovllm-tokenizer") as beside:
+            loading = beside.submit(load_tokenizer)
+            started = self.executor.start()
+            self.tokenizer = loading.result()
         parts = assemble(
-            self.executor, config, self.model_config, self.tokenizer, self._default_params
+            self.executor,
+            started,
+            config,
+            self.model_config,
+            self.tokenizer,
+            self._default_params,
         )
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len

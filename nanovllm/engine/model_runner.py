@@ -205,7 +205,7 @@ class ModelRunner:
         if self.compiler is None:
             return
         sizes = self.max_model_len, self._members, self._most_graph_tokens()
-        how = self.config, self.model_config, self.device, *sizes
+        how = self.config, self.model_config, self.group, self.device, *sizes
         with self.compiler.rehearsal():
             Rehearsal(self.run_model, self.model, self.pool, *how).run()
         self.compiler.finish()

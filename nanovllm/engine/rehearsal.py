@@ -4,6 +4,7 @@ effect (`Compiler.rehearsal`). What each step needs comes first, then what only 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine.extras import Extras
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import running_sum
 from nanovllm.engine.static_inputs import TOKENS, Shape, StaticInputs
 from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
 from nanovllm.engine.warm_up import warmup_batch
-from nanovllm.layers.controlled_sampler import ControlledSampler, logprobs_of
+from nanovllm.layers.controlled_sampler import logprobs_of
 from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
-from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -50,7 +52,7 @@ class Rehearsal:
         compute: the step.
         model: that it computes.
         pool: without blocks.
-        config, model_config, device: of the engine.
+        config, model_config, group, device: of the engine.
         max_model_len: tokens of the longest sequence.
         members: decodes of a tile of shared prefixes; 0: none share.
         most_tokens: of prompts in CUDA graphs.
@@ -63,6 +65,7 @@ class Rehearsal:
         pool: KVCachePool,
         config: Config,
         model_config: ModelConfig,
+        group: Group,
         device: torch.device,
         max_model_len: int,
         members: int,
@@ -70,6 +73,7 @@ class Rehearsal:
     ) -> None:
         self._compute, self._model, self._pool = compute, model, pool
         self._config, self._model_config, self._device = config, model_config, device
+        self._group = group
         self._max_model_len, self._members = max_model_len, members
         width = -(-max_model_len // config.kvcache_block_size)
         self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
@@ -120,22 +124,25 @@ class Rehearsal:
         self._compute(self._inputs.views(shape, self._members))
 
     def _controls(self) -> None:
-        """Tokens drawn with controls, and log-probabilities, of a row."""
-        vocab_size = self._model_config.vocab_size
-        logits = torch.zeros(
-            1, vocab_size, dtype=self._model.lm_head.weight.dtype, device=self._device
+        """Tokens drawn with controls, log-probabilities and embeddings, of a row."""
+        vocab_size, dtype = self._model_config.vocab_size, self._model.lm_head.weight.dtype
+        zeros = partial(torch.zeros, device=self._device)
+        ids, hidden = zeros(1, dtype=torch.int32), zeros(2, self._model_config.hidden_size)
+        computed = Computed(
+            ids, zeros(1, len(self._model.lm_head.weight.data), dtype=dtype), hidden
         )
-        ids = torch.zeros(1, dtype=torch.int32, device=self._device)
-        metadata = SamplingMetadata(ids.float(), torch.stack([ids, ids]), ids, ids)
+        batch = warmup_batch(1, 1, self._max_model_len, self._config.kvcache_block_size)
         for filters, penalties in product((False, True), repeat=2):
-            sampler = ControlledSampler(vocab_size, 1)
-            sampler(logits, metadata, one_row(vocab_size, filters, penalties), ids)
+            extras = Extras(self._model.compute_logits, vocab_size, 1, self._group, ids)
+            controls = one_row(vocab_size, filters, penalties)
+            own = controls if self._group.rank == 0 else None
+            extras.sample(batch, np.ones(1, np.bool_), computed, own)
+        logits = zeros(1, vocab_size, dtype=dtype)
         for num_logprobs in range(MOST_LOGPROBS + 1):
             logprobs_of(logits, ids, num_logprobs)
-        hidden = torch.zeros(
-            2, self._model_config.hidden_size, dtype=logits.dtype, device=self._device
+        torch.stack(
+            [hidden[-1].to(dtype).float(), hidden.to(dtype).sum(0, dtype=torch.float32) / 2]
         )
-        torch.stack([hidden[-1].float(), hidden.sum(0, dtype=torch.float32) / 2])  # embeddings
 
 
 def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
