@@ -240,7 +240,8 @@ class Compilations:
 
 def settle(llm: LLM) -> None:
     """Wait until no kernel is compiled in the background."""
-    compiler = llm.model_runner.compiler
+    runner = getattr(llm, "model_runner", None)  # replicas have theirs elsewhere
+    compiler = None if runner is None else runner.compiler
     if compiler is not None:
         compiler.wait_for_all()
 

@@ -1,14 +1,16 @@
 """All figures of docs/performance.md that one GPU gives, as one dated run.
 
     python benchmarks/page.py [--only TABLE ...] [--minutes M] [--output NAME]
+                              [--bandwidth B] [--flops F]
 
 Each column of a table is a command, run in a process of its own. What it measured is kept in
 NAME.jsonl at once, with commit, machine and date, and NAME.md is written anew: tables for the page,
 their commands and the machines. A command that fails is said to have failed, and the next one runs.
 
-The same call again goes on with what NAME.jsonl does not have of this commit, so that it can be
-done in calls of M minutes (a command that is not done by then is ended, and begins anew in the
-next). The exit code is 1 while something is missing.
+--bandwidth and --flops are the limits of a GPU that is not known, for the commands that give shares
+of them. The same call again goes on with what NAME.jsonl does not have of this commit, so that it
+can be done in calls of M minutes (a command that is not done by then is ended, and begins anew in
+the next). The exit code is 1 while something is missing.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from nanovllm.benchmark import harness
 from nanovllm.cli.options import new_file, rate
 
 FP8 = "--quantization fp8 --kv-cache-dtype fp8"
-WORKLOADS, STARTUP = "python benchmarks/workloads.py", "python benchmarks/startup.py"
+BENCH, WORKLOADS = "python bench.py", "python benchmarks/workloads.py"
+STARTUP, STREAMS = "python benchmarks/startup.py", "python benchmarks/streams.py"
 SIX = "bench-0 bench-1 bs1 prefill shared-prefix wide"
 # Nothing in the page cache either, where that may be emptied.
 FIRST = f"{STARTUP} --first" if os.access(PAGE_CACHE, os.W_OK) else STARTUP
@@ -61,7 +64,7 @@ TABLES = {
         "More prompts than places, and the first token",
         {
             "1,024 sequences, 256 at once": (
-                "python bench.py --dummy qwen3-0.6b --num-seqs 1024 --max-num-seqs 256 --repeat 3"
+                f"{BENCH} --dummy qwen3-0.6b --num-seqs 1024 --max-num-seqs 256 --repeat 3"
             ),
             "one prompt": f"{WORKLOADS} --dummy qwen3-0.6b --only first-token --repeat 9",
         },
@@ -117,6 +120,10 @@ TABLES = {
             "Gemma 3 4B shape": f"{STARTUP} --first-use --dummy gemma-3-4b",
         },
     ),
+    "streams": Table(
+        "Tokens as they come",
+        {"Qwen3-0.6B shape": f"{STREAMS} --dummy qwen3-0.6b --num-requests 1 16 64 256 512"},
+    ),
 }
 ROWS = {  # of the page, by names of workloads
     "bench-0": "bench, seed 0",
@@ -129,6 +136,26 @@ ROWS = {  # of the page, by names of workloads
     "first-token": "first token of 128",
     "long": "four prompts of 32,000 tokens",
 }
+WAYS = {  # of streams.py
+    "generate": "`LLM.generate`",
+    "stream": "`LLM.stream`",
+    "async-stream": "`AsyncLLM.stream`",
+    "async-generate": "`AsyncLLM.generate`",
+}
+
+
+def with_limits(bandwidth: float | None, flops: float | None) -> dict[str, Table]:
+    """`TABLES`, with a GPU's limits for the commands that give shares of the roofline."""
+    limits = {"bandwidth": bandwidth, "flops": flops}
+    flags = "".join(f" --{name} {value:g}" for name, value in limits.items() if value is not None)
+
+    def limited(command: str) -> str:
+        return command + flags if command.startswith((BENCH, WORKLOADS)) else command
+
+    return {
+        name: Table(heading, {head: limited(command) for head, command in columns.items()})
+        for name, (heading, columns) in TABLES.items()
+    }
 
 
 # -- cells ----------------------------------------------------------------------------------------
@@ -163,6 +190,12 @@ def cells(record: dict[str, Any]) -> dict[str, str]:
             for name, parts in results.items()
             for part, entry in parts.items()
         }
+    if kind == "streams":
+        return {
+            f"{count} request{'s' if count != '1' else ''}, {WAYS[way]}": _with_base(result)
+            for count, ways in results.items()
+            for way, result in ways.items()
+        }
     return {name: _first_and_second(result) for name, result in results.items()}
 
 
@@ -171,6 +204,12 @@ def _with_share(result: dict[str, Any]) -> str:
     share = result.get("roofline_share")
     of_roofline = "" if share is None else f", {100 * share:.0f} %"
     return figure(result["median"], result["runs"], result["unit"]) + of_roofline
+
+
+def _with_base(result: dict[str, Any]) -> str:
+    """A way of streams.py, with what it has of the rate of `generate`."""
+    rate = figure(result["median"], result["runs"], result["unit"])
+    return f"{rate}, {result['share']:.3f} of `generate`"
 
 
 def _first_and_second(result: dict[str, Any]) -> str:
@@ -200,11 +239,11 @@ def describe_machine(record: dict[str, Any]) -> str:
     return ", ".join(facts)
 
 
-def render(entries: dict[str, dict[str, Any]]) -> str:
+def render(tables: Iterable[Table], entries: dict[str, dict[str, Any]]) -> str:
     """The page's tables, by what has become of each command."""
     machines: list[str] = []
     parts = []
-    for heading, columns in TABLES.values():
+    for heading, columns in tables:
         found = {head: entries.get(command, {}) for head, command in columns.items()}
         measured = [cells(entry["record"]) if "record" in entry else {} for entry in found.values()]
         lines = [f"## {heading}", ""]
@@ -258,13 +297,14 @@ def run(command: str, seconds: float | None) -> dict[str, Any]:
 class Book:
     """What has become of commands: NAME.jsonl, and the page that it makes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tables: dict[str, Table]) -> None:
+        self._tables = tables
         self.records, self.page = Path(f"{name}.jsonl"), Path(f"{name}.md")
         text = self.records.read_text("utf-8") if self.records.is_file() else ""
         self._entries: dict[str, dict[str, Any]] = {}
         for line in text.splitlines():
             self._keep(json.loads(line))
-        self.page.write_text(render(self._entries), "utf-8")
+        self.page.write_text(render(self._tables.values(), self._entries), "utf-8")
 
     def has(self, command: str, commit: str | None) -> bool:
         """Whether it was measured of this commit."""
@@ -276,7 +316,7 @@ class Book:
         with self.records.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
         self._keep(entry)
-        self.page.write_text(render(self._entries), "utf-8")
+        self.page.write_text(render(self._tables.values(), self._entries), "utf-8")
 
     def _keep(self, entry: dict[str, Any]) -> None:
         """The last one counts, but no error in the place of a measurement."""
@@ -292,6 +332,8 @@ def main() -> None:
         "--only", nargs="+", choices=[*TABLES], default=[*TABLES], help="tables to measure (all)"
     )
     parser.add_argument("--minutes", type=rate, help="the most that this call may take")
+    parser.add_argument("--bandwidth", type=rate, help="the GPU's limit, bytes per second")
+    parser.add_argument("--flops", type=rate, help="its limit, operations per second")
     parser.add_argument(
         "--output",
         type=new_file,
@@ -301,8 +343,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     deadline = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
-    book, commit, missing = Book(args.output), harness.commit(), 0
-    for command in (each for name in args.only for each in TABLES[name].columns.values()):
+    tables = with_limits(args.bandwidth, args.flops)
+    book, commit, missing = Book(args.output, tables), harness.commit(), 0
+    for command in (each for name in args.only for each in tables[name].columns.values()):
         left = deadline - time.monotonic()
         if book.has(command, commit):
             continue

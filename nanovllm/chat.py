@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 from nanovllm.engine.inputs import encode, listed
 from nanovllm.messages import (
     Messages,
-    as_json,
-    as_object,
+    arguments_as_json,
+    arguments_as_object,
     has_calls,
+    is_list,
     read_conversation,
     with_calls,
 )
@@ -78,7 +79,7 @@ class ChatRenderer:
                 "`add_generation_prompt` must be False with `continue_final_message`, got True: "
                 "a message is either begun or continued"
             )
-        if tools is not None and not _is_list(tools):
+        if tools is not None and not is_list(tools):
             raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
@@ -122,7 +123,7 @@ class ChatRenderer:
         text, or print them as Python does; else as JSON, which other templates would quote.
         """
         probe, texts = with_calls(messages, lambda _: {PROBE: ""}), []
-        for form in (as_object, as_json):
+        for form in (arguments_as_object, arguments_as_json):
             with suppress(Exception):  # whatever the code in the template raises
                 texts.append(self._apply(with_calls(probe, form)))
                 if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
@@ -132,7 +133,7 @@ class ChatRenderer:
             logger.warning(
                 "the chat template leaves out the arguments of `tool_calls`, in `%s` first", name
             )
-        return as_object
+        return arguments_as_object
 
 
 def name_conversations(messages: Any) -> dict[str, Any]:
@@ -168,7 +169,3 @@ def _read_tool(tool: Any, name: str) -> dict[str, Any]:
             f"`{name}` must be a dictionary, or a function with types and a docstring, "
             f"got {tool!r}: {error}"
         ) from None
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))

@@ -142,12 +142,13 @@ class LLM(LLMEngine):
         outputs = []
         for output in self.generate(prompts, params, use_tqdm, on_error=on_error):
             token_ids, places = output.prompt_token_ids, output.prompt_logprobs
-            assert places is not None or output.error
             if output.error is not None:
-                places = None
-            own = [places[i][token_ids[i]] for i in range(1, len(token_ids))] if places else []
+                outputs.append(ScoreOutput(token_ids, [], [], output.error))
+                continue
+            assert places is not None, "the log-probabilities of the prompt are missing"
+            own = [places[i][token_ids[i]] for i in range(1, len(token_ids))]
             logprobs, ranks = [item.logprob for item in own], [item.rank for item in own]
-            outputs.append(ScoreOutput(token_ids, logprobs, ranks, output.error))
+            outputs.append(ScoreOutput(token_ids, logprobs, ranks))
         return outputs
 
     def embed(

@@ -8,7 +8,7 @@ text is refused. Imports no torch.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from nanovllm.engine.inputs import listed
 
@@ -44,7 +44,9 @@ def has_calls(messages: Messages) -> bool:
 
 
 def with_calls(messages: Messages, arguments: Callable[[Any], Any]) -> Messages:
-    """The messages with the arguments of their calls in another form, `as_object` or `as_json`."""
+    """The messages with the arguments of their calls in another form: `arguments` is
+    `arguments_as_object` or `arguments_as_json`.
+    """
     return [
         {**message, "tool_calls": [_with_arguments(call, arguments) for call in calls]}
         if (calls := message.get("tool_calls"))
@@ -53,18 +55,23 @@ def with_calls(messages: Messages, arguments: Callable[[Any], Any]) -> Messages:
     ]
 
 
-def as_object(arguments: Any) -> Any:
+def arguments_as_object(arguments: Any) -> Any:
     """The arguments of a call as an object; nothing stands for none."""
     if isinstance(arguments, str):
         return json.loads(arguments) if arguments.strip() else {}
     return {} if arguments is None else arguments
 
 
-def as_json(arguments: Any) -> str:
+def arguments_as_json(arguments: Any) -> str:
     """The same as JSON, as the model wrote it where that is what there is."""
     if isinstance(arguments, str) and arguments.strip():
         return arguments
-    return json.dumps(as_object(arguments), ensure_ascii=False, default=dict)
+    return json.dumps(arguments_as_object(arguments), ensure_ascii=False, default=dict)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a value of the caller's is a list, or may stand for one."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def _with_arguments(call: Mapping[str, Any], arguments: Callable[[Any], Any]) -> dict[str, Any]:
@@ -109,7 +116,7 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
 def _read_content(fields: dict[str, Any], name: str) -> str | None:
     """The text of a message, from which `refusal` is taken."""
     content, refusal = fields.get("content"), fields.pop("refusal", None)
-    if isinstance(content, Sequence) and not isinstance(content, (str, bytes, bytearray)):
+    if is_list(content):
         is_own = fields["role"] == "assistant"
         content = "\n".join(
             _read_part(part, f'{name}["content"][{i}]', is_own) for i, part in enumerate(content)
@@ -142,7 +149,7 @@ def _read_calls(fields: dict[str, Any], name: str) -> list[Mapping[str, Any]]:
     """What an assistant has called; `tool_calls` and `function_call` are taken from the fields."""
     where, calls = f'{name}["tool_calls"]', fields.pop("tool_calls", [])
     old = fields.pop("function_call", None)
-    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes, bytearray)):
+    if not is_list(calls):
         raise TypeError(f"`{where}` must be a list of calls, got {calls!r}")
     if old is not None:
         if calls:
@@ -176,7 +183,7 @@ def _check_function(function: Any, name: str) -> None:
         raise TypeError(f'`{name}["name"]` must be a string, got {function.get("name")!r}')
     given = function.get("arguments")
     try:
-        is_object = isinstance(as_object(given), Mapping)
+        is_object = isinstance(arguments_as_object(given), Mapping)
     except ValueError as error:
         raise ValueError(
             f'`{name}["arguments"]` must be a JSON object, got {given!r}: {error}'

@@ -28,7 +28,7 @@ from nanovllm.utils.checks import (
 )
 
 MAX_LOGPROBS = 20  # of the most likely tokens, for one position
-NO_TOKEN = -1  # in the place of one, where logits are NaN
+NO_TOKEN = -1  # stands for the token of a row whose logits have a NaN
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams

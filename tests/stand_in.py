@@ -16,20 +16,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest.mock import MagicMock
+from typing import Any
 
 import torch
 import triton
-from torch.overrides import TorchFunctionMode
 
-from nanovllm.compiling.absent_gpu import AbsentGPU, Target
+from nanovllm.engine import model_runner
+from nanovllm.engine.stand_in import CARDS, CPU, GPU, META, OnCard, put_in
 
-GPU = torch.device("cuda", 0)
-META, CPU = torch.device("meta"), torch.device("cpu")
-IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
-LOWEST = 1 << 20  # where storages begin: at multiples of 16 bytes, as PyTorch's allocator has it
 VOCAB = 151936
 SHAPES = {  # M, I, Hq, Hkv, tied embedding
     "0.6B": (1024, 3072, 16, 8, True),
@@ -48,64 +42,6 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 
 
-class Card(NamedTuple):
-    """A GPU: what Triton compiles for, and what PyTorch says of it."""
-
-    target: Target
-    capability: tuple[int, int]
-
-
-def _cuda(major: int, minor: int, kib: int) -> Card:
-    return Card(Target("cuda", 10 * major + minor, 32, kib * 1024), (major, minor))
-
-
-# CUDA C++ Programming Guide, technical specifications by compute capability; of gfx942 the CDNA3
-# instruction set's local data share.
-CARDS = {
-    "7.5": _cuda(7, 5, 64),
-    "8.0": _cuda(8, 0, 163),
-    "8.6": _cuda(8, 6, 99),
-    "8.9": _cuda(8, 9, 99),
-    "9.0": _cuda(9, 0, 227),
-    "10.0": _cuda(10, 0, 227),
-    "12.0": _cuda(12, 0, 99),
-    "gfx942": Card(Target("hip", "gfx942", 64, 64 * 1024), (9, 4)),
-}
-
-
-class OnCard(TorchFunctionMode):
-    """What is asked to be on a GPU goes elsewhere, and what is there says that it is on a GPU.
-
-    Args:
-        place: `META`; or `CPU`, and then all tensors say so.
-    """
-
-    def __init__(self, place: torch.device) -> None:
-        super().__init__()
-        self._place = place
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.device:
-            return func(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor):
-            x, is_there = args[0], args[0].device == self._place
-            if is_there and func in (IS_CUDA, DEVICE):
-                return func == IS_CUDA or GPU
-            if x.is_meta and func == torch.Tensor.data_ptr:
-                return LOWEST + x.storage_offset() * x.element_size()
-            if func == torch.Tensor.copy_ and args[1].is_meta and not x.is_meta:
-                return x.zero_()
-        kwargs = {key: self._moved(value) for key, value in kwargs.items() if key != "pin_memory"}
-        return func(*map(self._moved, args), **kwargs)
-
-    def _moved(self, value: Any) -> Any:
-        is_device = isinstance(value, (torch.device, str)) and str(value).startswith("cuda")
-        return self._place if is_device else value
-
-
 class AtOnce:
     """Stands for `Compiler`: what is rehearsed is compiled here."""
 
@@ -121,75 +57,6 @@ class AtOnce:
     num_pending = 0
 
     def close(self) -> None: ...
-
-
-class Stream:
-    """Stands for `torch.cuda.Stream`, of which libraries make types: it must be a class."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: object, **options: object) -> None: ...
-
-    def wait_stream(self, other: object) -> None: ...
-
-
-class Region:
-    """Stands for `PeerRegion`."""
-
-    def __init__(self, rank: int, device: torch.device, num_bytes: int, *args: object) -> None:
-        self.num_bytes = num_bytes
-        self.words = torch.empty(num_bytes // 8, dtype=torch.int64, device=device)
-        self.addresses, self.abort_address = [LOWEST] * 8, LOWEST
-
-    def call(self, *args: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def put_in(card: Card) -> None:
-    """Have this process see the card, in the place of any GPU and of other ranks."""
-    from nanovllm.distributed import bulk, peer_memory
-    from nanovllm.distributed.group import Group
-    from nanovllm.engine import executor, model_runner
-    from nanovllm.engine.executor import Executor
-    from nanovllm.layers import controlled_sampler
-
-    triton.runtime.driver.set_active(AbsentGPU(card.target))
-    if card.target.backend == "hip":
-        torch.version.hip = "6.3"
-    cuda = torch.cuda
-    cuda.is_available = cuda.can_device_access_peer = lambda *args: True
-    cuda.device_count = lambda: 8
-    cuda.get_device_capability = lambda device=None: card.capability
-    major, minor = card.capability
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        multi_processor_count=132, major=major, minor=minor
-    )
-    cuda.mem_get_info = lambda device=None: (64 << 30, 64 << 30)
-    cuda.max_memory_allocated = cuda.memory_allocated = lambda device=None: 0
-    cuda.device = cuda.stream = lambda _: contextlib.nullcontext()
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"):
-        setattr(cuda, name, MagicMock())
-    cuda.CUDAGraph = cuda.graph = MagicMock()
-    scaled_mm = torch._scaled_mm  # which has no shapes for what it writes in place
-    torch._scaled_mm = lambda *args, out=None, **how: (
-        scaled_mm(*args, **how) if out is None else out
-    )
-    cuda.Event = type("Event", (), {"record": lambda self: None, "synchronize": lambda self: None})
-    cuda.Stream = Stream
-    executor.without_modes = contextlib.nullcontext  # `OnCard` is one
-    model_runner.Compiler = AtOnce
-    model_runner.load_dummy = lambda model, seed: None
-    controlled_sampler.upload_beside = lambda device, array: torch.from_numpy(array).to(device)
-    bulk.PeerRegion = peer_memory.PeerRegion = Region
-    Group._share = lambda self, data: [data] * self.size
-    Executor.launch = meet_nobody
-
-
-def meet_nobody(self: Any) -> None:
-    """Stands for `Executor.launch`: rank 0 of several, alone."""
-    if self._group.size > 1:
-        self._group._backend, self._group._device = MagicMock(), GPU
 
 
 def write_config(directory: str, shape: str, head_dim: int, architecture: str, **more: Any) -> None:
@@ -318,7 +185,6 @@ def count_kernels(
     from benchmarks.first_use import KINDS, Job, Size, UnavailableError
     from nanovllm import LLM
     from nanovllm.benchmark.shapes import SHAPES
-    from nanovllm.engine import model_runner
 
     launched, rehearsed = set[tuple[str, str]](), set[tuple[str, str]]()
     into = [launched]
@@ -380,5 +246,6 @@ KINDS: dict[str, Callable[..., Any]] = {
 if __name__ == "__main__":
     card = CARDS[sys.argv[1]]
     put_in(card)
+    model_runner.Compiler = AtOnce
     with OnCard(CPU if sys.argv[1] == "7.5" else META):
         print(json.dumps([KINDS[job.pop("kind")](**job) for job in json.loads(sys.argv[2])]))

@@ -94,7 +94,7 @@ class ResumableSink:
         try:
             job = json.loads(json.dumps(job, allow_nan=False))  # NaN would differ from itself
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`job` must be what JSON can hold, got {job!r}: {error}") from None
+            raise ValueError(f"`job` must be representable in JSON, got {job!r}: {error}") from None
         file = self.path.with_name(f"{self.path.name}.job.json")
         if self._store.is_empty():
             new = temporary_path(file)

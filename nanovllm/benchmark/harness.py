@@ -57,7 +57,7 @@ def num_new_tokens(params: list[SamplingParams]) -> list[int]:
 
 
 def commit() -> str | None:
-    """That of a clone, with `-dirty` where files have changed since; None without one."""
+    """The commit of a clone, with `-dirty` where files have changed since; None without one."""
     if not (ROOT / "pyproject.toml").is_file() or shutil.which("git") is None:
         return None
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
@@ -65,7 +65,7 @@ def commit() -> str | None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Where and when something is measured, on `device`."""
+    """The machine, its software and the date of a measurement on `device`."""
     driver = None
     if device.startswith("cuda") and shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]

@@ -194,7 +194,7 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         with open(args.chat_template, encoding="utf-8") as file:
             chat["chat_template"] = file.read()
     read = partial(read_rows, args.input, kind, shard=args.shard)
-    rows, again = read(), read if os.path.isfile(args.input) or os.path.isdir(args.input) else None
+    again = read if os.path.isfile(args.input) or os.path.isdir(args.input) else None
     if args.recompute_changed and (again is None or args.output == STANDARD):
         raise ValueError(
             "--recompute-changed reads the input twice, and needs an output that is a file: pass "
@@ -212,8 +212,18 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         raise ValueError("--output must be a directory for Parquet, got standard output")
     else:
         sink = StreamSink(sys.stdout.buffer, args.output_format or "jsonl")
-    how = args.input == STANDARD, again, args.recompute_changed, args.ordered or sink.ordered
-    return _Call(config, options, params, chat, rows, *how, sink)
+    return _Call(
+        config,
+        options,
+        params,
+        chat,
+        rows=read(),
+        is_piped=args.input == STANDARD,
+        read_again=again,
+        recomputes=args.recompute_changed,
+        ordered=args.ordered or sink.ordered,
+        sink=sink,
+    )
 
 
 def _answer(call: _Call, report: Report) -> int:

@@ -13,12 +13,13 @@ from types import ModuleType
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.cli import bench, chat, generate, info, report
+from nanovllm.cli import bench, chat, compile, generate, info, report
 
 COMMANDS: dict[str, ModuleType] = {
     "generate": generate,
     "chat": chat,
     "bench": bench,
+    "compile": compile,
     "report": report,
     "info": info,
 }  # in the order of --help

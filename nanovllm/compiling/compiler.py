@@ -1,5 +1,6 @@
 """`Compiler`: has other processes compile the kernels that this one is going to launch."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -42,6 +43,14 @@ def target_of(device: torch.device) -> Target:
     return Target(target.backend, target.arch, target.warp_size, ANY_MEMORY)
 
 
+def _load_driver() -> None:
+    """Make Triton's driver, for which a C compiler runs where its cache is empty."""
+    from triton.runtime import driver
+
+    with contextlib.suppress(Exception):  # whoever launches the first kernel meets the same
+        driver.active.utils  # noqa: B018
+
+
 def num_processes(num_ranks: int) -> int:
     """Processes that compile for one of so many ranks on this machine: one of its cores is left to
     the engine.
@@ -62,10 +71,12 @@ class Compiler:
 
     Attributes:
         rehearsed: kernels that would have been launched, and their functions, in that order.
+        failed: those that the processes could not compile, and why.
     """
 
     def __init__(self, target: Target, most: int) -> None:
         self.rehearsed: dict[Job, Any] = {}
+        self.failed: dict[Job, str] = {}
         self._jobs: list[Job] = []  # by number
         self._pending: dict[Job, int] = {}  # their numbers, in order
         self._lock = threading.RLock()
@@ -77,8 +88,11 @@ class Compiler:
         with theirs:
             self._process = _start(theirs.fileno(), target, most, self._files.name)
         mend()
-        self._hashing = threading.Thread(target=hash_triton, daemon=True)
-        self._hashing.start()
+        # What takes Triton its time at its first use here, most of it without Python's lock.
+        first_uses = hash_triton, _load_driver
+        self._beginning = [threading.Thread(target=use, daemon=True) for use in first_uses]
+        for thread in self._beginning:
+            thread.start()
         _listen()
         _compilers.add(self)
 
@@ -91,7 +105,8 @@ class Compiler:
         """
         from triton.runtime.jit import JITFunction
 
-        self._hashing.join()
+        for beginning in self._beginning:
+            beginning.join()
         run = JITFunction.run
         self._rehearsing = thread = threading.get_ident()
 
@@ -126,6 +141,11 @@ class Compiler:
                 self._pending[job] = len(self._jobs)
                 self._jobs.append(job)
                 self._send((self._pending[job], job))
+
+    @property
+    def num_submitted(self) -> int:
+        """Kernels that Triton's cache did not have."""
+        return len(self._jobs)
 
     def finish(self) -> None:
         """Say that no more will be submitted: the processes end when they are done."""
@@ -191,11 +211,11 @@ class Compiler:
             while self._pending and (block or self._connection.poll()):
                 block = False
                 number, error = self._connection.recv()
-                del self._pending[self._jobs[number]]
+                job = self._jobs[number]
+                del self._pending[job]
                 if error is not None:
-                    logger.debug(
-                        "%s was not compiled ahead: %s", self._jobs[number].function, error
-                    )
+                    self.failed[job] = error
+                    logger.debug("%s was not compiled ahead: %s", job.function, error)
         except (EOFError, OSError):
             self._fail()
 

@@ -51,13 +51,21 @@ def import_without_torch() -> None:
         importlib.import_module(module.name)
 
 
-def launcher_of(target: Target) -> Callable[..., object] | None:
-    """What compiles launchers for a target: Triton up to 3.6, by a C compiler and NVIDIA's library,
-    one for each kind of arguments. None: nobody has to, or nobody can without the library.
+def needs_launchers(target: Target) -> bool:
+    """Whether what launches kernels is compiled, too: Triton up to 3.6, for NVIDIA's GPUs, has one
+    launcher for each kind of arguments.
     """
     import triton
 
-    if target.backend != "cuda" or tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return target.backend == "cuda" and version <= (3, 6)
+
+
+def launcher_of(target: Target) -> Callable[..., object] | None:
+    """What compiles launchers for a target, by a C compiler and NVIDIA's library. None: nobody has
+    to, or nobody can without the library.
+    """
+    if not needs_launchers(target):
         return None
     from triton.backends.nvidia import driver
 

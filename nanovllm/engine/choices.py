@@ -72,13 +72,13 @@ def choose_build(
 
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:
-    """Where short texts are computed otherwise than in transformers."""
+    """Say so where short texts are not computed as in transformers."""
     for rope in dict.fromkeys(layer.rope for layer in model_config.layers):
         if rope.is_stretched(max_model_len):
             logger.warning(
-                "RoPE scaling %r goes by max_model_len, %d, and not by the length of each text as "
-                "in transformers: texts of up to %d tokens come out otherwise there; "
-                "max_model_len=%d is for them",
+                "RoPE scaling %r goes by max_model_len, %d, and not by the length of each text: of "
+                "texts of up to %d tokens transformers computes other logits; pass "
+                "max_model_len=%d if all texts are so short",
                 rope.rope_type,
                 max_model_len,
                 rope.original_max_position_embeddings,

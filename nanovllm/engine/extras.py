@@ -94,8 +94,8 @@ class Extras:
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None
-        # A row with a NaN, by which the plain sampler has drawn nothing, has no controlled token
-        # either; until the end it has some token, that log-probabilities and ranks can read.
+        # Where the plain sampler draws nothing, as a logit is NaN, controls draw nothing either.
+        # Until the end the row has any token, for log-probabilities and the other ranks.
         plain = computed.tokens.index_select(0, rows)
         if controls is None:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))

@@ -97,12 +97,12 @@ class Rehearsal:
         """Of few sequences, whole and behind another chunk, and of many."""
         most, budget = self._config.max_num_seqs, self._config.max_num_batched_tokens
         numbers = {budget, *(rows for rows in ROWS if rows < budget)}
-        self._prompt(min(most, budget), budget)
         for num_tokens in sorted(numbers, reverse=True):
             few = min(most, -(-num_tokens // self._max_model_len))
             self._prompt(few, num_tokens)
             if num_tokens in (2, TOKENS, budget) and few * self._max_model_len > num_tokens:
                 self._prompt(few, num_tokens, num_cached=1)
+        self._prompt(min(most, budget), budget)
 
     def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:
         size = self._config.kvcache_block_size

@@ -32,6 +32,7 @@ SUMS = (
     "num_preemptions",
     "num_graph_replays",
     "num_shared_prefix_steps",
+    "num_kernels_compiling",
 )
 STEP_SECONDS = 0.01  # that a step waits for news, so that callers can add requests meanwhile
 

@@ -112,7 +112,6 @@ def sample_on_cpu(
         columns = torch.zeros(len(scores), dtype=torch.int64)
         best = scores.new_full((len(scores),), -torch.inf)
     else:
-        best, columns = scores.max(dim=-1)
+        best, columns = scores.max(dim=-1)  # NaN where there is one
     tokens = (columns + vocab.start).to(torch.int32).masked_fill_(lost, NO_TOKEN)
-    best = best.masked_fill(lost, torch.nan)
     return tokens.to(logits.device), best.to(logits.device)

@@ -52,9 +52,9 @@ PIECES = ["▁", "▁▁", "▁the", "▁a", "a", "the", ".", "▁.", "n", "'", 
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def metaspace() -> Any:
+def metaspace(pieces: list[str] = PIECES) -> Any:
     """As Llama 2's: leading spaces, and bytes for what has no piece."""
-    vocab = {piece: i for i, piece in enumerate(["<unk>", *BYTE_PIECES, *PIECES])}
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *BYTE_PIECES, *pieces])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -379,6 +379,14 @@ def test_a_character_goes_on_behind_the_prompt(name):
     assert Decoder(get(name))(wrong, True, context) in (FFFD * 3, f"A{FFFD}B")
 
 
+def test_a_letter_of_bytes_does_not_stand_before_bytes():
+    """It would be wrong with them, and then right with them: text that is added."""
+    tokenizer = metaspace(["▁"])
+    euro = tokenizer.convert_tokens_to_ids([BYTE_PIECES[byte] for byte in "€".encode()])
+    context = Decoder(tokenizer).context(euro[:1], True)
+    assert Decoder(tokenizer)(euro[1:], True, context) == "€"
+
+
 def test_a_long_prompt_costs_a_few_tokens():
     for name in TOKENIZERS:
         tokenizer = Counting(get(name))
@@ -390,6 +398,12 @@ def test_a_long_prompt_costs_a_few_tokens():
             tokenizer.count = 0
             decoder.context([*many, *encode(name, last) * 2], True)
             assert tokenizer.count <= 60, (name, last)
+        tokenizer.count = 0
+        assert decoder.context([*many[:-3], *many[-1:]], True) == many[-1:]
+        assert tokenizer.count == 0, "known from before"
+        if name in RUNS:  # one of bytes may be wrong from its first on
+            decoder.context(byte_ids(name, *b"ab" * 500), True)
+            assert tokenizer.count <= 60
 
 
 def test_texts_of_single_tokens_are_those_within_a_text():

@@ -105,9 +105,9 @@ def test_numbers_without_gaps_are_integers(generate: Generate) -> None:
 
 ROWS: list[Any] = [
     None,
-    {"max_tokens": 2},
+    {"max_tokens": 2.0},  # as pandas has it where others have none
     json.dumps({"stop": ["7"], "max_tokens": None}),
-    {"logit_bias": {"57": 1e6}, "max_tokens": 3},
+    '{"logit_bias": {"57": 1e6}, "max_tokens": 3.0}',
     {"max_token": 2},
     "{",
     "[1]",
@@ -169,6 +169,9 @@ def test_a_row_with_an_id_is_drawn_alike_wherever_it_is(tiny: str) -> None:
         whole = generate({"id": ids, "prompt": prompts})["outputs"].tolist()
         assert generate({"id": ids[::-1], "prompt": prompts})["outputs"].tolist() == whole[::-1]
         assert generate({"id": ids[4:], "prompt": prompts[4:]})["outputs"].tolist() == whole[4:]
+        with_gap = pandas.DataFrame({"id": [5, None, 3], "prompt": prompts[:3]})
+        assert with_gap["id"].dtype == np.float64
+        assert generate(with_gap)["outputs"].tolist()[::2] == [whole[5], whole[3]]
     assert len(set(whole)) == 6
     both = [[each["text"] for each in json.loads(text)] for text in whole]
     assert all(first != second for first, second in both)

@@ -592,7 +592,7 @@ def test_numbers_that_json_has_not_are_null(tmp_path):
     first, second = pyarrow.parquet.read_table(parts).to_pylist()
     assert math.isnan(first["x"]) and second["x"] == 0.5 and first["big"] == math.inf
     assert json.loads(first["y"], parse_constant=refuse) == [None, {"z": None}]
-    with pytest.raises(ValueError, match="`job` must be what JSON can hold"):
+    with pytest.raises(ValueError, match="`job` must be representable in JSON"):
         ResumableSink(tmp_path / "other.jsonl", {"x": math.nan})
 
 

@@ -13,11 +13,14 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestOutput]:
-    """What a request tells, step by step: its completions begin and end at different steps."""
+    """What a request tells, step by step: its completions begin and end at different steps, some
+    of them by an error, without a token.
+    """
     rng, outputs = random.Random(seed), []
     begin = [rng.randrange(3) for _ in range(n)]
     end = [num_tokens - rng.randrange(num_tokens // 2) for _ in range(n)]
     end[rng.randrange(n)] = num_tokens
+    by_error = [rng.random() < 0.4 for _ in range(n)]
     for step in range(num_tokens):
         parts = []
         for index in range(n):
@@ -31,6 +34,9 @@ def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestO
                 if logprobs:
                     part["logprobs"] = [{token: Logprob(value, 1, None)}]
                     part["cumulative_logprob"] = value * step
+                if by_error[index] and step == end[index] - 1:
+                    part.update(text="", token_ids=[], finish_reason="error")
+                    part.update(logprobs=[] if logprobs else None)
                 parts.append(CompletionOutput(index, **part))
         if parts:
             outputs.append(RequestOutput(7, "p", [1, 2], parts, step == num_tokens - 1, step))
@@ -51,7 +57,7 @@ def plainly(outputs: list[RequestOutput]) -> dict[int, CompletionOutput]:
             text="".join(part.text for part in own),
             token_ids=[token for part in own for token in part.token_ids],
             finish_reason=last.finish_reason,
-            logprobs=logprobs or None,
+            logprobs=None if last.logprobs is None else logprobs,
             cumulative_logprob=last.cumulative_logprob,
         )
     return found
@@ -63,6 +69,7 @@ def test_what_has_queued_is_joined(n: int, logprobs: bool) -> None:
     """Taken at random moments: nothing is lost or told twice, and each output has the newest of
     what is not about tokens.
     """
+    num_bare_ends = 0
     for seed in range(20):
         outputs = told(seed, 24, n, logprobs=logprobs)
         rng, news, all_news = random.Random(seed), News(), AllNews()
@@ -88,8 +95,10 @@ def test_what_has_queued_is_joined(n: int, logprobs: bool) -> None:
                 queued = []
         assert [*plainly(taken).values()] == [*plainly(outputs).values()]
         assert max(len(one.outputs[0].token_ids) for one in taken) > 1, "nothing had queued"
+        num_bare_ends += sum(not part.token_ids for one in taken for part in one.outputs)
         for whole, count in kept:  # read when all is over: an output that is kept does not change
             assert whole.outputs == [*plainly(outputs[:count]).values()]
+    assert num_bare_ends, "all ends came with a token"
 
 
 def test_whole_outputs_are_values() -> None:

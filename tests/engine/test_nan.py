@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,8 +179,9 @@ def test_a_stream_ends_with_the_error(broken):
     [whole] = complete(TINY, GREEDY, ["count from 6: "])[0]
     tokens, is_lost = until_nan(whole.prompt_token_ids, whole.outputs[0].token_ids)
     assert is_lost and len(tokens) > 3
+    params = replace(GREEDY, stop=["9 is never followed by this"])  # so the 9 is held back
     with LLM(broken, **OPTIONS) as llm:
-        news = list(llm.stream("count from 6: ", GREEDY))
+        news = list(llm.stream("count from 6: ", params))
     assert [t for output in news for t in output.outputs[0].token_ids] == tokens
     assert "".join(output.outputs[0].text for output in news) == bytes(tokens).decode()
     assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
@@ -203,19 +205,27 @@ def test_of_several_completions_in_a_stream_each_end_is_told_once(broken):
     assert len(set(ends.values())) == 2, "all end alike"
 
 
-def test_async(broken):
+@pytest.mark.parametrize("method", [AsyncLLM.generate, AsyncLLM.stream])
+def test_async(method, broken):
+    """In the middle, at once (an end is all there is to tell then), and not at all."""
+    prompts = ["count from 6: ", "count from 9: ", "count from 100: "]
+
     async def ask():
         async with AsyncLLM(broken, **OPTIONS) as llm:
-            lost, whole = [], []
-            async for output in llm.generate("count from 6: ", GREEDY):
-                lost.append(output)
-            async for output in llm.generate("count from 100: ", GREEDY):
-                whole.append(output)
-            return lost[-1], whole[-1]
+            return [await all_of(method(llm, prompt, GREEDY)) for prompt in prompts]
 
-    lost, whole = asyncio.run(ask())
-    wanted, _ = complete(TINY, GREEDY, ["count from 6: ", "count from 100: "])
-    assert len(assert_only_nan_ends([lost, whole], wanted)) == 1
+    async def all_of(outputs):
+        return [output async for output in outputs]
+
+    num_tokens = []
+    for outputs, whole in zip(asyncio.run(ask()), complete(TINY, GREEDY, prompts)[0], strict=True):
+        tokens, is_lost = until_nan(whole.prompt_token_ids, whole.outputs[0].token_ids)
+        last, news = outputs[-1], outputs[-1:] if method is AsyncLLM.generate else outputs
+        assert [token for output in news for token in output.outputs[0].token_ids] == tokens
+        assert last.finished and (last.error is not None) == is_lost
+        assert last.outputs[0].finish_reason == ("error" if is_lost else "length")
+        num_tokens.append(len(tokens))
+    assert num_tokens[1] == 0 < num_tokens[0] < num_tokens[2] == GREEDY.max_tokens
 
 
 def test_replicas(broken):
@@ -259,6 +269,7 @@ def test_scores(broken):
     for text, score, want in zip(texts, scores, wanted, strict=True):
         if "9" in text:
             assert "has computed NaN" in score.error and math.isnan(score.total_logprob)
+            assert score.logprobs == score.ranks == []
         else:
             assert score == want
 
@@ -271,29 +282,49 @@ def test_prompt_logprobs_of_a_row_that_is_nan_in_one_column(tmp_path):
     assert "has computed NaN" in score.error
 
 
+def lose_first_row(llm):
+    """Have the first hidden state of the next step be NaN, behind all layers: no other sees it."""
+    norm = llm.model_runner.model.model.norm
+    compute = norm.whole_forward
+
+    def with_nan(*args):
+        norm.whole_forward = compute
+        hidden = compute(*args).clone()
+        hidden[0] = torch.nan
+        return hidden
+
+    norm.whole_forward = with_nan
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_vectors(pooling, tmp_path):
+def test_vectors(pooling):
     """Of texts in two chunks. The last hidden state is right here, so the mean alone is NaN."""
-    path = copy_checkpoint(TINY, tmp_path / "model")
-    with LLM(path, **OPTIONS) as llm:
-        runner, num_calls = llm.model_runner, 0
-        compute = runner.model.model.norm.whole_forward
-
-        def with_nan(*args):
-            nonlocal num_calls
-            num_calls += 1
-            hidden = compute(*args).clone()
-            if num_calls == 1:
-                hidden[0] = torch.nan
-            return hidden
-
-        runner.model.model.norm.whole_forward = with_nan
+    with LLM(TINY, **OPTIONS) as llm:
+        lose_first_row(llm)
         [lost] = llm.embed(["1" * 40], pooling, use_tqdm=False)
         [right] = llm.embed(["2" * 40], pooling, use_tqdm=False)
-    assert num_calls == 4
+        assert llm.metrics()["num_finished_by_error"] == (pooling == "mean")
     assert right.error is None and len(right.outputs.embedding) == 128
     assert (lost.error is None) == (pooling == "last")
-    assert lost.outputs.embedding == [] or pooling == "last"
+    assert (lost.outputs.embedding == []) == (pooling == "mean")
+
+
+def test_a_score_of_which_one_token_is_lost():
+    """The first, in the first of two chunks: the next token is right."""
+    with LLM(TINY, **OPTIONS) as llm:
+        lose_first_row(llm)
+        lost, right = (llm.score([each * 40], use_tqdm=False)[0] for each in "12")
+        assert llm.metrics()["num_finished_by_error"] == 1
+    assert "has computed NaN" in lost.error and lost.logprobs == lost.ranks == []
+    assert right.error is None and len(right.logprobs) == 39
+
+
+def test_a_vector_without_a_next_token(tmp_path):
+    """Of a model whose head is broken nothing is given."""
+    path = break_row(tmp_path / "model", "lm_head.weight", 200)
+    with LLM(path, **OPTIONS) as llm:
+        [lost] = llm.embed(["1 2 3"], use_tqdm=False)
+    assert "has computed NaN" in lost.error and lost.outputs.embedding == []
 
 
 def test_beams(broken):

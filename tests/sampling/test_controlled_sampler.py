@@ -704,6 +704,14 @@ def test_log_probabilities(num_logprobs: int, dtype: torch.dtype) -> None:
         assert rank == 1 + sum(value > want[token] for value in want)
 
 
+def test_log_probabilities_beside_nan_are_nan() -> None:
+    """None is right then: the softmax is of all logits."""
+    logits = randn(3, 25, 5.0)
+    logits[1, 7] = torch.nan
+    values = logprobs_of(logits, torch.tensor([1, 2, 3]).int(), 5).values
+    assert values.isnan().all(1).tolist() == values.isnan().any(1).tolist() == [False, True, False]
+
+
 def test_equally_likely_tokens_have_the_same_rank() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 0.0, -INF]]).expand(6, 6)
     assert logprobs_of(logits, torch.arange(6).int(), 0).ranks.tolist() == [3, 1, 1, 3, 5, 6]

@@ -22,7 +22,7 @@ from nanovllm.engine.request_controls import RequestControls, request_controls, 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
 from nanovllm.layers.controls import Controls
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_params import NO_TOKEN, StructuredOutputsParams
 
 BadWords = tuple[tuple[int, ...], ...]
 INF = np.inf
@@ -383,6 +383,15 @@ def counts_of(found: Controls | None) -> dict[int, dict[int, int]]:
 
 
 PROMPT_ONLY = -(2**15)
+
+
+def test_what_is_no_token_is_not_counted() -> None:
+    """A row without one still runs in the next step; -1 would be a count of the slot before."""
+    seq = make([4, 5], slot=1, **PENALTIES)
+    for token in (4, PENDING):
+        seq.append_token(token)
+    found = step_controls(ControlTable(2, VOCAB_SIZE), whole(seq), {seq: NO_TOKEN})
+    assert counts_of(found) == {1: {4: PROMPT_ONLY + 1, 5: PROMPT_ONLY}}
 
 
 def test_counts_are_told_once() -> None:

@@ -1,0 +1,84 @@
+"""Compile the kernels of a model ahead, into Triton's cache: for container images and job arrays.
+
+Loads no weights. For the GPU that is here, or for another one by --capability, also where none is.
+The engine's options decide what is compiled: give those that the engine will have. The cache is the
+directory TRITON_CACHE_DIR, or ~/.triton/cache; it serves the same version of Triton.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm.cli.options import add_engine_options, engine_options
+
+if TYPE_CHECKING:
+    from nanovllm.engine.stand_in import Card
+
+MIB = 2**20
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command."""
+    parser.add_argument(
+        "--model", required=True, help="directory of a checkpoint, or its name on the hub"
+    )
+    parser.add_argument(
+        "--capability",
+        metavar="X.Y",
+        help="compute capability of the GPU to compile for, such as 9.0 for H100 and H200, or an "
+        "architecture of AMD's, such as gfx942 (default: the GPU that is here)",
+    )
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, and say what is where. 1 if a kernel could not be compiled."""
+    card = find_card(args.capability)
+    from triton import knobs
+
+    from nanovllm.compiling.server import launcher_of, needs_launchers
+    from nanovllm.engine.stand_in import compile_kernels, put_in
+
+    cache = Path(knobs.cache.dir)
+    links = launcher_of(card.target) is not None
+    put_in(card)
+    compiler = compile_kernels(args.model, card, engine_options(args))
+    kernels, failed = len(compiler.rehearsed), compiler.failed
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    print(
+        f"{kernels - len(failed)} of {kernels} kernels are compiled for {card.name}; "
+        f"{compiler.num_submitted} were not before.\n{cache} has {size / MIB:.0f} MiB."
+    )
+    if needs_launchers(card.target) and not links:
+        print(
+            "What launches them is not: this version of Triton links it with NVIDIA's driver, "
+            "libcuda.so.1, which is not here (TRITON_LIBCUDA_PATH names a directory that has it). "
+            "The first start does, in a third of a second for each kind of arguments."
+        )
+    for job, reason in failed.items():
+        logger.error("%s: %s", job.function, reason)
+    return int(bool(failed))
+
+
+def find_card(capability: str | None) -> "Card":
+    """The GPU that --capability names, or that is here. ValueError if there is none."""
+    import torch
+
+    from nanovllm.engine.stand_in import CARDS, card_here
+
+    runs = {name: card for name, card in CARDS.items() if card.runs_kernels}
+    if capability is not None:
+        if capability not in runs:
+            raise ValueError(
+                f"`--capability` must be one of {', '.join(runs)}, for which there are kernels, "
+                f"got {capability!r}"
+            )
+        return runs[capability]
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "`--capability` must be given where no GPU is: 9.0 for H100 and H200, 8.0 for A100"
+        )
+    return card_here()
