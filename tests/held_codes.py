@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from nanovllm.engine.rehearsal import ROWS
 from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.int4 import Int4Codes
@@ -45,3 +46,17 @@ def record_launches(
         kernel = type(name, (), {"__class_getitem__": functools.partial(launch, name)})
         monkeypatch.setattr(module, name, kernel)
     return launched
+
+
+def count_rehearsed(
+    launched: list[tuple[object, ...]], multiply: Callable[[int], object], most: int = 300
+) -> int:
+    """The kernels that products of a rehearsal's numbers of rows take; others take no more."""
+    launched.clear()
+    for T in ROWS:
+        multiply(T)
+    rehearsed = set(launched)
+    for T in range(1, most):
+        multiply(T)
+    assert set(launched) == rehearsed
+    return len(rehearsed)

@@ -12,10 +12,10 @@ import sys
 from triton.runtime import jit
 
 from nanovllm import kernels
-from nanovllm.utils.ahead import hash_callees_first
+from nanovllm.compiling.mends import mend
 
 if __name__ == "__main__":
-    hash_callees_first(jit.DependenciesFinder)
+    mend()
     functions = {}
     for found in pkgutil.iter_modules(kernels.__path__, "nanovllm.kernels."):
         for value in vars(importlib.import_module(found.name)).values():

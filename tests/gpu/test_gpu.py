@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +31,13 @@ from triton.runtime.jit import JITFunction
 
 from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, CompletionOutput, SamplingParams
-from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.config import Config
-from nanovllm.distributed.group import Group
+from nanovllm.compiling import compiler
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.rehearsal import Rehearsal
 from nanovllm.kernels import hopper, paged_decode
 from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.layers.sampler import Sampler
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import (
     _side_stream,
     host_array,
@@ -594,171 +593,82 @@ def largest_difference(
     return worst
 
 
-COMPILING = """
-import json, sys, threading
-import triton
+FIRST_USES = """
+import json, random, sys
+from benchmarks.first_use import KINDS, Compilations, Job, Size, UnavailableError, settle
+from nanovllm import LLM
 
-def record(*, fn, compile, **_):
-    in_main = threading.current_thread() is threading.main_thread()
-    name = fn.name.split(".")[-1]
-    if next(iter(compile["signature"].values())) == "*fp32":
-        name += " of partial results"
-    compiled.append((name, in_main))
-
-compiled = []
-triton.knobs.runtime.jit_post_compile_hook = record
-from nanovllm import LLM, CompletionOutput, SamplingParams
-
-llm = LLM(sys.argv[1], dtype="bfloat16", num_kvcache_blocks=256, max_num_seqs=64)
-before = len(compiled)
-params = SamplingParams(max_tokens=9, ignore_eos=True)
-for count in (1, 5, 64):
-    prompts = [[i + 1] * (17 * i + 1) for i in range(count)]
-    llm.generate(prompts, params, use_tqdm=False)
-for length in (3, 40, 300):  # joins a decode
-    llm.add_request([1] * length, params)
-    llm.step()
-while not llm.is_finished():
-    llm.step()
-llm.exit()
-LLM(sys.argv[1], dtype="bfloat16", num_kvcache_blocks=256).exit()  # threads find it all compiled
-print(json.dumps([compiled[:before], compiled[before:]]))
+kernels = Compilations()
+kernels.listen()
+with LLM(sys.argv[1], max_num_seqs=16, num_kvcache_blocks=256) as llm:
+    settle(llm)
+    assert llm.metrics()["num_kernels_compiling"] == 0
+    taken = {"start": kernels.take()}
+    for name, make in KINDS.items():
+        try:
+            make(Job(llm, random.Random(name), Size(16, 4, 128, 64, 8)))()
+        except UnavailableError:
+            continue
+        taken[name] = kernels.take()
+print(json.dumps(taken))
 """
 
 
-OWN_TOKEN = {"_own_decode_kernel"}  # of heads up to 128
-EXPERTS = {"_route_kernel", "_sort_kernel", "_gate_up_kernel", "_down_kernel"}
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("gemma2", {"head_dim": 256}),
+        ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 8, "head_dim": 128}),
+        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64}),
+    ],
+)
+def test_this_process_compiles_no_kernel(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Neither at the start, with an empty cache, nor for any kind of work."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
+    model = make_checkpoint(tmp_path / "model", family, dtype="bfloat16", **shape, **options)
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", FIRST_USES, str(model)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    taken = json.loads(done.stdout.splitlines()[-1])
+    assert {"plain", "all controls", "beam search", "embeddings"} <= taken.keys()
+    assert len(taken["start"]["found"]) > 20
+    assert {name: of["compiled"] for name, of in taken.items() if of["compiled"]} == {}
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "own_token", "products"),
-    [
-        ("qwen3", {}, OWN_TOKEN, set()),
-        ("gemma2", {"head_dim": 256}, set(), set()),
-        (
-            "qwen3_moe",
-            {"num_experts": 16, "num_experts_per_tok": 8, "head_dim": 128},
-            OWN_TOKEN,
-            EXPERTS,
-        ),
-        (
-            "gpt_oss",
-            {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64},
-            OWN_TOKEN,
-            EXPERTS,
-        ),
-    ],
+    ("owner", "name"),
+    [(ModelRunner, "build_model"), (Rehearsal, "run"), (ModelRunner, "load"), (KVCachePool, "log")],
 )
-def test_kernels_are_compiled_before_the_first_request(
-    family: str,
-    options: dict[str, Any],
-    own_token: set[str],
-    products: set[str],
-    tmp_path: Path,
+def test_an_error_at_the_start_leaves_no_compiler(
+    owner: type, name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of decode attention, products and partial results in threads."""
-    shape = {"hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 4096}
-    model = make_checkpoint(tmp_path / "model", family, **shape, **options)
-    command = [sys.executable, "-c", COMPILING, str(model)]
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    before, after = json.loads(done.stdout.splitlines()[-1])
-    by_threads = {name for name, in_main in before if not in_main}
-    in_main = {name for name, in_main in before if in_main}
-    assert not after
-    assert {"_row_kernel", "_tiles_kernel", *products} <= by_threads
-    assert {"_decode_kernel", *own_token} <= by_threads - in_main
-    assert "_rms_norm_kernel" in in_main
-    partial = {name for name in by_threads if name.endswith("partial results")}
-    assert {name.split()[0] for name in partial} >= {
-        "_rms_norm_kernel",
-        "_qk_norm_rope_store_kernel",
-        *own_token,
-    }
-    assert not partial & in_main
+    """Before the rehearsal, in it, while what it found is compiled, and behind the warm-up."""
+    servers, begin = list[Any](), compiler._start
 
+    def start(*args: Any) -> Any:
+        servers.append(begin(*args))
+        return servers[-1]
 
-class Call:
-    """A call to be made by a thread, which says so and holds memory until it is told to go on."""
+    def fail(*args: Any) -> None:
+        assert [path.name.startswith("nanovllm-compile-") for path in tmp_path.iterdir()] == [True]
+        raise ZeroDivisionError
 
-    def __init__(self, held: int = 0) -> None:
-        self.held, self.begun, self.go_on = held, threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        _memory = torch.empty(self.held, dtype=torch.uint8, device="cuda")
-        self.begun.set()
-        assert self.go_on.wait(60)
-
-    def go_on_when(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        """Go on when `owner.name` is called, which happens when the thread has begun."""
-        original = getattr(owner, name)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            assert self.begun.wait(60)
-            self.go_on.set()
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, replacement)
-
-
-def small_runner(model: str, **options: Any) -> ModelRunner:
-    config = Config(model, num_kvcache_blocks=4, enforce_eager=True)
-    return ModelRunner(config, ModelConfig.from_pretrained(model), Group(), **options)
-
-
-def test_attention_is_compiled_while_the_ranks_meet(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = Call()
-    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [call])
-
-    def connect(quiet: Callable[[], None]) -> None:
-        assert call.begun.wait(60)
-        call.go_on.set()
-        quiet()
-
-    small_runner(tiny, connect=connect).exit()
-    assert call.go_on.is_set()
-
-
-def test_products_are_compiled_while_the_weights_load(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = Call()
-    monkeypatch.setattr("nanovllm.engine.model_runner.kernel_variants", lambda _: [call])
-    call.go_on_when(monkeypatch, ModelRunner, "load")
-    small_runner(tiny).exit()
-    assert call.go_on.is_set()
-
-
-def test_an_error_while_the_ranks_meet_leaves_no_thread(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, before = Call(), set(threading.enumerate())
-    monkeypatch.setattr(TritonBackend, "variants", lambda *_: [call])
-
-    def connect(quiet: Callable[[], None]) -> None:
-        assert call.begun.wait(60)
-        call.go_on.set()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        small_runner(tiny, connect=connect)
-    assert set(threading.enumerate()) <= before
-
-
-def test_memory_of_what_compiles_is_not_taken_off_the_steps(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.2, "enforce_eager": True}
-    with LLM(tiny, **options) as llm:
-        undisturbed = llm.metrics()["num_kvcache_blocks"]
-    call = Call(held=1 << 30)
-    monkeypatch.setattr("nanovllm.engine.model_runner.kernel_variants", lambda _: [call])
-    call.go_on_when(monkeypatch, KVCachePool, "allocate")  # when the warm-up has begun
-    with LLM(tiny, **options) as llm:
-        assert llm.metrics()["num_kvcache_blocks"] <= undisturbed
-    assert call.go_on.is_set()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compiler, "_start", start)
+    monkeypatch.setattr(owner, name, fail)
+    threads = set(threading.enumerate())
+    with pytest.raises(ZeroDivisionError):
+        LLM(tiny, **SMALL)
+    [server] = servers
+    assert server.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.pid, 0)
+    assert not [*tmp_path.iterdir()] and set(threading.enumerate()) <= threads
+    assert JITFunction.run.__qualname__ == "JITFunction.run", "kernels are launched again"
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])

@@ -10,9 +10,11 @@ from checkpoints import rare
 
 pytest.importorskip("triton")
 
+from nanovllm.engine.rehearsal import ROWS
 from nanovllm.kernels import experts as experts_kernels
 from nanovllm.kernels.experts import (
     FEW,
+    LARGE_STEP,
     MANY,
     SOME,
     ExpertWeights,
@@ -134,28 +136,24 @@ def test_experts_in_8_bits_are_those_of_float64(
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["", "fp8"])
-def test_products_of_every_number_of_tokens_are_compiled_ahead(
-    in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("k", "E"), [(2, 8), (8, 64), (8, 128), (4, 32), (4, 128)])
+def test_products_of_every_number_of_tokens_are_rehearsed(
+    k: int, E: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (k, E, I, M), x = (8, 128, 16, 16), torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
-    gate_up, down = x.new_zeros(E * 2 * I, M), x.new_zeros(E * M, I)
-    weights = ExpertWeights(gate_up, down)
-    if in_8_bits:
-        ones = torch.ones(len(gate_up), 1, device=DEVICE)
-        codes = (Codes(each.to(FP8), ones[: len(each)], (1, 16)) for each in (gate_up, down))
-        weights = ExpertWeights(*codes)
-    made: list[int] = []
-    monkeypatch.setattr(experts_kernels, "route", lambda logits, *how: (logits, logits))
-    monkeypatch.setattr(experts_kernels, "gated_experts", lambda x, *_: made.append(len(x)))
-    for call in experts_kernels.variants(weights, k, True, x.dtype).values():
-        call()
+    """Of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
+    monkeypatch.setattr(experts_kernels, "has_room", lambda x: True)
+    x = torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
 
-    def of(numbers: Iterable[int]) -> tuple[set[Tiles], set[int]]:
-        several = [T * k for T in numbers if T > 1]
-        tiles = {choose_tiles(N, E, x, in_8_bits) for N in several}
-        return tiles, {next((size for size in SORTED if size >= N), SORTED[-1]) for N in several}
+    def of(numbers: Iterable[int]) -> tuple[set[tuple[Tiles, bool]], set[int]]:
+        several = [(T, T * k) for T in numbers if T > 1]
+        return (
+            {(choose_tiles(N, E, x, in_8_bits), T < LARGE_STEP) for T, N in several},
+            {next((size for size in SORTED if size >= N), SORTED[-1]) for _, N in several},
+        )
 
-    assert 1 in made and of(made) == of(range(2000))
+    for budget in (1000, 4 * ROWS[-1]):  # tokens of the largest step, which is rehearsed, too
+        rehearsed = [T for T in (*ROWS, budget) if budget >= T]
+        assert of(rehearsed) == of(range(budget + 1))
 
 
 def test_partial_results_of_large_steps_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

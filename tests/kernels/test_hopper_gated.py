@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from attention_cases import DEVICE, needs_hopper
 
+from nanovllm.engine.rehearsal import ROWS
 from nanovllm.kernels import activation, gated_hopper, hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
@@ -148,9 +149,7 @@ def test_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(T=MANY, dtype=FP8, results=torch.float32)
     assert not taken(T=MANY, dtype=torch.int8)
     weight = torch.empty(512, 128, dtype=torch.bfloat16)
-    key, ahead = (MANY, torch.Tensor, True), activation.variants(weight, weight.dtype, None, True)
-    assert ahead == {key: MANY // 2}, "to be compiled ahead"
-    assert not activation.variants(weight.float(), torch.float32, None, True)
+    assert taken(T=ROWS[-1], dtype=FP8), "is rehearsed"
     products = []
     monkeypatch.setattr(gated_hopper, "hopper_gated", lambda x, *args: products.append(len(x)))
     x = torch.empty(MANY, 136, dtype=torch.bfloat16)

@@ -1,14 +1,13 @@
 """Each Triton kernel against plain PyTorch: on the GPU, and through Triton's interpreter."""
 
 import functools
-import itertools
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -34,27 +33,28 @@ from attention_cases import (
     randn,
     run_case,
 )
+from held_codes import count_rehearsed, record_launches
 
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import QKV, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.compiling.mends import hash_callees_first, keep_apart, mend
 from nanovllm.distributed.bulk import Gathered
 from nanovllm.distributed.group import Group
 from nanovllm.kernels import hopper, paged_decode, paged_prefill
 from nanovllm.kernels import linear as linear_kernels
+from nanovllm.kernels import row as row_kernels
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.hopper import can_describe, describe, spare_rows
 from nanovllm.kernels.linear import choose_tiles, linear
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.paged_decode import decode_tiles
-from nanovllm.kernels.paged_gather import gather_keys
-from nanovllm.kernels.paged_prefill import FEW_QUERIES
 from nanovllm.kernels.paged_splits import choose_num_splits
 from nanovllm.kernels.rope import qk_norm_rope_store
 from nanovllm.kernels.tokens import fill_in
-from nanovllm.layers.base import Build, kernel_variants
+from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
@@ -66,7 +66,6 @@ from nanovllm.layers.weight import Weight
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.rope import RopeParameters
-from nanovllm.utils.ahead import CompileAhead, hash_callees_first, keep_apart
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
@@ -716,9 +715,11 @@ def test_what_no_8_bits_hold_does_not_pass_for_right(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("g", [2, 16, 32])
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("hkv", [2, 8])
-def test_no_decode_over_an_fp8_cache_takes_a_kernel_that_is_not_compiled_ahead(
-    hkv: int, d: int, g: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_decodes_of_every_batch_take_kernels_of_powers_of_two(
+    fp8: bool, hkv: int, d: int, g: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which are rehearsed, as if they were all that a model may have."""
     launched = list[tuple[int, ...]]()
 
     class Kernel:
@@ -730,129 +731,50 @@ def test_no_decode_over_an_fp8_cache_takes_a_kernel_that_is_not_compiled_ahead(
     def decode(B: int) -> tuple[int, ...]:
         lens = torch.zeros(B, dtype=torch.int32, device=DEVICE)
         q = torch.empty(B, g * hkv, d, dtype=HALF, device=DEVICE)
-        paged_decode.paged_decode(q, cache, lens[:, None].expand(B, 16), lens, scoring)
+        tables = lens[:, None]  # of one block: the longest sequence decides
+        paged_decode.paged_decode(q, cache, tables, lens, scoring, max_context=longest)
         return launched[-1]
 
     monkeypatch.setattr(paged_decode, "_decode_kernel", Kernel())
     monkeypatch.setattr(paged_decode, "paged_prefix", lambda *args: (None,) * 4)
-    backend, scoring = TritonBackend(), Scoring(1.0)
-    cache = KVCache.empty((1, 256, hkv, d), FP8, torch.device(DEVICE))
-    for call in backend.variants(randn(1, g * hkv, d, dtype=HALF), cache, 4096, [scoring]):
-        if call.func is backend._decode:  # type: ignore[attr-defined]
-            call()
-    compiled = set(launched)
-    batches = (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1024, 1536)
-    assert {decode(B) for B in batches} <= compiled
-    if d == 128 and paged_decode.MIN_COLUMNS == 8:
+    scoring, cache = (
+        Scoring(1.0),
+        KVCache.empty((1, 256, hkv, d), FP8 if fp8 else HALF, torch.device(DEVICE)),
+    )
+    for longest in (90, 40960, 4096):
+        rehearsed = {decode(1 << i) for i in range(11)}
+        batches = (1, 12, 40, 64, 80, 96, 160, 192, 240, 320, 512, 768, 1000)
+        assert {decode(B) for B in batches} <= rehearsed
+        assert len(rehearsed) > 1 or longest == 90
+    if fp8 and d == 128 and paged_decode.MIN_COLUMNS == 8:
         tiles = {2: (128, 4, 3), 16: (64, 2, 5), 32: (128, 4, 5)}[g]
         assert decode(768 // hkv) == (*tiles, 1 if g == 2 else 2)
         assert decode(512 // hkv) == (*tiles, 2)
 
 
-def test_attention_of_every_batch_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_decode, "MANY_PROGRAMS", 64)  # which are called
-    backend = TritonBackend()
-    q, cache = randn(1, 16, 128, dtype=HALF), KVCache(*randn(2, 1, 256, 8, 128, dtype=HALF))
-    for longest, splits in ((4096, {1, 2, 4, 8, 16}), (40960, {1, 2, 4, 8, 16, 32})):
-        calls = backend.variants(q, cache, longest, [Scoring(1.0)])
-        prefills = [call.args[-3] for call in calls if call.func is backend._prefill]
-        assert prefills == [1, 128, FEW_QUERIES + 1]
-        decodes = [call for call in calls if call.func is backend._decode]
-        sharing = [call for call in decodes if call.keywords.get("prefixes") is not None]
-        assert len(sharing) == 2 and len(decodes) == 3 + len(splits)
-        for some in (decodes, sharing):
-            batches = {call.args[0].shape[0] for call in some}  # of few and of many sequences
-            assert min(batches) * 8 < paged_decode.MANY_PROGRAMS <= max(batches) * 8
-        assert {call.keywords["num_splits"] for call in decodes} == splits
-        assert {choose_num_splits(n, 8, 128, longest) for n in range(1, 300)} == splits
-        assert {choose_num_splits(n, 8, 128, 90) for n in range(1, 300)} <= splits
-    fp8 = KVCache.empty((1, 256, 8, 128), FP8, torch.device(DEVICE))
-    calls += backend.variants(q, fp8, 4096, [Scoring(1.0)])
-    with_or_without = {call.args[-3:-1] for call in calls if call.func is backend._prefill}
-    assert sum(call.func is gather_keys for call in calls) == 1
-    assert with_or_without == {(n, keys) for n in (1, 128, FEW_QUERIES + 1) for keys in (1, 2)}
-    for call in calls:
-        call()
-
-
-def test_products_of_every_number_of_rows_are_compiled_ahead() -> None:
-    """One kernel serves weights of several shapes; those of one row are of one shape."""
-    shapes = ((128, 512), (1024, 1024), (4096, 1024), (6144, 4096), (2048, 4096))
-    for partial in (False, True):
-        made: dict[Hashable, Callable[[], object]] = {}
-        for N, K in shapes:
-            weight = torch.empty(N, K, dtype=HALF, device=DEVICE)
-            for bias in (None, weight[:, 0].clone()):
-                made |= holding(weight).variants(bias, partial, False)
-        has_bias = (False, True)
-        wanted: set[Hashable] = {
-            (torch.Size(s), b, (False, None)) for s in shapes for b in has_bias
-        }
-        if can_describe(weight):
-            for T in range(1, 300):
-                for N, K in shapes:
-                    if tiles := choose_tiles(T, N, K, partial):
-                        key = tiles._replace(splits=min(2, tiles.splits))
-                        wanted |= {(key, b) for b in has_bias}
-            assert len(wanted) > 2 * len(shapes) + 6
-        assert set(made) == wanted
-        assert len(wanted) <= 2 * len(shapes) + 16
-    for bias in (None, randn(128, dtype=HALF)):
-        for call in holding(randn(128, 512, dtype=HALF)).variants(bias, True, True).values():
-            call()
-    assert not holding(randn(128, 512)).variants(None, True, False), "is the library's"
-
-
-def test_without_descriptors_only_kernels_of_one_row_are_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear_kernels, "can_describe", lambda x: False)
-    weight = randn(128, 512, dtype=HALF)
-    assert linear_kernels.variants(weight, False, True, "how") == {(weight.shape, False, "how"): 1}
-
-
-def test_products_of_a_model_are_compiled_ahead_once() -> None:
-    build = Build(HALF, True, Group(), TorchBackend(), 64)
-    with torch.device(DEVICE):
-        one, same, narrow = (RowParallelLinear(512, n, False, build) for n in (128, 128, 64))
-        gated = MergedColumnParallelLinear(512, {"gate": 64, "up": 64}, False, build)
-        biased = RowParallelLinear(512, 128, True, build)
-        plain = RowParallelLinear(512, 128, False, build._replace(fused=False))
-    assert not kernel_variants(torch.nn.ModuleList([plain]))
-    calls = kernel_variants(torch.nn.ModuleList([one]))
-    assert len(kernel_variants(torch.nn.ModuleList([one, biased]))) == 2 * len(calls)
-    tiles = len(calls) - 1
-    assert tiles > 1 or not can_describe(one.weight.data)
-    for others, added in (([same], 0), ([narrow], 1), ([gated], 1), ([same, gated, narrow], 2)):
-        assert len(kernel_variants(torch.nn.ModuleList([one, *others]))) == 1 + tiles + added
-
-
-def test_kernels_that_add_partial_results_are_compiled_ahead(tmp_path: Path) -> None:
-    """Of as many results as products give: on one GPU, where a norm waits for no other."""
-    weight = torch.empty(128, 512, dtype=HALF, device=DEVICE)
-    shapes = itertools.product(range(1, 300), (512, 1024, 4096, 6144), (512, 2048, 4096))
-    given = {tiles.splits for shape in shapes if (tiles := choose_tiles(*shape, True))} - {1}
-    numbers = linear_kernels.split_numbers(weight)
-    assert set(numbers) == (given if can_describe(weight) else set())
-    assert not linear_kernels.split_numbers(weight.float())
+def test_decodes_store_their_own_token_where_a_step_has_one_of_each(tmp_path: Path) -> None:
     config = ModelConfig.from_pretrained(make_checkpoint(tmp_path / "model"))
-    build = Build(HALF, True, Group(), TritonBackend(), 64)
-    of_one = {0, 3, *numbers}
-    for group, qk_norm, of_norm in ((Group(), "head", of_one), (Group(0, 2), "", set())):
-        with torch.device(DEVICE):
-            norm = RMSNorm(64, 1e-6, build._replace(group=group), num_experts=3)
-            rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
-            model = Qwen3Attention(replace(config, qk_norm=qk_norm), 0, rope, build)
-        for param in (*norm.parameters(), *model.parameters()):
-            param.fill_(1)
-        of_attention = model.attn.variants()
-        assert {key[-2] for key in norm.variants()} == of_norm  # type: ignore[index]
-        several = build._replace(decode_tokens=2)  # that a step decodes of a sequence
-        assert Qwen3Attention(config, 0, rope, several).attn.most_own == 0 < model.attn.most_own
-        hows = {key[-3:] for key in of_attention}  # type: ignore[index]
-        assert hows == {(n, *how) for n in {1, *numbers} for how in ((1, False), (16, True))}
-        for call in (*norm.variants().values(), *of_attention.values()):
-            call()
+    rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
+    one = Build(HALF, True, Group(), TritonBackend(), 64)
+    for build, most in ((one, 16), (one._replace(decode_tokens=2), 0)):
+        assert Qwen3Attention(config, 0, rope, build).attn.most_own == most
+
+
+def test_products_of_every_number_of_rows_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights of several shapes, and one row too, which is the kernel of its shape."""
+    kernels = {linear_kernels: "_tiles_kernel", row_kernels: "_row_kernel"}
+    launched, counts = record_launches(monkeypatch, kernels), list[int]()
+    monkeypatch.setattr(linear_kernels.F, "linear", lambda *args: None)
+    for N, K in ((128, 512), (1024, 1024), (4096, 1024), (6144, 4096), (2048, 4096)):
+        weight = torch.empty(N, K, dtype=HALF, device=DEVICE)
+        for partial in (False, True):
+
+            def multiply(T: int, weight: torch.Tensor = weight, partial: bool = partial) -> None:
+                x = torch.empty(T, weight.shape[1], dtype=HALF, device=DEVICE)
+                linear(x, weight, None, partial)
+
+            counts.append(count_rehearsed(launched, multiply))
+    assert min(counts) == 1 and (max(counts) > 5 or not can_describe(weight))
 
 
 def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
@@ -861,17 +783,6 @@ def test_row_parallel_results_are_partial_where_a_kernel_sums_them() -> None:
     for group, partial in ((alone, True), (by_nccl, False), (by_kernels, True)):
         layer = RowParallelLinear(1024, 128, False, Build(HALF, True, group, TorchBackend(), 64))
         assert layer.partial == partial
-
-
-def test_calls_are_made_beside_each_other_and_beside_us() -> None:
-    first, second, waited = threading.Event(), threading.Event(), []
-    with CompileAhead(torch.device(DEVICE)) as ahead:
-        ahead.submit([first.set])
-        assert first.wait(60)
-        ahead.submit([lambda: waited.append(second.wait(60)), second.set])
-        ahead.wait()
-        assert waited == [True]
-        ahead.wait()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -945,13 +856,11 @@ def test_triton_is_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for owner, name in mended:
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr("nanovllm.utils.ahead._replaced", threading.Event())
-    monkeypatch.setattr("nanovllm.utils.ahead._enter", lambda stream: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr("nanovllm.compiling.mends._mended", threading.Event())
     found = set()
     for _ in range(2):
-        with CompileAhead(torch.device("cuda")):
-            found.add(tuple(getattr(owner, name) for owner, name in mended))
+        mend()
+        found.add(tuple(getattr(owner, name) for owner, name in mended))
     [(load, run, update)] = found
     assert "keep_apart" in load.__qualname__ and "hash_callees_first" in update.__qualname__
     kernel = SimpleNamespace(_run="launcher", function=None)
@@ -996,35 +905,3 @@ def test_keys_of_kernels_do_not_depend_on_the_order_of_their_first_uses() -> Non
         runs.append(json.loads(done.stdout))
     assert len(runs[0]) > 100
     assert runs[0] == runs[1]
-
-
-def test_an_error_while_compiling_is_raised() -> None:
-    made = threading.Event()
-    with CompileAhead(torch.device(DEVICE)) as ahead:
-        ahead.submit([made.set, lambda: 1 / 0])
-        assert made.wait(60)
-        with pytest.raises(ZeroDivisionError):
-            ahead.wait()
-
-
-def test_an_error_beside_compiling_drops_what_has_not_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun, go_on, made = threading.Event(), threading.Event(), []
-
-    class Pool(ThreadPoolExecutor):
-        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-            super().shutdown(wait=False, cancel_futures=cancel_futures)
-            go_on.set()
-            super().shutdown(wait=wait)
-
-    def call() -> None:
-        begun.set()
-        made.append(go_on.wait(60))
-
-    monkeypatch.setattr("nanovllm.utils.ahead.ThreadPoolExecutor", Pool)
-    with pytest.raises(ZeroDivisionError), CompileAhead(torch.device(DEVICE)) as ahead:
-        ahead.submit([call] * 1000)
-        assert begun.wait(60)
-        raise ZeroDivisionError
-    assert made and all(made) and len(made) < 1000
