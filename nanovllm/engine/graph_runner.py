@@ -50,25 +50,26 @@ class StepGraphs:
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
-        prepare: has kernels loaded for a step, and libraries allocate what they need.
         device: a CUDA device.
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes.
         most_tokens: of prompts; 0: steps with prompts have no graphs.
         spare: bytes of the device that graphs of steps with prompts leave to larger steps.
+        prepare: has kernels loaded for a step, and libraries allocate what they need; None:
+            `compute`.
     """
 
     def __init__(
         self,
         compute: Callable[[StepInputs], Computed],
-        prepare: Callable[[StepInputs], object],
         device: torch.device,
         max_num_seqs: int,
         table_width: int,
         members: int = 0,
         most_tokens: int = 0,
         spare: int = 0,
+        prepare: Callable[[StepInputs], object] | None = None,
     ) -> None:
         self.sizes, self._coarse = bucket_sizes(max_num_seqs), coarse_sizes(max_num_seqs)
         self.num_replays = 0
@@ -84,7 +85,7 @@ class StepGraphs:
             for size in bar:
                 shape = Shape(size)
                 self._inputs.fill(NOTHING, shape)
-                prepare(self._views(shape))
+                (prepare or compute)(self._views(shape))
                 self._capture(shape)
 
     @property

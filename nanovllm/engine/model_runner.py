@@ -243,7 +243,7 @@ class ModelRunner:
         sizes = self.config.max_num_seqs, self._max_blocks, self._members
         room = self._most_graph_tokens(), activations
         prepare = self._run_distinct_layers
-        self.graphs = StepGraphs(self.run_model, prepare, self.device, *sizes, *room)
+        self.graphs = StepGraphs(self.run_model, self.device, *sizes, *room, prepare=prepare)
 
     def _run_distinct_layers(self, inputs: StepInputs) -> None:
         with distinct_layers(self.model, self.model_config):
