@@ -87,7 +87,9 @@ class Rehearsal:
         with distinct_layers(self._model, self._model_config):
             self._prompts()
             for size in self._batches:
-                self._decodes(Shape(size, TOKENS))
+                beside = min(TOKENS, self._config.max_num_batched_tokens - size)
+                if beside > 0:
+                    self._decodes(Shape(size, beside))
             for size in self._batches:
                 if size <= OWN:
                     self._decodes(Shape(size))
