@@ -179,6 +179,7 @@ def test_metrics_explain_a_run(llm):
         "cuda_graphs": 0,
         "num_graph_replays": 0,
         "num_shared_prefix_steps": 0,
+        "num_kernels_compiling": 0,
         "num_kvcache_blocks": 32,
         "num_used_kvcache_blocks": 0,
         "kvcache_usage": 0.0,
