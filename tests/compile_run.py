@@ -1,8 +1,8 @@
 """A process that has kernels compiled for an absent GPU: `python compile_run.py DIRECTORY`.
 
-Prints, as JSON, what came of each case, by its name. Writes modules of kernels to DIRECTORY, which
-are fine in this process; where others compile, one ends the process as it is imported, and two never
-return.
+Prints, as JSON, what came of each case, by its name. Writes modules of kernels to DIRECTORY. They
+are fine in this process; where others compile, one ends the process as it is imported, and two
+never return.
 """
 
 import contextlib
