@@ -1,4 +1,5 @@
-"""Keys of our kernels in Triton's compile cache: `python kernel_keys.py SEED`, which orders them.
+"""Keys of our kernels in Triton's compile cache: `python kernel_keys.py SEED`, which orders them;
+with another argument as in the processes that compile for others, without torch.
 
 Prints, as JSON, the key of each function, in one order for all seeds. Nothing is compiled.
 """
@@ -11,11 +12,14 @@ import sys
 
 from triton.runtime import jit
 
-from nanovllm import kernels
 from nanovllm.compiling.mends import mend
+from nanovllm.compiling.server import import_without_torch
 
 if __name__ == "__main__":
     mend()
+    if sys.argv[2:]:
+        import_without_torch()
+    kernels = importlib.import_module("nanovllm.kernels")
     functions = {}
     for found in pkgutil.iter_modules(kernels.__path__, "nanovllm.kernels."):
         for value in vars(importlib.import_module(found.name)).values():

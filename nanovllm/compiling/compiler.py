@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 MOST_PROCESSES = 32
 ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
 _compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
-_hooking = threading.Lock()
+_hooking, _one_rehearsal = threading.Lock(), threading.Lock()
 
 
 def target_of(device: torch.device) -> Target:
@@ -79,7 +80,8 @@ class Compiler:
         self.failed: dict[Job, str] = {}
         self._jobs: list[Job] = []  # by number
         self._pending: dict[Job, int] = {}  # their numbers, in order
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()  # guards these three, and what is sent
+        self._is_over = False  # nobody compiles any more
         self._rehearsing: int | None = None  # the thread
         self._loader: threading.Thread | None = None
         self._is_closed = False
@@ -87,6 +89,8 @@ class Compiler:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = _start(theirs.fileno(), target, most, self._files.name)
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
         mend()
         # What takes Triton its time at its first use here, most of it without Python's lock.
         first_uses = hash_triton, _load_driver
@@ -107,19 +111,20 @@ class Compiler:
 
         for beginning in self._beginning:
             beginning.join()
-        run = JITFunction.run
-        self._rehearsing = thread = threading.get_ident()
+        thread = threading.get_ident()
+        with _one_rehearsal:  # of this process, where functions are replaced
+            run = JITFunction.run
 
-        def without_launch(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-            is_ours = threading.get_ident() == thread
-            return run(function, *args, warmup=warmup or is_ours, **options)
+            def without_launch(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+                is_ours = threading.get_ident() == thread
+                return run(function, *args, warmup=warmup or is_ours, **options)
 
-        JITFunction.run = without_launch
-        try:
-            with _zeros(thread):
-                yield
-        finally:
-            JITFunction.run, self._rehearsing = run, None
+            JITFunction.run, self._rehearsing = without_launch, thread
+            try:
+                with _zeros(thread):
+                    yield
+            finally:
+                JITFunction.run, self._rehearsing = run, None
 
     def meets(self, job: Job, function: Any, how: dict[str, Any]) -> bool:
         """Whether a kernel that this process has not yet is not to be compiled here, as it is not
@@ -136,8 +141,8 @@ class Compiler:
 
     def submit(self, job: Job) -> None:
         """Compile a kernel, after those that were submitted before."""
-        with self._lock:
-            if job not in self._pending:
+        with self._changed:
+            if job not in self._pending and not self._is_over:
                 self._pending[job] = len(self._jobs)
                 self._jobs.append(job)
                 self._send((self._pending[job], job))
@@ -149,7 +154,7 @@ class Compiler:
 
     def finish(self) -> None:
         """Say that no more will be submitted: the processes end when they are done."""
-        with self._lock:
+        with self._changed:
             self._send(None)
 
     def load(self, device: torch.device) -> None:
@@ -177,14 +182,10 @@ class Compiler:
 
     def wait(self, job: Job) -> None:
         """Until a kernel is compiled, if it is to be; it goes before others."""
-        with self._lock:
-            if job in self._pending:
-                self._receive(block=False)
+        with self._changed:
             if job in self._pending:
                 self._send(self._pending[job])
-        while job in self._pending:
-            with self._lock:  # others may come between two
-                self._receive(block=True)
+            self._changed.wait_for(lambda: job not in self._pending)
 
     def wait_for_all(self) -> None:
         """Until all kernels are compiled, and loaded if they are to be."""
@@ -196,48 +197,46 @@ class Compiler:
     @property
     def num_pending(self) -> int:
         """Kernels that are still to be compiled."""
-        with self._lock:
-            self._receive(block=False)
-            return len(self._pending)
+        return len(self._pending)
 
     def _send(self, message: object) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the server has ended, which `_receive` sees
             self._connection.send(message)
-        except OSError:
-            self._fail()
 
-    def _receive(self, block: bool) -> None:
-        try:
-            while self._pending and (block or self._connection.poll()):
-                block = False
+    def _receive(self) -> None:
+        """Take what is answered, in a thread, until the server ends. Nobody waits for it then."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
                 number, error = self._connection.recv()
-                job = self._jobs[number]
-                del self._pending[job]
-                if error is not None:
-                    self.failed[job] = error
-                    logger.debug("%s was not compiled ahead: %s", job.function, error)
-        except (EOFError, OSError):
-            self._fail()
-
-    def _fail(self) -> None:
-        """Wait for nothing any more: the server has ended, and this process compiles by itself."""
-        if self._pending:
+                with self._changed:
+                    job = self._jobs[number]
+                    del self._pending[job]
+                    if error is not None:
+                        self.failed[job] = error
+                        logger.debug("%s was not compiled ahead: %s", job.function, error)
+                    self._changed.notify_all()
+        with self._changed:
+            self._is_over, count = True, len(self._pending)
+            self._pending.clear()
+            self._changed.notify_all()
+        if count and not self._is_closed:
             logger.warning(
                 "the process that compiles kernels has ended: %d of them are compiled when they "
                 "are first launched, which takes longer",
-                len(self._pending),
+                count,
             )
-        self._pending.clear()
 
     def close(self) -> None:
         """End the processes, whatever they do, and remove their files. May be called again."""
         self._is_closed = True
-        with self._lock:
-            _compilers.discard(self)
-            self._pending.clear()
-            self._connection.close()  # the server kills all, itself included
+        _compilers.discard(self)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # nobody else is in its session
             self._process.wait()
-            self._files.cleanup()
+        self._receiver.join()
+        self._connection.close()
+        self._files.cleanup()
         if self._loader is not None:
             self._loader.join()
 

@@ -16,7 +16,7 @@ import pkgutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
 from unittest.mock import MagicMock
@@ -121,13 +121,16 @@ def _work(connection: Connection) -> None:
         connection.send((number, error))
 
 
-def _fork() -> Connection:
-    """A process that works, by the connection to it."""
+def _fork(others: Iterable[Connection]) -> Connection:
+    """A process that works, by the connection to it. It keeps none of the server's others open:
+    the end of the server is to be seen at the other end of each.
+    """
     ours, theirs = Pipe()
     if os.fork():
         theirs.close()
         return ours
-    ours.close()
+    for connection in (ours, *others):
+        connection.close()
     try:
         _work(theirs)
     finally:
@@ -142,7 +145,7 @@ def serve(asks: Connection, most: int) -> None:
     is_open = True
     while is_open or jobs or busy:
         while jobs and (idle or len(busy) < most):
-            worker = idle.pop() if idle else _fork()
+            worker = idle.pop() if idle else _fork((asks, *busy))
             busy[worker] = number = next(iter(jobs))
             worker.send((number, jobs.pop(number)))
         for ready in wait([asks, *busy]):

@@ -92,7 +92,11 @@ class ModelRunner:
         self.compiler: Compiler | None = None
         if self.device.type == "cuda" and triton_refusal(self.device) is None:
             self.compiler = Compiler(target_of(self.device), num_processes(group.size))
-        build, self._backend_reason = choose_build(config, model_config, group, self.device)
+        try:
+            build, self._backend_reason = choose_build(config, model_config, group, self.device)
+        except BaseException:
+            self._close_compiler()
+            raise
         self.build, self.dtype, self.backend = build, build.dtype, build.backend
         self.fused, self.max_model_len = build.fused, build.max_model_len
         self.cache_dtype = build.cache_dtype or build.dtype

@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, CompletionOutput, SamplingParams
 from nanovllm.compiling import compiler
+from nanovllm.engine import model_runner
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rehearsal import Rehearsal
@@ -641,10 +642,16 @@ def test_this_process_compiles_no_kernel(
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(ModelRunner, "build_model"), (Rehearsal, "run"), (ModelRunner, "load"), (KVCachePool, "log")],
+    [
+        (model_runner, "choose_build"),
+        (ModelRunner, "build_model"),
+        (Rehearsal, "run"),
+        (ModelRunner, "load"),
+        (KVCachePool, "log"),
+    ],
 )
 def test_an_error_at_the_start_leaves_no_compiler(
-    owner: type, name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the rehearsal, in it, while what it found is compiled, and behind the warm-up."""
     servers, begin = list[Any](), compiler._start

@@ -1,0 +1,265 @@
+"""A process that has kernels compiled for an absent GPU: `python compile_run.py DIRECTORY`.
+
+Prints, as JSON, what came of each case, by its name. Writes modules of kernels to DIRECTORY. They
+are fine in this process; where others compile, one ends the process as it is imported, and two
+never return.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from nanovllm.compiling.absent_gpu import AbsentGPU
+from nanovllm.compiling.compiler import Compiler
+from nanovllm.engine.stand_in import CARDS, GPU, META, OnCard, put_in
+from nanovllm.kernels.activation import act_and_mul
+from nanovllm.kernels.norm import rms_norm
+from nanovllm.kernels.tokens import fill_in
+
+CARD = CARDS["9.0"]
+IN_OTHERS = 'type(sys.modules["torch"]).__name__ == "MagicMock"'
+MODULE = """import os, signal, sys
+import triton, triton.language as tl
+
+if {condition}:
+    {action}
+
+@triton.jit
+def {name}_kernel(x_ptr):
+    {body}
+"""
+MODULES = {  # what happens where others compile, and the kernel
+    "dies": ("os._exit(1)", "tl.store(x_ptr, 1.0)"),
+    "hangs": ("signal.pause()", "tl.store(x_ptr, 2.0)"),
+    "stays": ("signal.pause()", "tl.store(x_ptr, 3.0)"),
+    "late": ("pass", "tl.store(x_ptr, 4.0)"),
+    "wrong": ("pass", 'tl.static_assert(False, "wrong")'),
+}
+launched: list[str] = []
+heard: list[tuple[str, bool]] = []
+warnings: list[str] = []
+
+
+class Recording(AbsentGPU):
+    """A GPU that says what is launched."""
+
+    def launcher_cls(self, source: Any, metadata: object) -> Callable[..., None]:
+        return lambda *args: launched.append(source.name)
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype, device=GPU)
+
+
+def fill() -> None:
+    ids = tensor(4, dtype=torch.int32)
+    fill_in(ids, ids, ids)
+
+
+# Kernels of ours, in the order in which they are rehearsed.
+OURS: dict[str, Callable[[], object]] = {
+    "_rms_norm_kernel": lambda: rms_norm(tensor(4, 1024), tensor(1024), 1e-6),
+    "_act_and_mul_kernel": lambda: act_and_mul(tensor(4, 256)),
+    "_fill_in_kernel": fill,
+}
+
+
+def of(name: str) -> Callable[[], object]:
+    """A launch of the kernel of one of MODULES."""
+    kernel = getattr(importlib.import_module(name), f"{name}_kernel")
+    return lambda: kernel[(1,)](tensor(1))
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        with OnCard(META):  # which this thread has not
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def compiler(most: int = 1) -> Iterator[Compiler]:
+    made = Compiler(CARD.target, most)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def processes(group: int) -> int:
+    """Processes of a group that have not ended."""
+    count = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, owner = stat.read_text().rpartition(")")[2].split()[:3]
+            count += int(owner) == group and state != "Z"
+    return count
+
+
+def forget() -> None:
+    """Have no kernel in this process; the cache on disk stays."""
+    from nanovllm.kernels import activation, norm, tokens
+
+    for function in (
+        norm._rms_norm_kernel,
+        activation._act_and_mul_kernel,
+        tokens._fill_in_kernel,
+        *(getattr(importlib.import_module(name), f"{name}_kernel") for name in MODULES),
+    ):
+        function.device_caches.clear()
+    heard.clear()
+    launched.clear()
+
+
+def rehearse(own: Compiler, *works: Callable[[], object]) -> list[str]:
+    """What a rehearsal of these has found."""
+    with own.rehearsal():
+        for work in works:
+            work()
+    return [job.function for job in own.rehearsed]
+
+
+def launched_while_it_is_pending() -> dict[str, Any]:
+    """Of kernels of ours the last is launched as soon as all are rehearsed."""
+    with compiler() as own:
+        found: dict[str, Any] = {"rehearsed": rehearse(own, *OURS.values())}
+        found |= {"pending": own.num_pending, "launched in it": [*launched]}
+        [*others, last] = OURS.values()
+        last()
+        found["first"] = [*launched]
+        for work in others:
+            work()
+        files = Path(triton.knobs.cache.dir).glob("*/_[!_]*.json")
+        compiled = sorted(files, key=lambda path: path.stat().st_mtime_ns)
+        return found | {"compiled": [path.stem for path in compiled], "heard": [*heard]}
+
+
+def rehearsed_again() -> dict[str, Any]:
+    """Kernels that this process has, which other threads go on to launch; then, those on disk."""
+    [first, *others] = OURS.values()
+    launched.clear()
+    makers = torch.empty, torch.empty_like
+    with compiler() as own:
+        with own.rehearsal():
+            first()
+            in_thread(others[0]).join()
+            full = torch.full((4096,), 7, dtype=torch.int32)
+            del full
+            zeros = [torch.empty(4096, dtype=torch.int32) for _ in range(4)]
+            zeros += [torch.empty_like(x) for x in zeros]
+        found: dict[str, Any] = {
+            "has": [job.function for job in own.rehearsed],
+            "launched": [*launched],
+            "zeros": not any(x.any() for x in zeros),
+            "restored": makers == (torch.empty, torch.empty_like),
+        }
+        forget()
+        return found | {"on disk": rehearse(own, *OURS.values()), "pending": own.num_pending}
+
+
+def compiled_badly() -> dict[str, Any]:
+    """Where a process ends, where a kernel is wrong, and where one never returns; then the end."""
+    heard.clear()
+    launched.clear()
+    with compiler(2) as own:
+        found: dict[str, Any] = {"rehearsed": rehearse(own, of("dies"), of("hangs"), of("wrong"))}
+        of("dies")()
+        try:
+            of("wrong")()
+        except triton.CompilationError as error:
+            found["error"] = type(error).__name__
+        found |= {"launched": [*launched], "heard": [*heard]}
+        waiting = in_thread(of("hangs"))
+        waiting.join(0.2)
+        directory = Path(own._files.name)
+        found |= {"waits": waiting.is_alive(), "pending": own.num_pending}
+        found["there"] = [directory.exists(), processes(own._process.pid) > 1]
+    waiting.join()
+    while processes(own._process.pid):  # they have been killed
+        os.sched_yield()
+    return found | {"at last": launched[1:], "left": directory.exists()}
+
+
+def served_by_nobody() -> dict[str, Any]:
+    """The server is killed while a kernel is compiled, and still asked for another."""
+    forget()
+    with compiler() as own:
+        rehearse(own, of("stays"), OURS["_fill_in_kernel"])
+        while processes(own._process.pid) < 2:  # it begins
+            os.sched_yield()
+        os.kill(own._process.pid, signal.SIGKILL)
+        of("stays")()
+        rehearse(own, of("late"))
+        of("late")()
+        found = {"launched": [*launched], "pending": own.num_pending, "warnings": [*warnings]}
+    while processes(own._process.pid):  # they have been killed
+        os.sched_yield()
+    return found
+
+
+def rehearsed_side_by_side() -> dict[str, Any]:
+    """By two engines in two threads, of which the second would end behind the first."""
+    inside, go_on = threading.Event(), threading.Event()
+    run, make = JITFunction.run, torch.empty
+    forget()
+    with compiler() as one, compiler() as other:
+
+        def second() -> None:
+            with other.rehearsal():
+                inside.set()
+                go_on.wait()
+                OURS["_fill_in_kernel"]()
+
+        with one.rehearsal():
+            thread = in_thread(second)
+            inside.wait(0.2)
+        go_on.set()
+        thread.join()
+    return {"restored": JITFunction.run is run and torch.empty is make, "launched": [*launched]}
+
+
+CASES = (
+    launched_while_it_is_pending,
+    rehearsed_again,
+    compiled_badly,
+    served_by_nobody,
+    rehearsed_side_by_side,
+)
+
+
+class Warnings(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        warnings.append(record.getMessage())
+
+
+if __name__ == "__main__":
+    put_in(CARD)
+    triton.runtime.driver.set_active(Recording(CARD.target))
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **others: heard.append(
+        (src.name, cache_hit)
+    )
+    logging.getLogger("nanovllm").addHandler(Warnings(logging.WARNING))
+    tempfile.tempdir = sys.argv[1]
+    for name, (action, body) in MODULES.items():
+        text = MODULE.format(condition=IN_OTHERS, action=action, name=name, body=body)
+        Path(sys.argv[1], f"{name}.py").write_text(text)
+    sys.path.append(sys.argv[1])
+    with OnCard(META):
+        chosen = sys.argv[2:] or [case.__name__ for case in CASES]
+        print(json.dumps({name: globals()[name]() for name in chosen}))

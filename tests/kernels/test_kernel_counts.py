@@ -1,0 +1,68 @@
+"""How many kernels models need on an H100, and that all of them are rehearsed. Nothing is compiled.
+
+A kernel more is compiled by each user once; whoever adds one changes the table.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton")
+
+STAND_IN = Path(__file__).parents[1] / "stand_in.py"
+SOME = ["plain", "one prompt", "prefix of a group", "all controls"]  # kinds of work
+
+
+class Model(NamedTuple):
+    """An engine of a model that is cut to a few layers, and its kernels.
+
+    Attributes:
+        start: that the engine launches as it starts.
+        later: that only some requests need.
+    """
+
+    options: dict[str, Any]
+    start: int
+    later: int
+    kinds: list[str] | None = SOME
+    num_layers: int = 2
+    num_seqs: int = 64
+
+
+MODELS = {
+    "qwen3-0.6b": Model({"max_model_len": 4096}, 33, 24, kinds=None, num_seqs=256),
+    "qwen3-8b": Model({"max_model_len": 16384, "quantization": "fp8"}, 52, 24),
+    "qwen3-30b-a3b": Model({"max_model_len": 4096}, 40, 24),
+    "gpt-oss-20b": Model({"max_model_len": 40960}, 48, 25),
+    "gemma-3-4b": Model({"max_model_len": 16384}, 34, 22, num_layers=7),  # one of them is global
+}
+
+
+def test_all_kernels_are_rehearsed_and_so_many() -> None:
+    jobs = [
+        {
+            "kind": "kernel counts",
+            "shape": name,
+            "num_layers": model.num_layers,
+            "num_seqs": model.num_seqs,
+            "kinds": model.kinds,
+            **model.options,
+        }
+        for name, model in MODELS.items()
+    ]
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, STAND_IN, "9.0", json.dumps(jobs)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    counts = {}
+    for name, found in zip(MODELS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        start, later = found.pop("start"), found.pop("later")
+        counts[name] = sum(start.values()), sum(later.values())
+        assert len(found) > len(SOME) and {what: of for what, of in found.items() if of} == {}, name
+    assert counts == {name: (model.start, model.later) for name, model in MODELS.items()}
