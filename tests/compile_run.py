@@ -138,8 +138,17 @@ def rehearse(own: Compiler, *works: Callable[[], object]) -> list[str]:
 def launched_while_it_is_pending() -> dict[str, Any]:
     """Of kernels of ours the last is launched as soon as all are rehearsed."""
     with compiler() as own:
+        server = own._process.pid
+        os.kill(server, signal.SIGSTOP)  # it compiles nothing while the others are rehearsed
         found: dict[str, Any] = {"rehearsed": rehearse(own, *OURS.values())}
         found |= {"pending": own.num_pending, "launched in it": [*launched]}
+        send: Callable[[object], None] = own._send
+
+        def send_and_go_on(message: object) -> None:
+            send(message)
+            os.kill(server, signal.SIGCONT)  # somebody waits
+
+        vars(own)["_send"] = send_and_go_on
         [*others, last] = OURS.values()
         last()
         found["first"] = [*launched]

@@ -11,7 +11,6 @@ from nanovllm.utils.kv_cache import KVCache
 from nanovllm.utils.scoring import Scoring
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-NUMBERS = (1, 128, 257)  # of queries: in tiles of 64 rows, of more, and by the kernel for Hopper
 
 
 class TritonStore(AttentionBackend):
@@ -45,16 +44,13 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_decode import MANY_PROGRAMS, paged_decode
-        from nanovllm.kernels.paged_gather import gather_keys
+        from nanovllm.kernels.paged_decode import paged_decode
         from nanovllm.kernels.paged_prefill import paged_prefill
         from nanovllm.kernels.paged_prefix import members_of_tile
-        from nanovllm.kernels.paged_splits import choose_num_splits
 
         super().__init__()
-        self._prefill, self._decode, self._gather = paged_prefill, paged_decode, gather_keys
-        self._choose_num_splits, self._members_of_tile = choose_num_splits, members_of_tile
-        self._many_programs = MANY_PROGRAMS
+        self._prefill, self._decode = paged_prefill, paged_decode
+        self._members_of_tile = members_of_tile
 
     def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
         assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None

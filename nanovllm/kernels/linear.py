@@ -160,10 +160,3 @@ def multiply_parts(
             torch.mm(x, part, out=into)
         else:
             torch.addmm(bias[begin:end], x, part, out=into)
-
-
-def split_numbers(like: torch.Tensor) -> tuple[int, ...]:
-    """How many partial results `linear` may give, besides one, with weights of the dtype and on
-    the device of this one: [..., M].
-    """
-    return SPLITS if like.dtype in HALF and can_describe(like.view(-1, like.shape[-1])) else ()
