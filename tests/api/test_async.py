@@ -242,11 +242,13 @@ def test_news_comes_before_the_error_that_follows(kind, hall, monkeypatch):
 
     def failing():
         steps.append(1)
+        if len(steps) > 2:
+            assert taken.wait(PATIENCE)  # or all would be the first news
         if len(steps) < 6:
             return step()
         raise MemoryError("no memory")
 
-    step, steps, ended = hall.llm.step, [], threading.Event()
+    step, steps, taken, ended = hall.llm.step, [], threading.Event(), threading.Event()
     fail = _Jobs.fail
     monkeypatch.setattr(_Jobs, "fail", lambda jobs, error: (fail(jobs, error), ended.set()))
 
@@ -255,6 +257,7 @@ def test_news_comes_before_the_error_that_follows(kind, hall, monkeypatch):
             patch.setattr(hall.llm, "step", failing)
             stream = getattr(hall.async_llm, kind)(PROMPT, greedy(None, ignore_eos=True))
             first = await anext(stream)
+            taken.set()
             assert ended.wait(PATIENCE)  # and the loop stands still
             rest, length = await anext(stream), len(first["token_ids"])
             before = length if kind == "stream" else 0

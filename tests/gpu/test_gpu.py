@@ -1,5 +1,6 @@
 """On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
 
+import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -640,6 +641,16 @@ def test_this_process_compiles_no_kernel(
     assert {name: of["compiled"] for name, of in taken.items() if of["compiled"]} == {}
 
 
+def num_running(group: int) -> int:
+    """Processes of a group that have not ended, whether somebody has asked how or not."""
+    count = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, owner = stat.read_text().rpartition(")")[2].split()[:3]
+            count += int(owner) == group and state != "Z"
+    return count
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -672,8 +683,7 @@ def test_an_error_at_the_start_leaves_no_compiler(
         LLM(tiny, **SMALL)
     [server] = servers
     assert server.returncode is not None
-    with pytest.raises(ProcessLookupError):
-        os.killpg(server.pid, 0)
+    assert num_running(server.pid) == 0
     assert not [*tmp_path.iterdir()] and set(threading.enumerate()) <= threads
     assert JITFunction.run.__qualname__ == "JITFunction.run", "kernels are launched again"
 
