@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, and say what is where. 1 if a kernel could not be compiled."""
+    options = engine_options(args)
+    if str(options.get("device")) == "cpu":
+        raise ValueError(
+            "`--device` must be cuda or auto, got 'cpu': a CPU has no kernels to compile"
+        )
     card = find_card(args.capability)
     from triton import knobs
 
@@ -45,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
     cache = Path(knobs.cache.dir)
     links = launcher_of(card.target) is not None
     put_in(card)
-    compiler = compile_kernels(args.model, card, engine_options(args))
+    compiler = compile_kernels(args.model, card, options)
     kernels, failed = len(compiler.rehearsed), compiler.failed
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     print(
-        f"{kernels - len(failed)} of {kernels} kernels are compiled for {card.name}; "
-        f"{compiler.num_submitted} were not before.\n{cache} has {size / MIB:.0f} MiB."
+        f"{kernels - len(failed)} of {kernels} kernels are compiled for {card.name}, "
+        f"{compiler.num_submitted - len(failed)} of them now.\n{cache} has {size / MIB:.0f} MiB."
     )
     if needs_launchers(card.target) and not links:
         print(

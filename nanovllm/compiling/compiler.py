@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Pipe
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ from nanovllm.utils.device import capturing
 logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 32
+SERVER = "nanovllm.compiling.server"
+ENDED = "the process that has others compile has ended"
 ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
 _compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
 _hooking, _one_rehearsal = threading.Lock(), threading.Lock()
@@ -70,6 +71,9 @@ class Compiler:
         target: what to compile for.
         most: processes that compile.
 
+    Raises:
+        OSError: if no process can be started.
+
     Attributes:
         rehearsed: kernels that would have been launched, and their functions, in that order.
         failed: those that the processes could not compile, and why.
@@ -91,13 +95,17 @@ class Compiler:
             self._process = _start(theirs.fileno(), target, most, self._files.name)
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
-        mend()
-        # What takes Triton its time at its first use here, most of it without Python's lock.
-        first_uses = hash_triton, _load_driver
-        self._beginning = [threading.Thread(target=use, daemon=True) for use in first_uses]
-        for thread in self._beginning:
-            thread.start()
-        _listen()
+        try:
+            mend()
+            # What takes Triton its time at its first use here, most of it without Python's lock.
+            first_uses = hash_triton, _load_driver
+            self._beginning = [threading.Thread(target=use, daemon=True) for use in first_uses]
+            for thread in self._beginning:
+                thread.start()
+            _listen()
+        except BaseException:  # Ctrl-C, say
+            self.close()
+            raise
         _compilers.add(self)
 
     @contextmanager
@@ -142,7 +150,9 @@ class Compiler:
     def submit(self, job: Job) -> None:
         """Compile a kernel, after those that were submitted before."""
         with self._changed:
-            if job not in self._pending and not self._is_over:
+            if self._is_over:
+                self.failed[job] = ENDED
+            elif job not in self._pending:
                 self._pending[job] = len(self._jobs)
                 self._jobs.append(job)
                 self._send((self._pending[job], job))
@@ -171,6 +181,8 @@ class Compiler:
             self.wait(job)
             if self._is_closed:
                 return
+            if job in self.failed:  # to compile it here would hold the engine up
+                continue
             key = json.loads(job.specialization)["key"]
             if key in function.device_caches[device.index or 0][0]:
                 continue
@@ -217,8 +229,10 @@ class Compiler:
                     self._changed.notify_all()
         with self._changed:
             self._is_over, count = True, len(self._pending)
+            self.failed.update(dict.fromkeys(self._pending, ENDED))
             self._pending.clear()
             self._changed.notify_all()
+        self._end_processes()  # or the server would be a zombie as long as the engine lives
         if count and not self._is_closed:
             logger.warning(
                 "the process that compiles kernels has ended: %d of them are compiled when they "
@@ -226,14 +240,18 @@ class Compiler:
                 count,
             )
 
+    def _end_processes(self) -> None:
+        with self._changed:
+            if self._process.returncode is None:  # its group is still its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # nobody else is in its session
+                self._process.wait()
+
     def close(self) -> None:
         """End the processes, whatever they do, and remove their files. May be called again."""
         self._is_closed = True
         _compilers.discard(self)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # nobody else is in its session
-            self._process.wait()
+        self._end_processes()
         self._receiver.join()
         self._connection.close()
         self._files.cleanup()
@@ -242,19 +260,23 @@ class Compiler:
 
 
 def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Popen[bytes]":
-    """The server, in a session of its own: Ctrl-C is not for it."""
+    """The server, in a session of its own: Ctrl-C is not for it.
+
+    It finds modules where this process does, whatever its working directory has.
+
+    Raises:
+        OSError: if Python cannot be started.
+    """
     from triton import knobs
 
-    package = str(Path(__file__).parents[2])
-    own = {
-        "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)]),
-        "TRITON_CACHE_DIR": knobs.cache.dir,
-        "TMPDIR": directory,
-    }
-    command = [sys.executable, "-m", "nanovllm.compiling.server"]
+    if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: a program of its own
+        raise OSError("this program brings no Python that could be started")
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    asked = f"{fd}, {json.dumps(target)!r}, {most}"
+    code = f"import sys; sys.path[:] = {path!r}; from {SERVER} import main; main({asked})"
     return subprocess.Popen(
-        [*command, str(fd), json.dumps(target), str(most)],
-        env={**os.environ, **own},
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_CACHE_DIR": knobs.cache.dir, "TMPDIR": directory},
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -275,7 +297,9 @@ def _listen() -> None:
 
         def hook(*, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
             job = Job(fn.module, fn.name, compile["specialization_data"])
-            for compiler in list(_compilers):
+            here = threading.get_ident()
+            # Whoever rehearses waits for no other's kernels.
+            for compiler in sorted(_compilers, key=lambda one: one._rehearsing != here):
                 if compiler.meets(job, fn.jit_function, compile):
                     return True
             return bool(before and before(fn=fn, compile=compile, **others))

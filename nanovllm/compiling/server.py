@@ -1,7 +1,7 @@
-"""The process that compiles for another: `python -m nanovllm.compiling.server FD TARGET PROCESSES`.
+"""`main`: the process that compiles for another, which `Compiler` starts.
 
 It imports Triton and the modules of our kernels once, and forks processes that compile, one kernel
-each at a time, as jobs come through the socket FD. A kernel's module imports PyTorch for its host's
+each at a time, as jobs come through a socket. A kernel's module imports PyTorch for its host's
 part only, and that takes seconds: here something else has its name.
 
 Messages from `Compiler`: a number and its `Job`; the number of a job that is waited for, which goes
@@ -169,17 +169,18 @@ def serve(asks: Connection, most: int) -> None:
             asks.send(answer)
 
 
-def main() -> None:
-    """Serve the process that has started this one, in whose session nobody else is."""
-    fd, target, most = sys.argv[1:]
+def main(fd: int, target: str, most: int) -> None:
+    """Serve the process that has started this one, in whose session nobody else is.
+
+    Args:
+        fd: our end of the socket.
+        target: as JSON.
+        most: processes that compile.
+    """
     os.nice(NICENESS)
-    asks = Connection(int(fd))
+    asks = Connection(fd)
     try:
         prepare(Target(*json.loads(target)))
-        serve(asks, int(most))
+        serve(asks, most)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os.killpg(0, signal.SIGKILL)  # those that work, their compilers, and this one
-
-
-if __name__ == "__main__":
-    main()

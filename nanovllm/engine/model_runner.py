@@ -89,9 +89,7 @@ class ModelRunner:
         self.model_config = model_config
         self.group = group
         self.device = resolve_device(config.device, group.rank, group.size)
-        self.compiler: Compiler | None = None
-        if self.device.type == "cuda" and triton_refusal(self.device) is None:
-            self.compiler = Compiler(target_of(self.device), num_processes(group.size))
+        self.compiler = self._start_compiler()
         try:
             build, self._backend_reason = choose_build(config, model_config, group, self.device)
         except BaseException:
@@ -121,6 +119,20 @@ class ModelRunner:
         self._log_backend()
 
     # -- construction ---------------------------------------------------------------------------
+
+    def _start_compiler(self) -> Compiler | None:
+        """None where no kernels of ours run, and where no process can be started."""
+        if self.device.type != "cuda" or triton_refusal(self.device) is not None:
+            return None
+        try:
+            return Compiler(target_of(self.device), num_processes(self.group.size))
+        except OSError as error:
+            logger.warning(
+                "no process that compiles kernels can be started (%s): they are compiled when they "
+                "are first launched, which takes longer",
+                error,
+            )
+            return None
 
     def _build(self, connect: Callable[[], None]) -> None:
         """Model, sampler, pool and graphs, while kernels are compiled beside."""

@@ -23,6 +23,7 @@ from nanovllm.utils.progress import startup_bar
 GPU = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
 IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
+WITHOUT = {"load_format": "dummy", "data_parallel_size": 1, "trace": False}  # where nothing runs
 LOWEST = 1 << 20  # where storages begin: at multiples of 16 bytes, as PyTorch's allocator has it
 
 
@@ -200,8 +201,14 @@ class Rehearsing(ModelRunner):
         dequantize(self.model)
 
     def _rehearse(self) -> None:
+        if self.compiler is None:
+            raise ValueError("no process can be started that compiles")
+        if self.backend.name == "torch":
+            raise ValueError(
+                "kernels cannot be compiled ahead with `attention_backend` torch, which reads what "
+                f"is computed, and here nothing is ({self._backend_reason})"
+            )
         super()._rehearse()
-        assert self.compiler is not None, "no kernels of ours run there"
         with startup_bar(list(self.compiler.rehearsed), "Compiling kernels", "kernel") as bar:
             for job in bar:
                 self.compiler.wait(job)
@@ -225,7 +232,7 @@ def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> Compiler
     own.ModelRunner = Rehearsing
     with OnCard(META):
         try:
-            LLMEngine(model, **{**options, "load_format": "dummy", "data_parallel_size": 1})
+            LLMEngine(model, **{**options, **WITHOUT})
         except RehearsedError as end:
             return end.compiler
     raise AssertionError("an engine without a rehearsal")

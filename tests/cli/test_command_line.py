@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -278,3 +279,29 @@ def test_info_tells_what_an_extra_lacks(
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert '  x: pip install "a>=2" "b[c]"\n  y: installed\n' in out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--device", "cpu", "`--device` must be cuda or auto"),
+        ("--attention-backend", "torch", "cannot be compiled ahead with `attention_backend` torch"),
+    ],
+)
+def test_compile_says_what_it_cannot_do(
+    flag: str, value: str, said: str, tiny: str, tmp_path: Path
+) -> None:
+    """These were tracebacks: of an assertion, and of a tensor without content."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "nanovllm", "compile", "--capability", "9.0"]
+    ended = subprocess.run(
+        [*command, "--model", tiny, flag, value],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    line = ended.stderr.strip().rpartition("\n")[2]
+    assert ended.returncode == 2, ended.stderr
+    assert line.startswith("nanovllm compile: error: ") and said in line

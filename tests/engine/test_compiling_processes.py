@@ -1,0 +1,74 @@
+"""Processes that compile kernels: how they start, and what comes of it if they cannot, or end."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.engine import model_runner
+from nanovllm.engine.model_runner import ModelRunner
+
+triton = pytest.importorskip("triton")
+
+SERVE = """
+import os, signal, threading
+from nanovllm.compiling.absent_gpu import Target
+from nanovllm.compiling.compiler import Compiler
+from nanovllm.compiling.server import Job
+
+compiler = Compiler(Target("cuda", 90, 32, 1 << 30), 1)
+job = Job("nanovllm.kernels.norm", "no_such_kernel", "{}")
+compiler.submit(job)
+compiler.wait(job)
+print(compiler.failed[job])
+os.kill(compiler._process.pid, signal.SIGKILL)
+compiler._receiver.join(60)
+print(compiler._process.returncode, "no zombie")
+compiler.submit(job._replace(function="another"))
+print(list(compiler.failed.values())[1])
+compiler.close()
+"""
+
+
+def test_modules_beside_the_user_are_not_imported(tmp_path: Path) -> None:
+    """`python -m` puts the working directory before the standard library: with a json.py there the
+    server ended at its start.
+    """
+    where, script = tmp_path / "with a space", tmp_path / "scripts" / "serve.py"
+    where.mkdir()
+    script.parent.mkdir()
+    (where / "json.py").write_text("raise SystemExit('the wrong json')")
+    script.write_text(SERVE)
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    unknown, zombie, over = ended.stdout.splitlines()
+    assert unknown.startswith("AttributeError: "), "it was imported, and has no such kernel"
+    assert zombie == "-9 no zombie" and over == "the process that has others compile has ended"
+    assert "wrong json" not in ended.stderr
+
+
+@pytest.mark.parametrize("executable", ["", None])
+def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
+    executable: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a program has embedded Python."""
+    monkeypatch.setattr(model_runner, "triton_refusal", lambda device: None)
+    monkeypatch.setattr(model_runner, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
+    monkeypatch.setattr(sys, "executable", executable)
+    runner: Any = SimpleNamespace(device=torch.device("cuda"), group=SimpleNamespace(size=1))
+    with caplog.at_level(logging.WARNING):
+        assert ModelRunner._start_compiler(runner) is None
+    assert "no process that compiles kernels can be started (this program" in caplog.text
