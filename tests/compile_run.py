@@ -196,7 +196,7 @@ def compiled_badly() -> dict[str, Any]:
         found |= {"launched": [*launched], "heard": [*heard]}
         waiting = in_thread(of("hangs"))
         waiting.join(0.2)
-        directory = Path(own._files.name)
+        directory = Path(own._directory)
         found |= {"waits": waiting.is_alive(), "pending": own.num_pending}
         found["there"] = [directory.exists(), processes(own._process.pid) > 1]
     waiting.join()

@@ -78,7 +78,7 @@ def find_card(capability: str | None) -> "Card":
     if capability is not None:
         if capability not in runs:
             raise ValueError(
-                f"`--capability` must be one of {', '.join(runs)}, for which there are kernels, "
+                f"`--capability` must be one of {', '.join(runs)}, the GPUs that are known, "
                 f"got {capability!r}"
             )
         return runs[capability]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,10 +90,10 @@ class Compiler:
         self._rehearsing: int | None = None  # the thread
         self._loader: threading.Thread | None = None
         self._is_closed = False
-        self._files = tempfile.TemporaryDirectory(prefix="nanovllm-compile-")
+        self._directory = tempfile.mkdtemp(prefix="nanovllm-compile-")
         self._connection, theirs = Pipe()
         with theirs:
-            self._process = _start(theirs.fileno(), target, most, self._files.name)
+            self._process = _start(theirs.fileno(), target, most, self._directory)
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
         try:
@@ -135,8 +136,8 @@ class Compiler:
                 JITFunction.run, self._rehearsing = run, None
 
     def meets(self, job: Job, function: Any, how: dict[str, Any]) -> bool:
-        """Whether a kernel that this process has not yet is not to be compiled here, as it is not
-        launched. If it is, it is waited for.
+        """Whether a kernel that is new to this process is rehearsed: it is neither compiled here
+        nor launched then. Otherwise it is waited for, if others compile it.
         """
         if threading.get_ident() == self._rehearsing:
             if job not in self.rehearsed:
@@ -254,7 +255,7 @@ class Compiler:
         self._end_processes()
         self._receiver.join()
         self._connection.close()
-        self._files.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
         if self._loader is not None:
             self._loader.join()
 

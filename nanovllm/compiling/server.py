@@ -40,10 +40,10 @@ class Job(NamedTuple):
     specialization: str
 
 
-def import_without_torch() -> None:
-    """Import the modules of all kernels, behind Triton."""
+def import_without_torch(backend: str = "cuda") -> None:
+    """Import the modules of all kernels, behind Triton, as they are for a backend of it."""
     torch = MagicMock(name="torch")
-    torch.version.hip = None
+    torch.version.hip = "any" if backend == "hip" else None
     names = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
     sys.modules.update(names)
     kernels = importlib.import_module("nanovllm.kernels")
@@ -83,7 +83,7 @@ def prepare(target: Target) -> None:
 
     hashing = threading.Thread(target=hash_triton)
     hashing.start()
-    import_without_torch()
+    import_without_torch(target.backend)
     from triton.runtime import driver
 
     mend()

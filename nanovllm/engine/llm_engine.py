@@ -7,7 +7,6 @@ Callers take turns here; `Intake` checks what they pass, and `EngineCore.step` i
 import logging
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.fair_lock import FairLock
-from nanovllm.utils.tokenizer import tokenizer_loader
+from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +98,9 @@ class LLMEngine:
     def _start(self) -> None:
         config = self.config
         self.executor.launch()  # what follows runs beside the start of other processes
-        load_tokenizer = tokenizer_loader(config.model)
-        with ThreadPoolExecutor(1, "nanovllm-tokenizer") as beside:
-            loading = beside.submit(load_tokenizer)
-            started = self.executor.start()
-            self.tokenizer = loading.result()
+        # In this thread: an interrupt amid its own imports would let those of others wait for ever.
+        self.tokenizer = load_tokenizer(config.model)
+        started = self.executor.start()
         parts = assemble(
             self.executor,
             started,

@@ -24,7 +24,7 @@ from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
-# Numbers of tokens, of which no two take the same kernels in all models' layers.
+# Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
 OWN = 16  # decodes up to which attention has kernels of its own, see `kernels.paged_own`
 MOST_LOGPROBS = 20  # beside the token's own
@@ -100,7 +100,7 @@ class Rehearsal:
             self._controls()
 
     def _prompts(self) -> None:
-        """Of few sequences, whole and behind another chunk, and of many."""
+        """Of few sequences, and of many. Some follow a chunk that has been computed."""
         most, budget = self._config.max_num_seqs, self._config.max_num_batched_tokens
         numbers = {budget, *(rows for rows in ROWS if rows < budget)}
         for num_tokens in sorted(numbers, reverse=True):

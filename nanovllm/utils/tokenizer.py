@@ -2,8 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,12 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         ValueError: if it cannot be loaded, or only by Python code that the checkpoint brings.
     """
-    return tokenizer_loader(model)()
-
-
-def tokenizer_loader(model: str) -> Callable[[], Any]:
-    """What loads it: seconds of importing transformers, which may pass in another thread.
-
-    Raises:
-        ValueError: if only Python code that the checkpoint brings could.
-    """
     files = {name for name in (*TOKENIZER_FILES, *FILES_BESIDE) if has_file(Path(model) / name)}
     if files.isdisjoint(TOKENIZER_FILES):
         logger.warning(
             "%s has no tokenizer: prompts must be token ids, outputs have no text", model
         )
-        return lambda: None
+        return None
     own_code = CONFIG in files and bool(read_json(Path(model) / CONFIG).get("auto_map"))
     if own_code and WHOLE not in files:
         raise ValueError(
@@ -47,10 +36,6 @@ def tokenizer_loader(model: str) -> Callable[[], Any]:
             f"no `trust_remote_code`: no code of a checkpoint is run. Put a {WHOLE} there, or take "
             "the tokenizer's files away and pass prompts as token ids"
         )
-    return partial(_load, model, own_code)
-
-
-def _load(model: str, own_code: bool) -> Any:
     with _importing:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

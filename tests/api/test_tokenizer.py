@@ -18,7 +18,7 @@ import pytest
 from checkpoints import SMALL, TINY, copy_checkpoint, edit_json, greedy
 from faults import DEADLINE, wait_until
 from nanovllm import LLM
-from nanovllm.utils.tokenizer import _load, load_tokenizer
+from nanovllm.utils.tokenizer import load_tokenizer
 
 IMPORT = "import sys; sys.import_transformers()"
 
@@ -44,7 +44,7 @@ def test_two_threads_import_transformers(tmp_path: Path, monkeypatch: pytest.Mon
 
     def is_at_the_import() -> bool:
         stack = traceback.walk_stack(sys._current_frames()[threads[0]]) if threads else ()
-        ours = [(f, line) for f, line in stack if f.f_code is _load.__code__]
+        ours = [(f, line) for f, line in stack if f.f_code is load_tokenizer.__code__]
         return any("import" in linecache.getline(f.f_code.co_filename, line) for f, line in ours)
 
     with ThreadPoolExecutor(1) as pool:

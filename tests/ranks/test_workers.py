@@ -425,7 +425,7 @@ INTERRUPTED = [
     rare(Scheduler, "__init__", False),
     rare(workers_module, "start_python", False),
     rare(Workers, "_start", True),
-    rare(llm_engine, "tokenizer_loader", False),
+    rare(llm_engine, "load_tokenizer", False),
     rare(ModelRunner, "allocate_kv_cache", True),
 ]
 
