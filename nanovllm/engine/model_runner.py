@@ -125,7 +125,8 @@ class ModelRunner:
         if self.device.type != "cuda" or triton_refusal(self.device) is not None:
             return None
         try:
-            return Compiler(target_of(self.device), num_processes(self.group.size))
+            num_ranks = self.group.size * self.config.data_parallel_size
+            return Compiler(target_of(self.device), num_processes(num_ranks))
         except OSError as error:
             logger.warning(
                 "no process that compiles kernels can be started (%s): they are compiled when they "
