@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
-from unittest.mock import MagicMock
 
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.mends import mend
@@ -42,6 +41,8 @@ class Job(NamedTuple):
 
 def import_without_torch(backend: str = "cuda") -> None:
     """Import the modules of all kernels, behind Triton, as they are for a backend of it."""
+    from unittest.mock import MagicMock
+
     torch = MagicMock(name="torch")
     torch.version.hip = "any" if backend == "hip" else None
     names = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
