@@ -68,7 +68,11 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
     monkeypatch.setattr(model_runner, "triton_refusal", lambda device: None)
     monkeypatch.setattr(model_runner, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
     monkeypatch.setattr(sys, "executable", executable)
-    runner: Any = SimpleNamespace(device=torch.device("cuda"), group=SimpleNamespace(size=1))
+    runner: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        group=SimpleNamespace(size=1),
+        config=SimpleNamespace(data_parallel_size=1),
+    )
     with caplog.at_level(logging.WARNING):
         assert ModelRunner._start_compiler(runner) is None
     assert "no process that compiles kernels can be started (this program" in caplog.text
