@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from process_groups import num_running
 from triton.runtime.jit import JITFunction
 
 from nanovllm.compiling.absent_gpu import AbsentGPU
@@ -100,16 +101,6 @@ def compiler(most: int = 1) -> Iterator[Compiler]:
         yield made
     finally:
         made.close()
-
-
-def processes(group: int) -> int:
-    """Processes of a group that have not ended."""
-    count = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, owner = stat.read_text().rpartition(")")[2].split()[:3]
-            count += int(owner) == group and state != "Z"
-    return count
 
 
 def forget() -> None:
@@ -198,9 +189,9 @@ def compiled_badly() -> dict[str, Any]:
         waiting.join(0.2)
         directory = Path(own._directory)
         found |= {"waits": waiting.is_alive(), "pending": own.num_pending}
-        found["there"] = [directory.exists(), processes(own._process.pid) > 1]
+        found["there"] = [directory.exists(), num_running(own._process.pid) > 1]
     waiting.join()
-    while processes(own._process.pid):  # they have been killed
+    while num_running(own._process.pid):  # they have been killed
         os.sched_yield()
     return found | {"at last": launched[1:], "left": directory.exists()}
 
@@ -210,14 +201,14 @@ def served_by_nobody() -> dict[str, Any]:
     forget()
     with compiler() as own:
         rehearse(own, of("stays"), OURS["_fill_in_kernel"])
-        while processes(own._process.pid) < 2:  # it begins
+        while num_running(own._process.pid) < 2:  # it begins
             os.sched_yield()
         os.kill(own._process.pid, signal.SIGKILL)
         of("stays")()
         rehearse(own, of("late"))
         of("late")()
         found = {"launched": [*launched], "pending": own.num_pending, "warnings": [*warnings]}
-    while processes(own._process.pid):  # they have been killed
+    while num_running(own._process.pid):  # they have been killed
         os.sched_yield()
     return found
 

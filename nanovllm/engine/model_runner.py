@@ -92,25 +92,21 @@ class ModelRunner:
         self.compiler = self._start_compiler()
         try:
             build, self._backend_reason = choose_build(config, model_config, group, self.device)
-        except BaseException:
-            self._close_compiler()
-            raise
-        self.build, self.dtype, self.backend = build, build.dtype, build.backend
-        self.fused, self.max_model_len = build.fused, build.max_model_len
-        self.cache_dtype = build.cache_dtype or build.dtype
-        shares = config.share_prefixes and config.enable_prefix_caching
-        self._members = members_of_tile(model_config, build) if shares else 0
-        self.num_shared_steps = 0
-        self.sampler = Sampler(model_config.vocab_size, group)
-        # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
-        # past the last is for padding.
-        num_rows = config.max_num_seqs + 1
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        self.graphs: StepGraphs | None = None
-        self.timer: StepTimer | None = None
-        has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
-        self._cpu_wait = CpuWait() if has_threads else None
-        try:
+            self.build, self.dtype, self.backend = build, build.dtype, build.backend
+            self.fused, self.max_model_len = build.fused, build.max_model_len
+            self.cache_dtype = build.cache_dtype or build.dtype
+            shares = config.share_prefixes and config.enable_prefix_caching
+            self._members = members_of_tile(model_config, build) if shares else 0
+            self.num_shared_steps = 0
+            self.sampler = Sampler(model_config.vocab_size, group)
+            # [max_num_seqs + 1] int32: each running sequence's last sampled token, by slot; the row
+            # past the last is for padding.
+            num_rows = config.max_num_seqs + 1
+            self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+            self.graphs: StepGraphs | None = None
+            self.timer: StepTimer | None = None
+            has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
+            self._cpu_wait = CpuWait() if has_threads else None
             with self._scope():
                 self._build(connect)
         except BaseException:

@@ -23,6 +23,7 @@ from nanovllm.layers.controlled_sampler import logprobs_of
 from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.integers import cdiv
 
 # Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
@@ -75,7 +76,7 @@ class Rehearsal:
         self._config, self._model_config, self._device = config, model_config, device
         self._group = group
         self._max_model_len, self._members = max_model_len, members
-        width = -(-max_model_len // config.kvcache_block_size)
+        width = cdiv(max_model_len, config.kvcache_block_size)
         self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
         most = config.max_num_seqs
         powers = (1 << i for i in range(most.bit_length()))
@@ -104,7 +105,7 @@ class Rehearsal:
         most, budget = self._config.max_num_seqs, self._config.max_num_batched_tokens
         numbers = {budget, *(rows for rows in ROWS if rows < budget)}
         for num_tokens in sorted(numbers, reverse=True):
-            few = min(most, -(-num_tokens // self._max_model_len))
+            few = min(most, cdiv(num_tokens, self._max_model_len))
             self._prompt(few, num_tokens)
             if num_tokens in (2, TOKENS, budget) and few * self._max_model_len > num_tokens:
                 self._prompt(few, num_tokens, num_cached=1)
@@ -117,7 +118,7 @@ class Rehearsal:
         batch = batch._replace(
             context_lens=lens,
             cu_seqlens_k=running_sum(lens),
-            block_tables=np.zeros((num_seqs, -(-int(lens.max()) // size)), np.int32),
+            block_tables=np.zeros((num_seqs, cdiv(int(lens.max()), size)), np.int32),
         )
         self._compute(to_device(batch, self._device))
 
@@ -159,7 +160,7 @@ def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
         edit_starts=np.array([0, 1], np.int32),
         edit_tokens=np.zeros(1, np.int32),
         edit_biases=np.zeros(1, np.float32),
-        masks=np.zeros((1, -(-vocab_size // 32)), np.int32),
+        masks=np.zeros((1, cdiv(vocab_size, 32)), np.int32),
         mask_rows=np.zeros(1, np.int32),
         reset=np.zeros(0, np.int32),
         counts=np.zeros((3, 0), np.int32),

@@ -5,7 +5,7 @@ Where no kernel does (a CPU, other GPUs, odd sizes) the codes are dequantised on
 
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -92,7 +92,7 @@ def dequantize(model: nn.Module) -> None:
     count = 0
     for module in model.modules():
         for name, weight in module.named_children():
-            if isinstance(weight, QuantizedWeight) and weight.kernels is None:
+            if _has_no_kernels(weight):
                 setattr(module, name, weight.plain())
                 count += 1
     if count:
@@ -101,8 +101,12 @@ def dequantize(model: nn.Module) -> None:
 
 def is_to_be_plain(model: nn.Module) -> bool:
     """Whether `dequantize` will replace any weight."""
-    weights = (module for module in model.modules() if isinstance(module, QuantizedWeight))
-    return any(weight.kernels is None for weight in weights)
+    return any(map(_has_no_kernels, model.modules()))
+
+
+def _has_no_kernels(module: nn.Module) -> TypeGuard[QuantizedWeight]:
+    """Whether it is a weight whose codes nothing multiplies here."""
+    return isinstance(module, QuantizedWeight) and module.kernels is None
 
 
 def held_in(model: nn.Module) -> str:

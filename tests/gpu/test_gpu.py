@@ -1,6 +1,5 @@
 """On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
 
-import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -25,6 +24,7 @@ import train_tiny
 from attention_cases import CASES, Case, close, run_case
 from draws import chi_square_p
 from int4_checkpoints import checkpoints as int4_checkpoints
+from process_groups import num_running
 from stand_in import CONTROLS
 from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
@@ -639,16 +639,6 @@ def test_this_process_compiles_no_kernel(
     assert {"plain", "all controls", "beam search", "embeddings"} <= taken.keys()
     assert len(taken["start"]["found"]) > 20
     assert {name: of["compiled"] for name, of in taken.items() if of["compiled"]} == {}
-
-
-def num_running(group: int) -> int:
-    """Processes of a group that have not ended, whether somebody has asked how or not."""
-    count = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, owner = stat.read_text().rpartition(")")[2].split()[:3]
-            count += int(owner) == group and state != "Z"
-    return count
 
 
 @pytest.mark.parametrize(
