@@ -44,9 +44,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class StepGraphs:
     """Captures steps, from the tokens' embedding to the next tokens, and replays them.
 
-    Decodes alone are captured at the start. Other shapes, with prompts or shared prefixes, are
-    computed kernel by kernel when they first come, from the same padded inputs, and captured when
-    they come again: those with prompts as long as there is memory.
+    Decodes alone are captured at the start, and with shared prefixes when they first come. Shapes
+    with prompts, of which many come once, are computed kernel by kernel then, from the same padded
+    inputs, and captured when they come again, as long as there is memory.
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
@@ -73,7 +73,8 @@ class StepGraphs:
     ) -> None:
         self.sizes, self._coarse = bucket_sizes(max_num_seqs), coarse_sizes(max_num_seqs)
         self.num_replays = 0
-        self._compute, self._device, self._members = compute, device, members
+        self._compute, self._prepare = compute, prepare or compute
+        self._device, self._members = device, members
         self._most_tokens, self._spare = most_tokens, spare + RESERVE
         self._inputs = StaticInputs(device, max_num_seqs, table_width, self._most_tokens)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
@@ -83,10 +84,7 @@ class StepGraphs:
         # Largest first: the others fit into its memory.
         with startup_bar(self.sizes[::-1], "Capturing CUDA graphs", "graph") as bar:
             for size in bar:
-                shape = Shape(size)
-                self._inputs.fill(NOTHING, shape)
-                (prepare or compute)(self._views(shape))
-                self._capture(shape)
+                self._capture_unseen(Shape(size))
 
     @property
     def captured(self) -> list[Shape]:
@@ -95,6 +93,12 @@ class StepGraphs:
 
     def _views(self, shape: Shape) -> StepInputs:
         return self._inputs.views(shape, self._members)
+
+    def _capture_unseen(self, shape: Shape) -> None:
+        """Compute a shape for nobody, and capture it."""
+        self._inputs.fill(NOTHING, shape)
+        self._prepare(self._views(shape))
+        self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
         """Capture a shape that has been computed before."""
@@ -106,6 +110,16 @@ class StepGraphs:
             computed = self._compute(inputs)
         self._pool = self._pool or graph.pool()
         self._graphs[shape] = graph, computed
+
+    def _capture_if_due(self, shape: Shape) -> None:
+        try:
+            if not shape.tokens:
+                self._capture_unseen(shape)
+            elif shape in self._seen:
+                self._capture(shape)
+        except Exception:
+            self._is_full = True  # none with prompts is tried again
+            raise
 
     def _has_room(self, shape: Shape) -> bool:
         """Whether a shape without a graph may get one: with prompts, as long as there is memory and
@@ -140,12 +154,8 @@ class StepGraphs:
         shape = self.shape_of(batch)
         if shape is None or not (shape in self._graphs or self._has_room(shape)):
             return None
-        if shape in self._seen and shape not in self._graphs:
-            try:
-                self._capture(shape)
-            except Exception:
-                self._is_full = True  # none is tried again
-                raise
+        if shape not in self._graphs:
+            self._capture_if_due(shape)
         self._inputs.fill(batch, shape)
         if timer is not None:
             timer.begin()

@@ -344,22 +344,51 @@ def test_a_capture_that_fails_is_not_repeated(checkpoint, monkeypatch):
     assert tokens(outputs) == [reference(checkpoint, p, 2) for p in prompts]
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_timer_is_told_before_the_device_begins(captured):
+ONE = np.zeros(1, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_new", "before"),
+    [
+        (Shape(2), False, []),
+        (Shape(2, 0, True), True, ["fill", "prepare", "capture"]),
+        (Shape(0, TOKENS), True, None),
+        (Shape(0, TOKENS), False, []),
+    ],
+    ids=["decodes", "new, with a shared prefix", "new, with a prompt", "with a prompt"],
+)
+def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
+    """And a timer is told before the device begins with what is asked for."""
     graphs, calls = object.__new__(StepGraphs), []
     computed = Computed(*torch.zeros(3, 2))
-    graphs.sizes, graphs._seen, graphs._graphs, graphs.num_replays = [2], set(), {}, 0
+    graph = Mock(replay=lambda: calls.append("replay")), computed
+    graphs.sizes, graphs._coarse, graphs._most_tokens = [2], [0], TOKENS
+    graphs._seen, graphs.num_replays, graphs._has_room = set(), 0, lambda _: True
+    graphs._graphs = {} if is_new else {shape: graph}
     graphs._views = Mock()
     graphs._inputs = Mock(fill=lambda *_: calls.append("fill"))
+    graphs._prepare = lambda _: calls.append("prepare")
     graphs._compute = lambda _: calls.append("compute") or computed
-    if captured:
-        graphs._graphs[Shape(2)] = Mock(replay=lambda: calls.append("replay")), computed
-    one = np.zeros(1, np.int32)
-    batch = NOTHING._replace(num_decodes=1, input_ids=one, context_lens=one, sample_rows=one)
-    found = graphs.replay(batch, Mock(begin=lambda: calls.append("begin")))
-    assert [len(part) for part in found] == [1, 1, 1]
-    assert calls == ["fill", "begin", "replay" if captured else "compute"]
-    assert graphs.num_replays == captured
+
+    def capture(shape: Shape) -> None:
+        calls.append("capture")
+        graphs._graphs[shape] = graph
+
+    graphs._capture = capture
+    batch = NOTHING._replace(
+        num_decodes=int(not shape.tokens), input_ids=ONE, context_lens=ONE, sample_rows=ONE
+    )
+    if shape.shares:
+        batch = batch._replace(prefixes=SharedPrefixes(ONE, ONE, ONE, ONE))
+    timer = Mock(begin=lambda: calls.append("begin"))
+    assert [len(part) for part in graphs.replay(batch, timer)] == [1, 1, 1]
+    if before is None:
+        assert calls == ["fill", "begin", "compute"] and not graphs.captured
+        calls.clear()
+        graphs.replay(batch, timer)
+        before = ["capture"]  # many come once
+    assert calls == [*before, "fill", "begin", "replay"]
+    assert graphs.num_replays == 1
 
 
 def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:
