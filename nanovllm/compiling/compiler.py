@@ -14,6 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -55,11 +56,12 @@ def _load_driver() -> None:
 
 
 def num_processes(num_ranks: int) -> int:
-    """Processes that compile for one of so many ranks on this machine: one of its cores is left to
-    the engine.
+    """Processes that compile for one of so many ranks on this machine: half of what it calls cores.
+    They are the halves of cores, as a rule, and the largest kernel, which a start waits for, takes
+    half as long again beside a process on each (docs/experiments.md, 51).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MOST_PROCESSES, ((cores or 2) - 1) // num_ranks))
+    return max(1, min(MOST_PROCESSES, (cores or 2) // 2 // num_ranks))
 
 
 class Compiler:
@@ -88,20 +90,29 @@ class Compiler:
         self._changed = threading.Condition()  # guards these three, and what is sent
         self._is_over = False  # nobody compiles any more
         self._rehearsing: int | None = None  # the thread
+        self._looks: list[Future[None]] = []  # of the last rehearsal
         self._loader: threading.Thread | None = None
         self._is_closed = False
         self._directory = tempfile.mkdtemp(prefix="nanovllm-compile-")
         self._connection, theirs = Pipe()
-        with theirs:
-            self._process = _start(theirs.fileno(), target, most, self._directory)
+        try:
+            with theirs:  # it starts while Triton is imported here
+                self._process = _start(theirs.fileno(), target, most, self._directory)
+        except BaseException:
+            self._connection.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
         try:
+            from triton import knobs
+
+            self._send(knobs.cache.dir)
             mend()
             # What takes Triton its time at its first use here, most of it without Python's lock.
-            first_uses = hash_triton, _load_driver
-            self._beginning = [threading.Thread(target=use, daemon=True) for use in first_uses]
-            for thread in self._beginning:
+            self._hashing = threading.Thread(target=hash_triton, daemon=True)
+            self._loading_driver = threading.Thread(target=_load_driver, daemon=True)
+            for thread in (self._hashing, self._loading_driver):
                 thread.start()
             _listen()
         except BaseException:  # Ctrl-C, say
@@ -118,10 +129,12 @@ class Compiler:
         """
         from triton.runtime.jit import JITFunction
 
-        for beginning in self._beginning:
-            beginning.join()
-        thread = threading.get_ident()
-        with _one_rehearsal:  # of this process, where functions are replaced
+        self._loading_driver.join()
+        thread, self._looks = threading.get_ident(), []
+        # One rehearsal in this process, where functions are replaced. Another thread looks into the
+        # cache: this one gives up Python's lock wherever libraries take their time.
+        with _one_rehearsal, ThreadPoolExecutor(1, "nanovllm-compile-look") as self._looker:
+            self._looker.submit(self._hashing.join)
             run = JITFunction.run
 
             def without_launch(function: Any, *args: Any, warmup: bool, **options: Any) -> Any:
@@ -134,6 +147,8 @@ class Compiler:
                     yield
             finally:
                 JITFunction.run, self._rehearsing = run, None
+            for look in self._looks:
+                look.result()
 
     def meets(self, job: Job, function: Any, how: dict[str, Any]) -> bool:
         """Whether a kernel that is new to this process is rehearsed: it is neither compiled here
@@ -142,11 +157,14 @@ class Compiler:
         if threading.get_ident() == self._rehearsing:
             if job not in self.rehearsed:
                 self.rehearsed[job] = function
-                if not is_cached(function, how):
-                    self.submit(job)
+                self._looks.append(self._looker.submit(self._look, job, function, how))
             return True
         self.wait(job)
         return False
+
+    def _look(self, job: Job, function: Any, how: dict[str, Any]) -> None:
+        if not is_cached(function, how):
+            self.submit(job)
 
     def submit(self, job: Job) -> None:
         """Compile a kernel, after those that were submitted before."""
@@ -268,8 +286,6 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
     Raises:
         OSError: if Python cannot be started.
     """
-    from triton import knobs
-
     if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: a program of its own
         raise OSError("this program brings no Python that could be started")
     path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -277,7 +293,7 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
     code = f"import sys; sys.path[:] = {path!r}; from {SERVER} import main; main({asked})"
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_CACHE_DIR": knobs.cache.dir, "TMPDIR": directory},
+        env={**os.environ, "TMPDIR": directory},
         pass_fds=[fd],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

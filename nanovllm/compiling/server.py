@@ -4,9 +4,9 @@ It imports Triton and the modules of our kernels once, and forks processes that 
 each at a time, as jobs come through a socket. A kernel's module imports PyTorch for its host's
 part only, and that takes seconds: here something else has its name.
 
-Messages from `Compiler`: a number and its `Job`; the number of a job that is waited for, which goes
-first; None: no more will come. Answers: a job's number, and why it failed or None. The end of the
-connection is the end of all.
+Messages from `Compiler`: first the directory of Triton's cache; then a number and its `Job`; the
+number of a job that is waited for, which goes first; None: no more will come. Answers: a job's
+number, and why it failed or None. The end of the connection is the end of all.
 """
 
 import importlib
@@ -182,6 +182,7 @@ def main(fd: int, target: str, most: int) -> None:
     asks = Connection(fd)
     try:
         prepare(Target(*json.loads(target)))
+        os.environ["TRITON_CACHE_DIR"] = asks.recv()
         serve(asks, most)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os.killpg(0, signal.SIGKILL)  # those that work, their compilers, and this one

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,9 +63,13 @@ def test_modules_beside_the_user_are_not_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("executable", ["", None])
 def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
-    executable: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    executable: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where a program has embedded Python."""
+    """As where a program has embedded Python. Nothing is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(model_runner, "triton_refusal", lambda device: None)
     monkeypatch.setattr(model_runner, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
     monkeypatch.setattr(sys, "executable", executable)
@@ -76,3 +81,4 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
     with caplog.at_level(logging.WARNING):
         assert ModelRunner._start_compiler(runner) is None
     assert "no process that compiles kernels can be started (this program" in caplog.text
+    assert not [*tmp_path.iterdir()]
