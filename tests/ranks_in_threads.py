@@ -70,7 +70,8 @@ class ThreadedExecutor(Executor):
     def launch(self) -> None:
         """No processes here."""
 
-    def start(self) -> ModelRunner:
+    def start(self, beside: Callable[[], None]) -> ModelRunner:
+        beside()
         size = self._config.tensor_parallel_size
         groups = connected_groups(size)
         self.runners = on_all_ranks(

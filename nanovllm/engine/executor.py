@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -69,8 +69,11 @@ class Executor:
                 on_failure=self._group.abort,
             )
 
-    def start(self) -> ModelRunner:
+    def start(self, beside: Callable[[], None]) -> ModelRunner:
         """Build rank 0, and with all ranks whatever takes them all.
+
+        Args:
+            beside: is called while other processes compile kernels.
 
         Raises:
             WorkerError: if a worker dies meanwhile.
@@ -79,7 +82,7 @@ class Executor:
             if self._device.type == "cpu":
                 check_threads()
             self.model_runner = ModelRunner(
-                self._config, self._model_config, self._group, self._connect
+                self._config, self._model_config, self._group, self._connect, beside
             )
             if self._workers is not None:
                 self._workers.check()

@@ -98,9 +98,7 @@ class LLMEngine:
     def _start(self) -> None:
         config = self.config
         self.executor.launch()  # what follows runs beside the start of other processes
-        # In this thread: an interrupt amid its own imports would let those of others wait for ever.
-        self.tokenizer = load_tokenizer(config.model)
-        started = self.executor.start()
+        started = self.executor.start(beside=self._load_tokenizer)
         parts = assemble(
             self.executor,
             started,
@@ -122,6 +120,10 @@ class LLMEngine:
         ]
         if self._has_replicas:
             self._shown += [f"{config.data_parallel_size} replicas"]
+
+    def _load_tokenizer(self) -> None:
+        # In this thread: an interrupt amid its own imports would let those of others wait for ever.
+        self.tokenizer = load_tokenizer(self.config.model)
 
     def _facts(self) -> dict[str, Any]:
         """For a recording."""

@@ -28,7 +28,7 @@ from nanovllm.engine.rehearsal import Rehearsal, distinct_layers
 from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.warm_up import warm_up
+from nanovllm.engine.warm_up import most_activations, warm_up
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
@@ -69,6 +69,7 @@ class ModelRunner:
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over; this is one of them.
         connect: meets the other ranks, if the group has not.
+        beside: is called while kernels are compiled.
 
     Attributes:
         num_blocks: KV blocks of the pool.
@@ -84,6 +85,7 @@ class ModelRunner:
         model_config: ModelConfig,
         group: Group,
         connect: Callable[[], None] = lambda: None,
+        beside: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -108,7 +110,7 @@ class ModelRunner:
             has_threads = self.device.type == "cpu" and torch.get_num_threads() > 1
             self._cpu_wait = CpuWait() if has_threads else None
             with self._scope():
-                self._build(connect)
+                self._build(connect, beside)
         except BaseException:
             self._close_compiler()
             raise
@@ -131,7 +133,7 @@ class ModelRunner:
             )
             return None
 
-    def _build(self, connect: Callable[[], None]) -> None:
+    def _build(self, connect: Callable[[], None], beside: Callable[[], None]) -> None:
         """Model, sampler, pool and graphs, while kernels are compiled beside."""
         config, model_config, group = self.config, self.model_config, self.group
         on_cpu = self.device.type == "cpu"
@@ -155,15 +157,12 @@ class ModelRunner:
         as_built = not is_to_be_plain(self.model)
         if as_built:
             self._rehearse()
+        beside()
         self.load()
         if not as_built:
             self._rehearse()
-        own, activations = self._weight_bytes() + group.peer_bytes, 0  # bytes
-        if not on_cpu:
-            how = config, self.max_model_len, self.device, self.extras.most_bytes
-            activations = warm_up(self.run_model, self.pool, *how)
-            if self.cache_dtype == FP8:
-                activations += self.backend.most_gathered()
+        own = self._weight_bytes() + group.peer_bytes
+        activations = 0 if on_cpu else self._measure()
         num_blocks = self.pool.how_many_fit(self.max_model_len, own, own + activations)
         self.num_blocks = group.minimum(num_blocks)
         longest = min(self.max_model_len, self.num_blocks * config.kvcache_block_size)
@@ -173,6 +172,8 @@ class ModelRunner:
         can_capture = self.backend.supports_cuda_graph and (self.fused or not model_config.experts)
         if not on_cpu and not config.enforce_eager and can_capture:  # plain experts sync
             self.capture_cudagraph(activations)
+        if not on_cpu:  # behind the graphs: kernels of prompts take longest to compile
+            warm_up(self._run_distinct_layers, config, self.max_model_len, self.device)
         if self.compiler is not None:
             self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there
@@ -221,7 +222,15 @@ class ModelRunner:
         how = self.config, self.model_config, self.group, self.device, *sizes
         with self.compiler.rehearsal():
             Rehearsal(self.run_model, self.model, self.pool, *how).run()
-        self.compiler.finish()
+
+    def _measure(self) -> int:
+        """Bytes that activations take at most. Waits for no kernel."""
+        sizes = self.max_model_len, self.device, self.extras.most_bytes
+        with nullcontext() if self.compiler is None else self.compiler.rehearsal():
+            most = most_activations(self._run_distinct_layers, self.pool, self.config, *sizes)
+        if self.compiler is not None:
+            self.compiler.finish()
+        return most + (self.backend.most_gathered() if self.cache_dtype == FP8 else 0)
 
     def _close_compiler(self) -> None:
         if self.compiler is not None:

@@ -131,13 +131,17 @@ class Replicas:
         for number in range(len(self._shares)):
             self._start(number)
 
-    def start(self) -> Facts:
+    def start(self, beside: Callable[[], None]) -> Facts:
         """Wait until all replicas are ready. Returns what holds for all of them.
+
+        Args:
+            beside: is called first.
 
         Raises:
             TypeError, ValueError: for a mistake of the caller's that only they can find.
             WorkerError: if one dies otherwise.
         """
+        beside()
         while len(self.ready) < len(self._shares):
             self.wait(None)
             number, message = self.pop()

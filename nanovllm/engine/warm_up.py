@@ -1,4 +1,6 @@
-"""The start of an engine on a GPU: the largest steps show what memory they take."""
+"""The start of an engine on a GPU: what memory the largest steps take, and all kernels of prompts
+for the first time.
+"""
 
 from collections.abc import Callable
 
@@ -8,22 +10,23 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, running_sum
-from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
+from nanovllm.engine.step_inputs import StepInputs, to_device
 from nanovllm.utils.device import capturing, wait_for_device
+from nanovllm.utils.integers import cdiv
 
 SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
 
 
-def warm_up(
-    compute: Callable[[StepInputs], Computed],
+def most_activations(
+    compute: Callable[[StepInputs], object],
     pool: KVCachePool,
     config: Config,
     max_model_len: int,
     device: torch.device,
     most_bytes: int,
 ) -> int:
-    """Run the largest steps, and small ones of each power of two tokens: kernels are loaded, and
-    libraries choose theirs.
+    """Bytes that the largest steps take beside what is left behind: activations. They are the same
+    whether kernels are launched or rehearsed.
 
     Args:
         compute: the step.
@@ -31,25 +34,14 @@ def warm_up(
         config, device: of the engine.
         max_model_len: tokens of the longest sequence.
         most_bytes: that rows with controls may need.
-
-    Returns:
-        The most bytes that were allocated beside what is left: activations.
     """
     budget = config.max_num_batched_tokens
     with capturing:
         torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     pool.allocate(1)
-
-    def run(num_seqs: int, num_tokens: int) -> None:
-        batch = warmup_batch(num_seqs, num_tokens, max_model_len, config.kvcache_block_size)
-        compute(to_device(batch, device))
-
-    run(config.max_num_seqs, budget)
-    run(1, budget)
-    for i in range(min(budget, SMALL_STEP).bit_length()):
-        num_tokens = 1 << i
-        run(min(config.max_num_seqs, -(-num_tokens // max_model_len)), num_tokens)
+    for num_seqs in (config.max_num_seqs, 1):
+        compute(_prompts(num_seqs, budget, config, max_model_len, device))
     torch.empty(most_bytes, dtype=torch.uint8, device=device)
     wait_for_device(device)
     peak = torch.cuda.max_memory_allocated(device)
@@ -58,6 +50,35 @@ def warm_up(
         torch.cuda.empty_cache()
     # What is left are no activations: weights, tables, other engines, libraries' workspaces.
     return peak - torch.cuda.memory_allocated(device)
+
+
+def warm_up(
+    compute: Callable[[StepInputs], object],
+    config: Config,
+    max_model_len: int,
+    device: torch.device,
+) -> None:
+    """Run the largest steps, and small ones of each power of two tokens: kernels are loaded, and
+    libraries choose theirs.
+
+    Args:
+        compute: the step, or the part of it that takes all its kernels.
+        config, device: of the engine.
+        max_model_len: tokens of the longest sequence.
+    """
+    budget = config.max_num_batched_tokens
+    small = [1 << i for i in range(min(budget, SMALL_STEP).bit_length())]
+    few = [(min(config.max_num_seqs, cdiv(n, max_model_len)), n) for n in small]
+    for num_seqs, num_tokens in [(config.max_num_seqs, budget), (1, budget), *few]:
+        compute(_prompts(num_seqs, num_tokens, config, max_model_len, device))
+    wait_for_device(device)
+
+
+def _prompts(
+    num_seqs: int, num_tokens: int, config: Config, max_model_len: int, device: torch.device
+) -> StepInputs:
+    batch = warmup_batch(num_seqs, num_tokens, max_model_len, config.kvcache_block_size)
+    return to_device(batch, device)
 
 
 def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
@@ -76,7 +97,7 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
         positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lens]),
         slot_mapping=np.full(T, -1, np.int32),
         context_lens=lens.astype(np.int32),
-        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
+        block_tables=np.zeros((num_seqs, cdiv(int(lens.max()), block_size)), np.int32),
         cu_seqlens_q=running_sum(lens),
         cu_seqlens_k=running_sum(lens),
         slots=np.arange(num_seqs, dtype=np.int32),
