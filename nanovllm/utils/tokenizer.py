@@ -2,6 +2,8 @@
 
 import logging
 import threading
+import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ _importing = threading.Lock()  # of two threads at once, one would get half of t
 WHOLE = "tokenizer.json"  # all there is to know about a fast tokenizer
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
+SLOW = 2  # seconds; transformers before 5.24 imports for ten on a machine that has not read it yet
 FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -36,14 +39,24 @@ def load_tokenizer(model: str) -> Any:
             f"no `trust_remote_code`: no code of a checkpoint is run. Put a {WHOLE} there, or take "
             "the tokenizer's files away and pass prompts as token ids"
         )
+    begin = time.perf_counter()
     with _importing:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     kind = PreTrainedTokenizerFast if own_code else AutoTokenizer
     try:
-        return kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        tokenizer = kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever the files provoke in transformers or tokenizers
         raise ValueError(
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
         ) from None
+    seconds = time.perf_counter() - begin
+    if seconds > SLOW:
+        logger.info(
+            "tokenizer: loaded in %.1f s with transformers %s; the import of 5.24 and later takes "
+            "less than one",
+            seconds,
+            version("transformers"),
+        )
+    return tokenizer

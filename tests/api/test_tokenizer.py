@@ -3,6 +3,7 @@
 import io
 import json
 import linecache
+import logging
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from checkpoints import SMALL, TINY, copy_checkpoint, edit_json, greedy
 from faults import DEADLINE, wait_until
 from nanovllm import LLM
+from nanovllm.utils import tokenizer
 from nanovllm.utils.tokenizer import load_tokenizer
 
 IMPORT = "import sys; sys.import_transformers()"
@@ -92,6 +94,16 @@ def with_own_code(path: Path, mark: Path, files: Iterable[str], reference: str) 
 
 
 CONFIGS = ("config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("slow", [0, 3600])
+def test_a_slow_load_says_why(
+    slow: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokenizer, "SLOW", slow)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        load_tokenizer(TINY)
+    assert ("with transformers" in caplog.text) == (not slow)
 
 
 @pytest.mark.parametrize("reference", ["mine.", "other/repository--mine."])

@@ -27,6 +27,7 @@ from int4_checkpoints import checkpoints as int4_checkpoints
 from process_groups import num_running
 from stand_in import CONTROLS
 from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
+from tqdm import TMonitor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 
@@ -657,12 +658,15 @@ def test_an_error_at_the_start_leaves_no_compiler(
     """Before the rehearsal, in it, while what it found is compiled, and behind the warm-up."""
     servers, begin = list[Any](), compiler._start
 
+    def ours() -> list[Path]:
+        return [*tmp_path.glob("nanovllm-compile-*")]
+
     def start(*args: Any) -> Any:
         servers.append(begin(*args))
         return servers[-1]
 
     def fail(*args: Any) -> None:
-        assert [path.name.startswith("nanovllm-compile-") for path in tmp_path.iterdir()] == [True]
+        assert len(ours()) == 1
         raise ZeroDivisionError
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -674,8 +678,43 @@ def test_an_error_at_the_start_leaves_no_compiler(
     [server] = servers
     assert server.returncode is not None
     assert num_running(server.pid) == 0
-    assert not [*tmp_path.iterdir()] and set(threading.enumerate()) <= threads
+    assert not ours()
+    assert {one for one in threading.enumerate() if not isinstance(one, TMonitor)} <= threads
     assert JITFunction.run.__qualname__ == "JITFunction.run", "kernels are launched again"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"max_num_seqs": 512}),
+        ("qwen3", {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 1024}),
+        ("gemma2", {}),
+        ("qwen3_moe", {}),
+        ("gpt_oss", {}),
+    ],
+)
+def test_activations_measured_without_launches(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By few layers, and as many bytes as all layers take where kernels are launched."""
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
+    heads = {"head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32000}
+    model = make_checkpoint(tmp_path, family, dtype="bfloat16", **shape, **heads)
+    measure, found = ModelRunner._measure, list[tuple[int, int]]()
+
+    def both(runner: ModelRunner) -> int:
+        rehearsed, compiling, few = measure(runner), runner.compiler, runner._run_distinct_layers
+        runner.compiler, runner._run_distinct_layers = None, runner.run_model
+        found.append((rehearsed, measure(runner)))
+        runner.compiler, runner._run_distinct_layers = compiling, few
+        return rehearsed
+
+    monkeypatch.setattr(ModelRunner, "_measure", both)
+    with LLM(str(model), num_kvcache_blocks=64, **options):
+        [(rehearsed, launched)] = found
+    print(f"{family}: {rehearsed:,} bytes rehearsed, {launched:,} launched")
+    assert launched > 32 << 20
+    assert launched <= rehearsed <= 1.1 * launched
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 12, 20, 100, 200, 500])
