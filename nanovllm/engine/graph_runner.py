@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 32, 48, ... and always `max_num_seqs` itself, ascending."""
-    sizes = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
+    """1, 2, 4, 8, 16, 32, 48, ... 256, 288, 320, ... and always `max_num_seqs`, ascending."""
+    sizes = {1, 2, 4, 8, *range(16, 257, 16), *range(288, max_num_seqs, 32), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 

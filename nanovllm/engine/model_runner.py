@@ -28,7 +28,7 @@ from nanovllm.engine.rehearsal import Rehearsal, distinct_layers
 from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
 from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.warm_up import most_activations, warm_up
+from nanovllm.engine.warm_up import most_activations
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
@@ -42,6 +42,7 @@ from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import (
     capability,
     capturing,
+    prepare_device,
     resolve_device,
     triton_refusal,
     wait_for_device,
@@ -122,6 +123,7 @@ class ModelRunner:
         """None where no kernels of ours run, and where no process can be started."""
         if self.device.type != "cuda" or triton_refusal(self.device) is not None:
             return None
+        preparing = prepare_device(self.device)
         try:
             num_ranks = self.group.size * self.config.data_parallel_size
             return Compiler(target_of(self.device), num_processes(num_ranks))
@@ -132,6 +134,8 @@ class ModelRunner:
                 error,
             )
             return None
+        finally:
+            preparing.join()
 
     def _build(self, connect: Callable[[], None], beside: Callable[[], None]) -> None:
         """Model, sampler, pool and graphs, while kernels are compiled beside."""
@@ -172,8 +176,6 @@ class ModelRunner:
         can_capture = self.backend.supports_cuda_graph and (self.fused or not model_config.experts)
         if not on_cpu and not config.enforce_eager and can_capture:  # plain experts sync
             self.capture_cudagraph(activations)
-        if not on_cpu:  # behind the graphs: kernels of prompts take longest to compile
-            warm_up(self._run_distinct_layers, config, self.max_model_len, self.device)
         if self.compiler is not None:
             self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there

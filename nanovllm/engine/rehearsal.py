@@ -19,6 +19,7 @@ from nanovllm.engine.plan import running_sum
 from nanovllm.engine.static_inputs import TOKENS, Shape, StaticInputs
 from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
 from nanovllm.engine.warm_up import warmup_batch
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.controlled_sampler import logprobs_of
 from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
 from nanovllm.model_config import ModelConfig
@@ -27,7 +28,6 @@ from nanovllm.utils.integers import cdiv
 
 # Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
-OWN = 16  # decodes up to which attention has kernels of its own, see `kernels.paged_own`
 MOST_LOGPROBS = 20  # beside the token's own
 
 
@@ -76,6 +76,7 @@ class Rehearsal:
         self._config, self._model_config, self._device = config, model_config, device
         self._group = group
         self._max_model_len, self._members = max_model_len, members
+        self._budget = config.max_num_batched_tokens
         width = cdiv(max_model_len, config.kvcache_block_size)
         self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
         most = config.max_num_seqs
@@ -83,33 +84,40 @@ class Rehearsal:
         self._batches = sorted({most, *powers})  # by which decodes choose their splits
 
     def run(self) -> None:
-        """All of it, kernels of the largest steps first: these take longest to compile."""
+        """All of it. The largest step comes first, whose attention takes longest to compile, then
+        decodes, which the start waits for.
+        """
         self._pool.allocate(1)
         with distinct_layers(self._model, self._model_config):
-            self._prompts()
+            self._prompt(self._least(self._budget), self._budget)
+            layers = [each for each in self._model.modules() if isinstance(each, Attention)]
+            own = max(layer.most_own for layer in layers)
+            for size in (self._batches[-1], *(size for size in self._batches if size <= own)):
+                self._decodes(Shape(size))
             for size in self._batches:
-                beside = min(TOKENS, self._config.max_num_batched_tokens - size)
-                if beside > 0:
+                beside = min(TOKENS, self._budget - size)
+                if beside > 0:  # of other sizes, these take the kernels of decodes alone
                     self._decodes(Shape(size, beside))
-            for size in self._batches:
-                if size <= OWN:
-                    self._decodes(Shape(size))
+            self._prompts()
             for size in self._batches[1:] if self._members else ():
                 self._decodes(Shape(size, shares=True))
         self._pool.free()
         if self._device.type == "cuda":
             self._controls()
 
+    def _least(self, num_tokens: int) -> int:
+        """Sequences that so many tokens of prompts take at the least."""
+        return min(self._config.max_num_seqs, cdiv(num_tokens, self._max_model_len))
+
     def _prompts(self) -> None:
         """Of few sequences, and of many. Some follow a chunk that has been computed."""
-        most, budget = self._config.max_num_seqs, self._config.max_num_batched_tokens
-        numbers = {budget, *(rows for rows in ROWS if rows < budget)}
-        for num_tokens in sorted(numbers, reverse=True):
-            few = min(most, cdiv(num_tokens, self._max_model_len))
-            self._prompt(few, num_tokens)
-            if num_tokens in (2, TOKENS, budget) and few * self._max_model_len > num_tokens:
+        for num_tokens in sorted((rows for rows in ROWS if rows < self._budget), reverse=True):
+            self._prompt(self._least(num_tokens), num_tokens)
+        for num_tokens in {2, TOKENS, self._budget}:
+            few = self._least(num_tokens)
+            if num_tokens <= self._budget and num_tokens < few * self._max_model_len:
                 self._prompt(few, num_tokens, num_cached=1)
-        self._prompt(min(most, budget), budget)
+        self._prompt(min(self._config.max_num_seqs, self._budget), self._budget)
 
     def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:
         size = self._config.kvcache_block_size

@@ -1,6 +1,4 @@
-"""The start of an engine on a GPU: what memory the largest steps take, and all kernels of prompts
-for the first time.
-"""
+"""The start of an engine on a GPU: what memory the largest steps take."""
 
 from collections.abc import Callable
 
@@ -13,8 +11,6 @@ from nanovllm.engine.plan import Batch, running_sum
 from nanovllm.engine.step_inputs import StepInputs, to_device
 from nanovllm.utils.device import capturing, wait_for_device
 from nanovllm.utils.integers import cdiv
-
-SMALL_STEP = 256  # tokens up to which kernels depend on their number (`kernels.linear.MOST_ROWS`)
 
 
 def most_activations(
@@ -41,7 +37,8 @@ def most_activations(
     torch.cuda.reset_peak_memory_stats(device)
     pool.allocate(1)
     for num_seqs in (config.max_num_seqs, 1):
-        compute(_prompts(num_seqs, budget, config, max_model_len, device))
+        batch = warmup_batch(num_seqs, budget, max_model_len, config.kvcache_block_size)
+        compute(to_device(batch, device))
     torch.empty(most_bytes, dtype=torch.uint8, device=device)
     wait_for_device(device)
     peak = torch.cuda.max_memory_allocated(device)
@@ -50,35 +47,6 @@ def most_activations(
         torch.cuda.empty_cache()
     # What is left are no activations: weights, tables, other engines, libraries' workspaces.
     return peak - torch.cuda.memory_allocated(device)
-
-
-def warm_up(
-    compute: Callable[[StepInputs], object],
-    config: Config,
-    max_model_len: int,
-    device: torch.device,
-) -> None:
-    """Run the largest steps, and small ones of each power of two tokens: kernels are loaded, and
-    libraries choose theirs.
-
-    Args:
-        compute: the step, or the part of it that takes all its kernels.
-        config, device: of the engine.
-        max_model_len: tokens of the longest sequence.
-    """
-    budget = config.max_num_batched_tokens
-    small = [1 << i for i in range(min(budget, SMALL_STEP).bit_length())]
-    few = [(min(config.max_num_seqs, cdiv(n, max_model_len)), n) for n in small]
-    for num_seqs, num_tokens in [(config.max_num_seqs, budget), (1, budget), *few]:
-        compute(_prompts(num_seqs, num_tokens, config, max_model_len, device))
-    wait_for_device(device)
-
-
-def _prompts(
-    num_seqs: int, num_tokens: int, config: Config, max_model_len: int, device: torch.device
-) -> StepInputs:
-    batch = warmup_batch(num_seqs, num_tokens, max_model_len, config.kvcache_block_size)
-    return to_device(batch, device)
 
 
 def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:

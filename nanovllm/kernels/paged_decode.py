@@ -12,9 +12,9 @@ from nanovllm.kernels.kv_cache import load_queries
 from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
 from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
 from nanovllm.kernels.paged_splits import (
-    PARTS_AT_ONCE,
     PROGRAMS,
     choose_num_splits,
+    combining,
     empty_outputs,
     finish,
     span,
@@ -42,7 +42,7 @@ def _decode_kernel(
     part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr,
     prefix_m_ptr, prefix_l_ptr, prefix_splits, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MOST_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -53,11 +53,12 @@ def _decode_kernel(
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2) if MOST_SPLITS > 1 else 1
     prefix = split * 0
     if prefix_lens_ptr is not None:
         prefix = tl.load(prefix_lens_ptr + seq)
     length = tl.load(lens_ptr + seq)
-    lowest, begin, end, parts = span(length, length, split, prefix, WINDOW, BLOCK_N, SPLITS)
+    lowest, begin, end, parts = span(length, length, split, splits, prefix, WINDOW, BLOCK_N)
     g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
     used = (g[:, None] < G) & (d[None, :] < D) if D < D_PAD else g[:, None] < G
     group = seq.to(tl.int64) * tl.num_programs(0) + kv_head
@@ -86,7 +87,7 @@ def _decode_kernel(
     )  # fmt: skip
     finish(
         m, l, acc, acc_odd, row, g < G, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr + group,
-        group * G, split, parts, G, D, SPLITS, AT_ONCE, PAIR, LEFT,
+        group * G, split, splits, parts, G, D, MOST_SPLITS, AT_ONCE, PAIR, LEFT,
     )  # fmt: skip
 
 
@@ -159,9 +160,7 @@ def paged_decode(
         1 if seen[1] is None else seen[1].shape[2],
         scoring.scale * LOG2E.value, q.stride(0), Hkv * D // pair, block_tables.stride(0),
         G=G, G_PAD=G_PAD, D=D, D_PAD=D_PAD, S=S, WINDOW=scoring.window, SOFTCAP=scoring.softcap,
-        BLOCK_N=BLOCK_N, SPLITS=num_splits,
-        AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair,
-        LEFT=left, CVT=q.is_cuda,
+        BLOCK_N=BLOCK_N, **combining(num_splits, G), PAIR=pair, LEFT=left, CVT=q.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(q),
     )  # fmt: skip
     return outputs[0]

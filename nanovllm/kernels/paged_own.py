@@ -24,8 +24,8 @@ from nanovllm.kernels.kv_cache import (
 from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata, weigh
 from nanovllm.kernels.paged_decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
 from nanovllm.kernels.paged_splits import (
-    PARTS_AT_ONCE,
     choose_num_splits,
+    combining,
     empty_outputs,
     finish,
     span,
@@ -165,22 +165,23 @@ def _own_decode_kernel(
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, eps, scale, stride_part,
     stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one token, over one split of the keys. An
     # FP8 cache is given twice, as numbers, and with its columns in pairs, as int16.
     W: tl.constexpr = D // PAIR
-    APART: tl.constexpr = 1 if SPLITS > 2 else 0  # the own key is all that the first split has
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    splits = tl.num_programs(2) if MOST_SPLITS > 1 else 1
+    apart = tl.where(splits > 2, 1, 0)  # the own key is all that the first split has
     length, is_own = tl.load(lens_ptr + seq), split == 0
     lowest, begin, end, parts = span(
-        length, length - 1, tl.maximum(split - APART, 0), 0, WINDOW, BLOCK_N, SPLITS - APART
+        length, length - 1, tl.maximum(split - apart, 0), splits - apart, 0, WINDOW, BLOCK_N
     )
     # Without tiles from 0 to 0: tables may end where a split would begin.
-    has_tiles = (begin < end) & ~(is_own & (APART > 0))
+    has_tiles = (begin < end) & ~(is_own & (apart > 0))
     begin, end = tl.where(has_tiles, begin, 0), tl.where(has_tiles, end, 0)
     g, group = tl.arange(0, G_PAD), seq * tl.num_programs(0) + kv_head
     table_ptr = tables_ptr + seq * stride_table
@@ -214,8 +215,8 @@ def _own_decode_kernel(
         )  # fmt: skip
     finish(
         m, l, acc, acc_odd, group * G + g, g < G, out_ptr, part_acc_ptr, part_lse_ptr,
-        arrived_ptr + group, group * G, split, tl.maximum(parts + APART, 1), G, D, SPLITS, AT_ONCE,
-        PAIR, LEFT,
+        arrived_ptr + group, group * G, split, splits, tl.maximum(parts + apart, 1), G, D,
+        MOST_SPLITS, AT_ONCE, PAIR, LEFT,
     )  # fmt: skip
 
 
@@ -276,9 +277,9 @@ def own_decode(
         scoring.scale * LOG2E.value, qkv.stride(0), qkv.stride(-3), Hkv * D // pair,
         block_tables.stride(0),
         G=G, G_PAD=max(MIN_COLUMNS if left else 16, next_power_of_2(G)), D=D, S=S,
-        WINDOW=scoring.window, SOFTCAP=scoring.softcap, BLOCK_N=BLOCK_N, SPLITS=num_splits,
-        AT_ONCE=min(next_power_of_2(G), PARTS_AT_ONCE // num_splits), PAIR=pair, LEFT=left,
-        PARTS=parts, PLUS_ONE=how.plus_one, CVT=qkv.is_cuda,
+        WINDOW=scoring.window, SOFTCAP=scoring.softcap, BLOCK_N=BLOCK_N,
+        **combining(num_splits, G), PAIR=pair, LEFT=left, PARTS=parts, PLUS_ONE=how.plus_one,
+        CVT=qkv.is_cuda,
         num_warps=num_warps, num_stages=num_stages, **pdl_options(qkv),
     )  # fmt: skip
     return outputs[0]

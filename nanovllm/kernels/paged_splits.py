@@ -15,6 +15,7 @@ from nanovllm.kernels.paged_attention import LOWEST
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 PROGRAMS = 1024  # some eight a multiprocessor; measured by benchmarks/decode_attention.py
+FEW_SPLITS = 16  # up to which one kernel takes any number but 1
 PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
 
 
@@ -26,8 +27,16 @@ def choose_num_splits(
     """
     max_context = min(max_context, window or max_context)
     wanted = cdiv(programs * max(1, 128 // D), B * Hkv)
-    most = max(1, min(16 if max_context <= 16384 else 32, max_context // 64))
+    most = max(1, min(FEW_SPLITS if max_context <= 16384 else 32, max_context // 64))
     return min(next_power_of_2(wanted), 1 << (most.bit_length() - 1))
+
+
+def combining(num_splits: int, G: int) -> dict[str, int]:
+    """What kernels are compiled for, of splits and of G rows that are combined: MOST_SPLITS, of
+    which `tl.num_programs(2)` are there, and rows AT_ONCE.
+    """
+    most = 1 if num_splits == 1 else max(FEW_SPLITS, num_splits)
+    return {"MOST_SPLITS": most, "AT_ONCE": min(next_power_of_2(G), PARTS_AT_ONCE // most)}
 
 
 def empty_outputs(
@@ -56,18 +65,16 @@ def empty_outputs(
 
 
 @triton.jit
-def span(
-    length, end, split, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+def span(length, end, split, splits, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """The lowest position from `first` on that the token at length - 1 sees, the positions below
-    `end` of a split, which begins with a tile, and how many splits have any.
+    `end` of one of so many splits, which begins with a tile, and how many splits have any.
     """
     lowest = first
     if WINDOW:
         lowest = tl.maximum(length - WINDOW, 0)
         first = lowest // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(tl.where(lowest < end, end - first, 0), BLOCK_N)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    tiles_per_split = tl.cdiv(tiles, splits)
     begin = first + split * tiles_per_split * BLOCK_N
     stop = tl.minimum(begin + tiles_per_split * BLOCK_N, end)
     return lowest, begin, stop, tl.cdiv(tiles, tl.maximum(tiles_per_split, 1))
@@ -75,15 +82,15 @@ def span(
 
 @triton.jit
 def _sum_parts(
-    out_ptr, part_acc_ptr, part_lse_ptr, first, parts,
-    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    out_ptr, part_acc_ptr, part_lse_ptr, first, splits, parts,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOST_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Parts weigh by the sum of their exponentials, 2^lse."""
-    s, d = tl.arange(0, SPLITS)[None, :], tl.arange(0, D_PAD)[None, :]
+    s, d = tl.arange(0, MOST_SPLITS)[None, :], tl.arange(0, D_PAD)[None, :]
     for begin in range(0, G, AT_ONCE):
         g = begin + tl.arange(0, AT_ONCE)[:, None]
-        part = (first + g) * SPLITS + s
+        part = (first + g) * splits + s
         there, inside = (g < G) & (s < parts), (g < G) & (d < D)
         lse = tl.load(part_lse_ptr + part, mask=there, other=float("-inf"))
         ptrs = part_acc_ptr + part[:, :, None] * D + d[:, None, :]
@@ -95,29 +102,30 @@ def _sum_parts(
 
 @triton.jit
 def combine(
-    acc, lse, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split, parts,
-    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    acc, lse, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split, splits,
+    parts, G: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Keep this program's part, acc: [G_PAD, D_PAD], where `used`, and lse: [G_PAD], of the G rows
     from `first` on. The last program to come here, as the count at `arrived_ptr` says, adds up.
     """
     g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
-    part = (first + g) * SPLITS + split
+    part = (first + g) * splits + split
     tl.store(part_acc_ptr + part[:, None] * D + d[None, :], acc, mask=used)
     tl.store(part_lse_ptr + part, lse, mask=g < G)
     tl.debug_barrier()  # all threads have stored
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == parts - 1:
         tl.store(arrived_ptr, 0)  # for the next layer
         _sum_parts(
-            out_ptr, part_acc_ptr, part_lse_ptr, first, parts, G, D, acc.shape[1], SPLITS, AT_ONCE
+            out_ptr, part_acc_ptr, part_lse_ptr, first, splits, parts, G, D, acc.shape[1],
+            MOST_SPLITS, AT_ONCE,
         )  # fmt: skip
 
 
 @triton.jit
 def finish(
     m, l, acc, acc_odd, row, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split,
-    parts,
-    G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    splits, parts,
+    G: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of rows [G_PAD] of [B * Hq], of which the group's begin at `first`; of
@@ -130,11 +138,11 @@ def finish(
     d = tl.arange(0, acc.shape[1])
     used = used[:, None] & (d[None, :] < D)
     acc = acc / l[:, None]
-    if SPLITS == 1:
+    if MOST_SPLITS == 1:
         out = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * D + d[None, :], out, mask=used)
     else:
         combine(
             acc, m + tl.log2(l), used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first,
-            split, parts, G, D, SPLITS, AT_ONCE,
+            split, splits, parts, G, D, MOST_SPLITS, AT_ONCE,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """Which device `Config.device` means, what it can run, and arrays on their way there."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -66,6 +67,21 @@ def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
             f"{variable} must name a device for each of {option} {count * size}, got {visible!r}"
         )
     return [{variable: ",".join(names[i * size : (i + 1) * size])} for i in range(count)]
+
+
+def prepare_device(device: torch.device) -> threading.Thread:
+    """A thread that has PyTorch make its context on a GPU and load its library of products, most of
+    it without Python's lock.
+    """
+
+    def prepare() -> None:
+        with contextlib.suppress(Exception):  # whoever uses the device first meets the same
+            one = torch.zeros(1, 1, device=device)
+            one @ one
+
+    thread = threading.Thread(target=prepare, name="nanovllm-prepare-device", daemon=True)
+    thread.start()
+    return thread
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -35,11 +35,11 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "qwen3-0.6b": Model({"max_model_len": 4096}, 33, 24, kinds=None, num_seqs=256),
-    "qwen3-8b": Model({"max_model_len": 16384, "quantization": "fp8"}, 52, 24),
-    "qwen3-30b-a3b": Model({"max_model_len": 4096}, 40, 24),
-    "gpt-oss-20b": Model({"max_model_len": 40960}, 48, 25),
-    "gemma-3-4b": Model({"max_model_len": 16384}, 34, 22, num_layers=7),  # one of them is global
+    "qwen3-0.6b": Model({"max_model_len": 4096}, 27, 23, kinds=None, num_seqs=256),
+    "qwen3-8b": Model({"max_model_len": 16384, "quantization": "fp8"}, 45, 24),
+    "qwen3-30b-a3b": Model({"max_model_len": 4096}, 32, 26),
+    "gpt-oss-20b": Model({"max_model_len": 40960}, 37, 30),
+    "gemma-3-4b": Model({"max_model_len": 16384}, 25, 22, num_layers=7),  # one of them is global
 }
 
 
