@@ -145,9 +145,44 @@ def launched_while_it_is_pending() -> dict[str, Any]:
         found["first"] = [*launched]
         for work in others:
             work()
-        files = Path(triton.knobs.cache.dir).glob("*/_[!_]*.json")
-        compiled = sorted(files, key=lambda path: path.stat().st_mtime_ns)
-        return found | {"compiled": [path.stem for path in compiled], "heard": [*heard]}
+        return found | {"compiled": compiled(triton.knobs.cache.dir), "heard": [*heard]}
+
+
+def compiled_in_order() -> dict[str, list[str]]:
+    """By one process, which finds all others waiting behind the first."""
+    norm, act, fill = OURS.values()
+    return {
+        "longest first": compiled_of([act, fill, norm]),
+        "rehearsal by rehearsal": compiled_of([fill, act], [norm]),
+    }
+
+
+@contextlib.contextmanager
+def cache_in(directory: str) -> Iterator[None]:
+    knobs = triton.knobs.cache
+    before, knobs.dir = knobs.dir, directory
+    try:
+        yield
+    finally:
+        knobs.dir = before
+
+
+def compiled_of(*rehearsals: list[Callable[[], object]]) -> list[str]:
+    forget()
+    with tempfile.TemporaryDirectory() as cache, cache_in(cache), compiler() as own:
+        os.kill(own._process.pid, signal.SIGSTOP)
+        for works in rehearsals:
+            rehearse(own, *works)
+        os.kill(own._process.pid, signal.SIGCONT)
+        while own.num_pending:
+            os.sched_yield()
+        return compiled(cache)
+
+
+def compiled(cache: str) -> list[str]:
+    """The kernels in Triton's cache, in the order in which they came there."""
+    files = Path(cache).glob("*/_[!_]*.json")
+    return [path.stem for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
 
 
 def rehearsed_again() -> dict[str, Any]:
@@ -240,6 +275,7 @@ CASES = (
     compiled_badly,
     served_by_nobody,
     rehearsed_side_by_side,
+    compiled_in_order,
 )
 
 

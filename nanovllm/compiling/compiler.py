@@ -90,6 +90,7 @@ class Compiler:
         self._changed = threading.Condition()  # guards these three, and what is sent
         self._is_over = False  # nobody compiles any more
         self._rehearsing: int | None = None  # the thread
+        self._num_rehearsals = 0
         self._looks: list[Future[None]] = []  # of the last rehearsal
         self._loader: threading.Thread | None = None
         self._is_closed = False
@@ -122,7 +123,8 @@ class Compiler:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Launch no kernel in this thread; compile those that Triton's cache does not have.
+        """Launch no kernel in this thread; compile those that Triton's cache does not have, after
+        those of earlier rehearsals.
 
         Other operators run. Tensors of integers that nothing fills are full of zeros, for they may
         be indices.
@@ -142,6 +144,7 @@ class Compiler:
                 return run(function, *args, warmup=warmup or is_ours, **options)
 
             JITFunction.run, self._rehearsing = without_launch, thread
+            self._num_rehearsals += 1
             try:
                 with _zeros(thread):
                     yield
@@ -167,14 +170,14 @@ class Compiler:
             self.submit(job)
 
     def submit(self, job: Job) -> None:
-        """Compile a kernel, after those that were submitted before."""
+        """Compile a kernel."""
         with self._changed:
             if self._is_over:
                 self.failed[job] = ENDED
             elif job not in self._pending:
                 self._pending[job] = len(self._jobs)
                 self._jobs.append(job)
-                self._send((self._pending[job], job))
+                self._send((self._pending[job], job, self._num_rehearsals))
 
     @property
     def num_submitted(self) -> int:

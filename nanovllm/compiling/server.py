@@ -4,11 +4,13 @@ It imports Triton and the modules of our kernels once, and forks processes that 
 each at a time, as jobs come through a socket. A kernel's module imports PyTorch for its host's
 part only, and that takes seconds: here something else has its name.
 
-Messages from `Compiler`: first the directory of Triton's cache; then a number and its `Job`; the
-number of a job that is waited for, which goes first; None: no more will come. Answers: a job's
-number, and why it failed or None. The end of the connection is the end of all.
+Messages from `Compiler`: first the directory of Triton's cache; then a number, its `Job` and its
+group; the number of a job that is waited for, which goes first; None: no more will come. Of jobs
+that wait the first group's go first, and of these the longest. Answers: a job's number, and why it
+failed or None. The end of the connection is the end of all.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -18,12 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.mends import mend
 
 NICENESS = 5  # the engine goes first
+WAITED_FOR = -1, 0  # before all groups
 
 
 class Job(NamedTuple):
@@ -101,6 +104,23 @@ def hash_triton() -> None:
     triton_key()
 
 
+@functools.cache
+def source_length(function: Any) -> int:
+    """Characters of a kernel's source, with that of all it calls: by these, roughly, it takes time
+    to compile.
+    """
+    from triton.runtime.jit import JITFunction
+
+    known, waiting = {function}, [function]
+    while waiting:
+        caller = waiting.pop().fn
+        named = {caller.__globals__.get(name) for name in caller.__code__.co_names}
+        called = {each for each in named if isinstance(each, JITFunction)} - known
+        known |= called
+        waiting += called
+    return sum(len(each.src) for each in known)
+
+
 def compile_job(job: Job) -> None:
     """Compile a kernel, and what launches it, into Triton's cache."""
     function = getattr(importlib.import_module(job.module), job.function)
@@ -140,15 +160,15 @@ def _fork(others: Iterable[Connection]) -> Connection:
 
 def serve(asks: Connection, most: int) -> None:
     """Have at most so many processes work, until all is done or nobody asks any more."""
-    jobs: dict[int, Job] = {}  # in the order in which they are begun
+    jobs: dict[int, tuple[Job, tuple[int, int]]] = {}  # and their ranks: the least is begun first
     idle: list[Connection] = []
     busy: dict[Connection, int] = {}
     is_open = True
     while is_open or jobs or busy:
         while jobs and (idle or len(busy) < most):
             worker = idle.pop() if idle else _fork((asks, *busy))
-            busy[worker] = number = next(iter(jobs))
-            worker.send((number, jobs.pop(number)))
+            busy[worker] = number = min(jobs, key=lambda number: jobs[number][1])
+            worker.send((number, jobs.pop(number)[0]))
         for ready in wait([asks, *busy]):
             if ready is asks:
                 match asks.recv():
@@ -156,9 +176,9 @@ def serve(asks: Connection, most: int) -> None:
                         is_open = False
                     case int(number):
                         if number in jobs:
-                            jobs = {number: jobs.pop(number), **jobs}
-                    case number, job:
-                        jobs[number] = job
+                            jobs[number] = jobs[number][0], WAITED_FOR
+                    case number, job, group:
+                        jobs[number] = job, (group, -_length(job))
                 continue
             assert isinstance(ready, Connection)
             number = busy.pop(ready)
@@ -168,6 +188,12 @@ def serve(asks: Connection, most: int) -> None:
             except EOFError:
                 answer = number, "the process that compiled it has ended"
             asks.send(answer)
+
+
+def _length(job: Job) -> int:
+    """0 of modules that are not ours: it is left to another process to import them."""
+    function = getattr(sys.modules.get(job.module), job.function, None)
+    return 0 if function is None else source_length(function)
 
 
 def main(fd: int, target: str, most: int) -> None:

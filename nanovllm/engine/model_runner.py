@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,14 +223,17 @@ class ModelRunner:
             return
         sizes = self.max_model_len, self._members, self._most_graph_tokens()
         how = self.config, self.model_config, self.group, self.device, *sizes
-        with self.compiler.rehearsal():
-            Rehearsal(self.run_model, self.model, self.pool, *how).run()
+        steps = Rehearsal(self.run_model, self.model, self.pool, *how)
+        for part in (steps.start, steps.others):
+            with self.compiler.rehearsal():
+                part()
 
     def _measure(self) -> int:
         """Bytes that activations take at most. Waits for no kernel."""
         sizes = self.max_model_len, self.device, self.extras.most_bytes
         with nullcontext() if self.compiler is None else self.compiler.rehearsal():
-            most = most_activations(self._run_distinct_layers, self.pool, self.config, *sizes)
+            compute = partial(self._run_distinct_layers, of_each=2)
+            most = most_activations(compute, self.pool, self.config, *sizes)
         if self.compiler is not None:
             self.compiler.finish()
         return most + (self.backend.most_gathered() if self.cache_dtype == FP8 else 0)
@@ -269,8 +273,8 @@ class ModelRunner:
         prepare = self._run_distinct_layers
         self.graphs = StepGraphs(self.run_model, self.device, *sizes, *room, prepare=prepare)
 
-    def _run_distinct_layers(self, inputs: StepInputs) -> None:
-        with distinct_layers(self.model, self.model_config):
+    def _run_distinct_layers(self, inputs: StepInputs, of_each: int = 1) -> None:
+        with distinct_layers(self.model, self.model_config, of_each):
             self.run_model(inputs)
 
     def _most_graph_tokens(self) -> int:

@@ -32,13 +32,18 @@ MOST_LOGPROBS = 20  # beside the token's own
 
 
 @contextmanager
-def distinct_layers(model: Qwen3ForCausalLM, config: ModelConfig) -> Iterator[None]:
+def distinct_layers(
+    model: Qwen3ForCausalLM, config: ModelConfig, of_each: int = 1
+) -> Iterator[None]:
     """Have a model compute the first of its layers of each kind, and the last, which is the only
-    one to drop rows: these take all kernels that it takes.
+    one to drop rows: these take all kernels that it takes. Two `of_each` kind take as much memory,
+    too: the very first has nothing to add to.
     """
     own, kinds = model.model, config.layers
     whole = own.layers
-    chosen = {kinds.index(kind) for kind in kinds} | {len(kinds) - 1}
+    chosen = {len(kinds) - 1}
+    for kind in set(kinds):
+        chosen.update([i for i, each in enumerate(kinds) if each == kind][:of_each])
     own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
     try:
         yield
@@ -83,12 +88,11 @@ class Rehearsal:
         powers = (1 << i for i in range(most.bit_length()))
         self._batches = sorted({most, *powers})  # by which decodes choose their splits
 
-    def run(self) -> None:
-        """All of it. The largest step comes first, whose attention takes longest to compile, then
-        decodes, which the start waits for.
+    def start(self) -> None:
+        """What the start waits for, decodes, and the largest step, whose attention takes longest to
+        compile.
         """
-        self._pool.allocate(1)
-        with distinct_layers(self._model, self._model_config):
+        with self._one_block():
             self._prompt(self._least(self._budget), self._budget)
             layers = [each for each in self._model.modules() if isinstance(each, Attention)]
             own = max(layer.most_own for layer in layers)
@@ -98,12 +102,22 @@ class Rehearsal:
                 beside = min(TOKENS, self._budget - size)
                 if beside > 0:  # of other sizes, these take the kernels of decodes alone
                     self._decodes(Shape(size, beside))
+
+    def others(self) -> None:
+        """What requests may need then."""
+        with self._one_block():
             self._prompts()
             for size in self._batches[1:] if self._members else ():
                 self._decodes(Shape(size, shares=True))
-        self._pool.free()
         if self._device.type == "cuda":
             self._controls()
+
+    @contextmanager
+    def _one_block(self) -> Iterator[None]:
+        self._pool.allocate(1)
+        with distinct_layers(self._model, self._model_config):
+            yield
+        self._pool.free()
 
     def _least(self, num_tokens: int) -> int:
         """Sequences that so many tokens of prompts take at the least."""

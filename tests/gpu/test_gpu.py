@@ -647,7 +647,7 @@ def test_this_process_compiles_no_kernel(
     [
         (model_runner, "choose_build"),
         (ModelRunner, "build_model"),
-        (Rehearsal, "run"),
+        (Rehearsal, "start"),
         (ModelRunner, "load"),
         (KVCachePool, "log"),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+OURS = "_rms_norm_kernel", "_act_and_mul_kernel", "_fill_in_kernel"
 TESTS = Path(__file__).parents[1]
 
 
@@ -38,6 +39,15 @@ def test_a_kernel_that_is_launched_while_it_is_pending_goes_first(found: Any) ->
     assert case["first"] == [last]
     assert case["compiled"] == [first, last, second]
     assert sorted(case["heard"]) == sorted([name, True] for name in case["rehearsed"])
+
+
+def test_of_kernels_that_wait_the_longest_goes_first(found: Any) -> None:
+    """Behind those of earlier rehearsals, and all behind the one that came first of all."""
+    long, short, shortest = OURS
+    assert found["compiled_in_order"] == {
+        "longest first": [short, long, shortest],
+        "rehearsal by rehearsal": [shortest, short, long],
+    }
 
 
 def test_a_rehearsal_launches_nothing_and_submits_what_no_cache_has(found: Any) -> None:
