@@ -7,6 +7,7 @@ directory TRITON_CACHE_DIR, or ~/.triton/cache; it serves the same version of Tr
 
 import argparse
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,14 +49,17 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.engine.stand_in import compile_kernels, put_in
 
     cache = Path(knobs.cache.dir)
+    check_writable(cache)
     links = launcher_of(card.target) is not None
     put_in(card)
-    compiler = compile_kernels(args.model, card, options)
-    kernels, failed = len(compiler.rehearsed), compiler.failed
+    compilers = compile_kernels(args.model, card, options)
+    kernels = {job for compiler in compilers for job in compiler.rehearsed}
+    failed = {job: why for compiler in compilers for job, why in compiler.failed.items()}
+    num_new = sum(compiler.num_compiled for compiler in compilers)
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     print(
-        f"{kernels - len(failed)} of {kernels} kernels are compiled for {card.name}, "
-        f"{compiler.num_submitted - len(failed)} of them now.\n{cache} has {size / MIB:.0f} MiB."
+        f"{len(kernels) - len(failed)} of {len(kernels)} kernels are compiled for {card.name}, "
+        f"{num_new} of them now.\n{cache} has {size / MIB:.0f} MiB."
     )
     if needs_launchers(card.target) and not links:
         print(
@@ -63,9 +67,20 @@ def run(args: argparse.Namespace) -> int:
             "libcuda.so.1, which is not here (TRITON_LIBCUDA_PATH names a directory that has it). "
             "The first start does, in a third of a second for each kind of arguments."
         )
-    for job, reason in failed.items():
-        logger.error("%s: %s", job.function, reason)
+    for reason in dict.fromkeys(failed.values()):
+        names = sorted(job.function for job, why in failed.items() if why == reason)
+        logger.error("%s: %s", ", ".join(names), reason)
     return int(bool(failed))
+
+
+def check_writable(cache: Path) -> None:
+    """ValueError if nothing can be written to Triton's cache, which may have to be made."""
+    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"Triton's cache {cache} cannot be written: have TRITON_CACHE_DIR name a directory "
+            "that can"
+        )
 
 
 def find_card(capability: str | None) -> "Card":
@@ -76,6 +91,7 @@ def find_card(capability: str | None) -> "Card":
 
     runs = {name: card for name, card in CARDS.items() if card.runs_kernels}
     if capability is not None:
+        capability = f"{capability}.0" if capability.isdecimal() else capability
         if capability not in runs:
             raise ValueError(
                 f"`--capability` must be one of {', '.join(runs)}, the GPUs that are known, "

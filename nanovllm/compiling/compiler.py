@@ -24,6 +24,7 @@ import torch
 from nanovllm.compiling.absent_gpu import Target
 from nanovllm.compiling.mends import mend
 from nanovllm.compiling.server import Job, hash_triton
+from nanovllm.utils import cgroup
 from nanovllm.utils.device import capturing
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def num_processes(num_ranks: int) -> int:
     half as long again beside a process on each (docs/experiments.md, 51).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(MOST_PROCESSES, (cores or 2) // 2 // num_ranks))
+    usable = int(min(cores or 2, cgroup.cpus()))
+    return max(1, min(MOST_PROCESSES, usable // 2 // num_ranks))
 
 
 class Compiler:
@@ -180,9 +182,10 @@ class Compiler:
                 self._send((self._pending[job], job, self._num_rehearsals))
 
     @property
-    def num_submitted(self) -> int:
-        """Kernels that Triton's cache did not have."""
-        return len(self._jobs)
+    def num_compiled(self) -> int:
+        """Kernels that Triton's cache did not have, and has now."""
+        with self._changed:
+            return sum(not (job in self._pending or job in self.failed) for job in self._jobs)
 
     def finish(self) -> None:
         """Say that no more will be submitted: the processes end when they are done."""

@@ -15,8 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.compiler import Compiler
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.quantized_weight import dequantize
+from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import MIN_CAPABILITY
 from nanovllm.utils.progress import startup_bar
 
@@ -136,7 +139,6 @@ def put_in(card: Card) -> None:
     from triton.runtime import driver
 
     from nanovllm.distributed import bulk, peer_memory
-    from nanovllm.distributed.group import Group
     from nanovllm.engine import executor, model_runner
     from nanovllm.engine.executor import Executor
     from nanovllm.layers import controlled_sampler
@@ -181,7 +183,7 @@ def put_in(card: Card) -> None:
 
 
 def meet_nobody(self: Any) -> None:
-    """Stands for `Executor.launch`: rank 0 of several, alone."""
+    """Stands for `Executor.launch`: one rank of several, alone."""
     if self._group.size > 1:
         self._group._backend, self._group._device = MagicMock(), GPU
 
@@ -195,7 +197,17 @@ class RehearsedError(Exception):
 
 
 class Rehearsing(ModelRunner):
-    """Compiles what it would launch, and ends in a `RehearsedError`. Weights stay empty."""
+    """Compiles what it would launch, and ends in a `RehearsedError`. Weights stay empty.
+
+    Attributes:
+        rank: that it has, whatever it is told.
+    """
+
+    rank = 0
+
+    def __init__(self, config: Config, model_config: ModelConfig, group: Group, *how: Any) -> None:
+        group.rank = self.rank
+        super().__init__(config, model_config, group, *how)
 
     def load(self) -> None:
         dequantize(self.model)
@@ -215,7 +227,7 @@ class Rehearsing(ModelRunner):
         raise RehearsedError(self.compiler)
 
 
-def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> Compiler:
+def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> list[Compiler]:
     """Compile the kernels of an engine into Triton's cache. `put_in` comes before.
 
     Args:
@@ -223,16 +235,18 @@ def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> Compiler
         card: the GPU.
 
     Returns:
-        The compiler, closed, which knows what it has compiled.
+        Compilers of the ranks, closed, which know what they have compiled.
     """
     from nanovllm.engine import executor
     from nanovllm.engine.llm_engine import LLMEngine
 
     own: Any = executor
-    own.ModelRunner = Rehearsing
-    with OnCard(META):
-        try:
-            LLMEngine(model, **{**options, **WITHOUT})
-        except RehearsedError as end:
-            return end.compiler
-    raise AssertionError("an engine without a rehearsal")
+    compilers = []
+    for rank in range(options.get("tensor_parallel_size") or 1):
+        own.ModelRunner = type("Rehearsing", (Rehearsing,), {"rank": rank})
+        with OnCard(META):
+            try:
+                LLMEngine(model, **{**options, **WITHOUT})
+            except RehearsedError as end:
+                compilers.append(end.compiler)
+    return compilers

@@ -1,6 +1,7 @@
-"""What memory the control group of this process still allows: a container's limit (Linux)."""
+"""What the control group of this process allows: a container's limits (Linux)."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -9,28 +10,56 @@ OWN = Path("/proc/self/cgroup")  # lines of id:controllers:path
 
 def memory_left() -> float:
     """Bytes until the nearest limit, of version 2 or 1; infinite where there is none."""
+    left = math.inf
+    for group, version in _groups("memory"):
+        if version == 2:
+            names = "memory.max", "memory.current", ""
+        else:
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        left = min(left, _left_in(group, *names))
+    return left
+
+
+def cpus() -> float:
+    """CPUs whose time this process may use, by quotas of version 2 or 1; infinite where there are
+    none.
+    """
+    return min((_quota_in(group, version) for group, version in _groups("cpu")), default=math.inf)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """The group of a controller and those around it, whose limits hold too; and their version. In a
+    container our own path may be that of the host, which is not there, and the group mounted at the
+    top is ours.
+    """
     try:
         lines = OWN.read_text().splitlines()
     except OSError:
-        return math.inf
-    left = math.inf
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            top, names = ROOT, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            top, names = (
-                ROOT / "memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-            )
+            top, version = ROOT, 2
+        elif controller in controllers.split(","):
+            top, version = ROOT / controller, 1
         else:
             continue
         group = top / path.strip("/")
-        # The limits of all groups around ours hold too. In a container our own path may be that of
-        # the host, which is not there, and the group mounted at the top is ours.
         for directory in (group, *group.parents):
-            left = min(left, _left_in(directory, *names))
-    return left
+            yield directory, version
+
+
+def _quota_in(group: Path, version: int) -> float:
+    try:
+        if version == 2:
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError):  # no such group, or "max": no quota
+        return math.inf
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str, stat_prefix: str) -> float:

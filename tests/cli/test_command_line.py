@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, __version__
 from nanovllm.cli import info, options
+from nanovllm.cli.compile import check_writable
 from nanovllm.cli.main import COMMANDS, main
 from nanovllm.config import DEFAULTS
 
@@ -281,6 +283,49 @@ def test_info_tells_what_an_extra_lacks(
     assert '  x: pip install "a>=2" "b[c]"\n  y: installed\n' in out
 
 
+def compile_into(cache: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """`nanovllm compile` for an H100, in a process of its own."""
+    pytest.importorskip("triton")
+    own = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm", "compile", "--capability", "9", *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**own, "TRITON_CACHE_DIR": str(cache)},
+    )
+
+
+@pytest.mark.slow
+def test_a_second_compile_finds_all_kernels(tiny: str, tmp_path: Path) -> None:
+    """Of both ranks, which have kernels of their own. The cache is in a directory to be made."""
+    options = "--model", tiny, "--max-num-seqs", "2", "--max-num-batched-tokens", "64"
+    found = []
+    for size in ("2", "1"):
+        for _ in range(2):
+            ended = compile_into(tmp_path / "new", *options, "--tensor-parallel-size", size)
+            assert ended.returncode == 0, ended.stderr
+            line = ended.stdout.splitlines()[0]
+            numbers = re.fullmatch(
+                r"(\d+) of (\d+) kernels are compiled for compute capability 9.0, "
+                r"(\d+) of them now\.",
+                line,
+            )
+            assert numbers is not None, line
+            found.append([int(number) for number in numbers.groups()])
+    both, both_again, one, one_again = found
+    assert both[0] == both[1] == both[2] > 20 and both_again == [*both[:2], 0]
+    assert one[0] == one[1] < both[0] and one_again == [*one[:2], 0]
+
+
+def test_compile_refuses_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    check_writable(tmp_path / "to" / "be" / "made")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written: have TRITON_CACHE_DIR name"):
+        check_writable(tmp_path / "file" / "cache")
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
@@ -292,16 +337,7 @@ def test_compile_says_what_it_cannot_do(
     flag: str, value: str, said: str, tiny: str, tmp_path: Path
 ) -> None:
     """These were tracebacks: of an assertion, and of a tensor without content."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "nanovllm", "compile", "--capability", "9.0"]
-    ended = subprocess.run(
-        [*command, "--model", tiny, flag, value],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-    )
+    ended = compile_into(tmp_path, "--model", tiny, flag, value)
     line = ended.stderr.strip().rpartition("\n")[2]
     assert ended.returncode == 2, ended.stderr
     assert line.startswith("nanovllm compile: error: ") and said in line

@@ -1,5 +1,7 @@
 """The arithmetic of the KV pool's size, and what its errors advise."""
 
+import math
+
 import pytest
 
 from nanovllm.engine import memory
@@ -144,3 +146,28 @@ def test_a_containers_limit_bounds_the_cpu_pool(name, tmp_path, monkeypatch):
     if left == 0:
         with pytest.raises(ValueError, match=r"half of the free memory is 0\.00 GiB"):
             num_blocks_for_cpu(MIB, memory.available_cpu_memory(), 100)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        ("0::/a/b", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "400000 100000"}, 3),
+        ("0::/../../pod", {"cpu.max": "100000 50000"}, 2),
+        ("3:cpu,cpuacct:/c", {"cpu/cpu.cfs_quota_us": 50000, "cpu/cpu.cfs_period_us": 100000}, 0.5),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000}, math.inf),
+        ("0::/", {}, math.inf),
+        (None, {}, math.inf),
+    ],
+)
+def test_a_containers_quota_of_cpus(own, files, quota, tmp_path, monkeypatch):
+    if own:
+        (tmp_path / "own").write_text(own)
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
+    assert cgroup.cpus() == quota

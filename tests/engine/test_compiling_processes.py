@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.compiling.compiler import num_processes
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils import cgroup
 
 triton = pytest.importorskip("triton")
 
@@ -82,3 +85,15 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
         assert ModelRunner._start_compiler(runner) is None
     assert "no process that compiles kernels can be started (this program" in caplog.text
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "num_ranks", "most"),
+    [(16, inf, 1, 8), (16, 5.5, 1, 2), (16, inf, 4, 2), (2, inf, 8, 1), (256, inf, 1, 32)],
+)
+def test_processes_take_half_of_what_they_may_use(
+    cores: int, quota: float, num_ranks: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setattr(cgroup, "cpus", lambda: quota)
+    assert num_processes(num_ranks) == most
