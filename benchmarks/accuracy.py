@@ -35,11 +35,11 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.benchmark import harness
+from nanovllm.checkpoint.hub import checkpoint_directory
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import GROUPS
 from nanovllm.cli import bench
-from nanovllm.hub import checkpoint_directory
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import find_weights
-from nanovllm.quantization import GROUPS
 
 REFERENCE, INT4 = "float32", "bfloat16, INT4 weights"
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,12 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.kernels import hopper
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.fp8_linear import can_multiply
 from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.weight import Weight
-from nanovllm.quantization import Fp8
 
 SHAPES = {  # gates, inputs
     "0.6B": (3072, 1024),

@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.workloads import WORKLOADS, Workload, make, uniform
 from nanovllm.benchmark import harness, limits
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import choose, format_of
 from nanovllm.cli import bench
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import choose, format_of
 
 
 def main() -> None:

@@ -358,7 +358,8 @@ class LLM(LLMEngine):
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `add_request` take for None: how the checkpoint says to sample.
 
-        See `nanovllm.generation_config.read_sampling_params`. `dataclasses.replace` changes a copy.
+        See `nanovllm.checkpoint.generation_config.read_sampling_params`. `dataclasses.replace`
+        changes a copy.
         """
         return self._default_params
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.cli.main import _parsers
 from nanovllm.config import FOREIGN_OPTIONS
-from nanovllm.families import FAMILIES
 from nanovllm.sampling_params import FOREIGN_PARAMS
 from nanovllm.utils.checks import Foreign
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import nanovllm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.model_config import ModelConfig
 
 TINY = Path(nanovllm.TINY)
 VOCAB = 128

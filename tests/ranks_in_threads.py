@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from nanovllm import LLM
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed import gloo
 from nanovllm.distributed.group import Group
@@ -22,7 +23,6 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.model_config import ModelConfig
 
 T = TypeVar("T")
 PATIENCE = 60  # seconds, after which a rank that waits for one that failed gives up

@@ -8,9 +8,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from nanovllm.checkpoint.generation_config import read_sampling_params
+from nanovllm.checkpoint.hub import WANTED
 from nanovllm.config import Config
-from nanovllm.generation_config import read_sampling_params
-from nanovllm.hub import WANTED
 from nanovllm.sampling_params import SamplingParams
 
 # Options by which results differ. Others change where and how fast the same is computed, and may be

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Int4
 from nanovllm.engine.matrices import weights
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import Int4
 
 
 class Hardware(NamedTuple):

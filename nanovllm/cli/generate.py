@@ -34,6 +34,7 @@ from nanovllm.batch.job import run as run_job
 from nanovllm.batch.reading import INPUT_FORMATS, STANDARD, count_rows, format_of, read_rows
 from nanovllm.batch.rows import Row
 from nanovllm.batch.sink import OUTPUT_FORMATS, ResumableSink, StreamSink
+from nanovllm.checkpoint.hub import checkpoint_directory
 from nanovllm.cli.job_report import Report, say
 from nanovllm.cli.options import (
     add_engine_options,
@@ -43,7 +44,6 @@ from nanovllm.cli.options import (
     sampling_options,
 )
 from nanovllm.config import Config, our_options
-from nanovllm.hub import checkpoint_directory
 from nanovllm.sampling_params import SamplingParams
 
 ANSWERED, SOME_ERRORS, ENGINE_FAILED, FILE_FAILED = 0, 1, 3, 4

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import Core
@@ -17,7 +18,6 @@ from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.replicated_core import ReplicatedCore
 from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 
 

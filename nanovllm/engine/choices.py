@@ -7,12 +7,12 @@ import torch
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.triton_backend import HEAD_DIMS
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import choose as choose_quantization
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import scheduler
 from nanovllm.layers.base import Build
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import choose as choose_quantization
 from nanovllm.utils.device import fp8_refusal, triton_refusal
 from nanovllm.utils.fp8 import FP8
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.control_table import ControlTable, LastTokens
@@ -23,7 +24,6 @@ from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.engine.workers import Workers
 from nanovllm.layers.controls import Controls
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.forks import check_threads
 from nanovllm.utils.interrupts import uninterrupted

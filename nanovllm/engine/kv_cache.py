@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import local_kv_heads
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache
 

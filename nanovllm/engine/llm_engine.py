@@ -13,6 +13,10 @@ from typing import Any
 
 from typing_extensions import Self, Unpack
 
+from nanovllm.checkpoint.generation_config import read_sampling_params
+from nanovllm.checkpoint.hub import checkpoint_directory
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import assemble
 from nanovllm.engine.executor import Executor
@@ -22,15 +26,11 @@ from nanovllm.engine.metrics import Progress
 from nanovllm.engine.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.request import Listener
-from nanovllm.generation_config import read_sampling_params
-from nanovllm.hub import checkpoint_directory
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.fair_lock import FairLock
-from nanovllm.utils.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
 
 
 class Weights(NamedTuple):

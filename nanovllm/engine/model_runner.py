@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.compiler import Compiler, num_processes, target_of
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
@@ -35,7 +36,6 @@ from nanovllm.layers.controls import Controls
 from nanovllm.layers.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.quantized_weight import dequantize, held_in, is_to_be_plain
 from nanovllm.layers.sampler import Sampler
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.utils.context import use_context

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.hub import checkpoint_name
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
 from nanovllm.engine.trace_file import TraceFile
-from nanovllm.hub import checkpoint_name
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import hardware_name
 
 DEFAULT_PATH = "trace.json"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.extras import Extras
@@ -22,7 +23,6 @@ from nanovllm.engine.warm_up import warmup_batch
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.controlled_sampler import logprobs_of
 from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Controls
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.integers import cdiv
 

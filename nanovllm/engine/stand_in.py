@@ -13,13 +13,13 @@ from unittest.mock import MagicMock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.compiler import Compiler
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.layers.quantized_weight import dequantize
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.device import MIN_CAPABILITY
 from nanovllm.utils.progress import startup_bar
 

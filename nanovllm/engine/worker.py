@@ -6,10 +6,10 @@ import socket
 from functools import partial
 from typing import NamedTuple
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.processes import live, receive_object, send_object
-from nanovllm.model_config import ModelConfig
 
 
 class Setup(NamedTuple):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.channel import Channel
 from nanovllm.engine.plan import max_plan_bytes
@@ -25,7 +26,6 @@ from nanovllm.engine.processes import (
     wait_for_end,
 )
 from nanovllm.engine.worker import Report, Setup
-from nanovllm.model_config import ModelConfig
 
 # Seconds to wait for the rank that really died before blaming one that only lost its connection.
 BLAME_TIMEOUT = 1.0

@@ -3,11 +3,11 @@
 import torch
 
 from nanovllm.attention.base import QKV
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.context import Context, get_context
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, rounded

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.shard import Shard
-from nanovllm.quantization import Quantization
 from nanovllm.utils.fp8 import Codes
 
 # Between layers: [T, M] in some state.

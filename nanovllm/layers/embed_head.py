@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.int8_weight import Int8Weight, TiedWeight, in_int8
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weight import Weight
-from nanovllm.model_config import ModelConfig
 
 
 def vocab_span(vocab_size: int) -> int:

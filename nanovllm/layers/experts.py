@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers import mxfp4
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
@@ -16,7 +17,6 @@ from nanovllm.layers.linear import ReplicatedLinear, make_weight
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.layers.weight import Weight
-from nanovllm.model_config import ExpertConfig, ModelConfig
 
 if TYPE_CHECKING:
     from nanovllm.kernels.experts import ExpertWeights

@@ -1,6 +1,6 @@
 """`Fp8Weight`: the matrix of a product in 8 bits, and how checkpoints' tensors fill it.
 
-A number is a code (e4m3) times the scale of its block. See `quantization.py`.
+A number is a code (e4m3) times the scale of its block. See `checkpoint/quantization.py`.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.layers.shard import Part, Shard
-from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
 
 

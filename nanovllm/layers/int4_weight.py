@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.quantization import Int4
 from nanovllm.layers.quantized_weight import QuantizedWeight
 from nanovllm.layers.shard import Part, Shard, UnheldShard
-from nanovllm.quantization import Int4
 from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
 IN_WORD = 8  # codes of an int32

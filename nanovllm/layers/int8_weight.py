@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build
 from nanovllm.layers.fp8_weight import QuantizingShard
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.weight import Weight
-from nanovllm.quantization import WHILE_LOADING
 from nanovllm.utils.fp8 import Codes
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.spread import Residual, kept, normalise_owned_rows
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.fp8 import Codes
 
 

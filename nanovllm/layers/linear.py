@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
@@ -17,8 +19,6 @@ from nanovllm.layers.int4_weight import Int4Weight
 from nanovllm.layers.shard import Part, Shard, ZeroShard
 from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.layers.weight import Weight
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint.model_config import MXFP4_BLOCK as BLOCK
 from nanovllm.layers.shard import Shard
-from nanovllm.model_config import MXFP4_BLOCK as BLOCK
 
 BIAS = 127  # of its exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanovllm.rope import RopeParameters
+from nanovllm.checkpoint.rope import RopeParameters
 
 
 def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:

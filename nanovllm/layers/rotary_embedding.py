@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.layers.base import Build
 from nanovllm.layers.rope_frequencies import frequencies
-from nanovllm.model_config import ModelConfig
-from nanovllm.rope import RopeParameters
 
 
 class RotaryEmbedding(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from nanovllm.families import FAMILIES
+from nanovllm.checkpoint.families import FAMILIES
 
 if TYPE_CHECKING:
     from nanovllm.models.qwen3 import Qwen3ForCausalLM

@@ -5,11 +5,11 @@ attention and MLP as well as before them.
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.layernorm import norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.spread import Residual
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
 

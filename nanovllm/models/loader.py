@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.checkpoint.files import INDEX, has_file, read_json
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import NOT_READ, OF_CODES
+from nanovllm.checkpoint.refusals import ADAPTER
 from nanovllm.layers.base import Layer
 from nanovllm.layers.shard import Shard
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization import NOT_READ, OF_CODES
-from nanovllm.refusals import ADAPTER
-from nanovllm.utils.files import INDEX, has_file, read_json
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)

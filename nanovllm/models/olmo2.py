@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.layernorm import RMSNorm, norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import Residual, kept
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
 

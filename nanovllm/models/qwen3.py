@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team, 2025). Others of `families.py` differ from it in facts alone.
+"""Qwen3, dense (Qwen team, 2025). Others of `checkpoint/families.py` differ from it in facts alone.
 
 Module names are those of the checkpoints. Between layers travel what the last one adds, `hidden`,
 and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.add_forward`).
@@ -7,6 +7,7 @@ and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.activation import ACTIVATIONS
 from nanovllm.layers.attention import Attention, scoring_of
 from nanovllm.layers.base import MLP, Build, Hidden
@@ -15,7 +16,6 @@ from nanovllm.layers.layernorm import norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
 from nanovllm.layers.spread import Residual
-from nanovllm.model_config import ModelConfig
 
 
 class Qwen3Attention(nn.Module):

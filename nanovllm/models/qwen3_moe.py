@@ -1,8 +1,8 @@
 """Qwen3-MoE (Qwen team, 2025) and Mixtral (Jiang et al., 2024): experts in the place of MLPs."""
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build
 from nanovllm.layers.experts import NumberedExperts, SparseMLP
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.benchmark import limits
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.report.reading import Engine, Floats, Trace
 
 PERCENTILES = (50, 90, 99)

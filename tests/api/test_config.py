@@ -34,11 +34,11 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.attention import select_backend
 from nanovllm.attention.base import AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
+from nanovllm.checkpoint.generation_config import SAMPLING_KEYS, read_sampling_params
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.config import DEFAULTS, FOREIGN_OPTIONS, Config, Options
 from nanovllm.engine import executor
-from nanovllm.generation_config import SAMPLING_KEYS, read_sampling_params
-from nanovllm.model_config import ModelConfig
-from nanovllm.rope import RopeParameters
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from checkpoints import PROMPT, SMALL, TINY, make_checkpoint, reference
-from nanovllm.hub import checkpoint_directory, checkpoint_name
+from nanovllm.checkpoint.hub import checkpoint_directory, checkpoint_name
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_ours"
@@ -127,7 +127,7 @@ def ask(home: Path, url: str, code: str, **env: str) -> list[str]:
 
 FIND = """
 import sys, traceback
-from nanovllm.hub import checkpoint_directory
+from nanovllm.checkpoint.hub import checkpoint_directory
 for name, revision in {calls!r}:
     try:
         print(checkpoint_directory(name, revision))

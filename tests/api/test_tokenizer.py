@@ -19,8 +19,8 @@ import pytest
 from checkpoints import SMALL, TINY, copy_checkpoint, edit_json, greedy
 from faults import DEADLINE, wait_until
 from nanovllm import LLM
-from nanovllm.utils import tokenizer
-from nanovllm.utils.tokenizer import load_tokenizer
+from nanovllm.checkpoint import tokenizer
+from nanovllm.checkpoint.tokenizer import load_tokenizer
 
 IMPORT = "import sys; sys.import_transformers()"
 

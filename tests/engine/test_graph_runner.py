@@ -18,6 +18,7 @@ from host import FakeModel, make_scheduler, make_seq
 from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, tokens  # noqa: F401
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine import graph_runner, model_runner, static_inputs
 from nanovllm.engine.graph_runner import StepGraphs, bucket_sizes, coarse_sizes
 from nanovllm.engine.matrices import weights
@@ -39,7 +40,6 @@ from nanovllm.engine.static_inputs import (
 )
 from nanovllm.engine.step_inputs import Computed, to_device
 from nanovllm.engine.step_timer import StepTimer
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils import device
 
 B, W = 12, 10

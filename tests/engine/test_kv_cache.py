@@ -6,12 +6,12 @@ from torch import nn
 
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.memory import CPU_TOKENS, GIB, RESERVE
 from nanovllm.layers.base import Build
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 
 from attention_cases import DEVICE, needs_hopper
 
+from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.engine.rehearsal import ROWS
 from nanovllm.kernels import activation, gated_hopper, hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.weight import Weight
-from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import FP8, Codes
 
 SEED = 9

@@ -36,6 +36,8 @@ from nanovllm.attention.base import QKV, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.compiling.mends import hash_callees_first, keep_apart, mend
 from nanovllm.distributed.bulk import Gathered
 from nanovllm.distributed.group import Group
@@ -59,9 +61,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.weight import Weight
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
-from nanovllm.rope import RopeParameters
 from nanovllm.utils.device import fp8_refusal
 from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded

@@ -17,12 +17,12 @@ from checkpoints import rare
 pytest.importorskip("triton")
 
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
 from nanovllm.kernels.paged_own import FEW_PROGRAMS, own_decode, takes_heads
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.rope import RopeParameters
 from nanovllm.utils.kv_cache import KVCache, dequantize, rounded
 from nanovllm.utils.qk_norm_rope import QKNormRope
 from nanovllm.utils.scoring import Scoring

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from checkpoints import SMALL, make_checkpoint
 from nanovllm import LLM
-from nanovllm.families import FAMILIES
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.families import FAMILIES
+from nanovllm.checkpoint.model_config import ModelConfig
 
 Raw = dict[str, Any]
 

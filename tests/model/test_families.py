@@ -34,6 +34,9 @@ from checkpoints import (
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import HEAD_DIMS, TritonBackend
+from nanovllm.checkpoint.model_config import LayerConfig, ModelConfig
+from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
+from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.base import Build
@@ -41,11 +44,8 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.quantized_weight import dequantize
 from nanovllm.layers.rotary_embedding import frequencies
 from nanovllm.layers.weight import Weight
-from nanovllm.model_config import LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
-from nanovllm.quantization import WHILE_LOADING, Quantization
-from nanovllm.rope import RopeParameters
 from nanovllm.utils.context import Context, use_context
 from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.kv_cache import KVCache

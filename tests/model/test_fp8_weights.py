@@ -28,7 +28,7 @@ from checkpoints import (
     reference_logprobs,
 )
 from nanovllm import LLM
-from nanovllm.quantization import Fp8, read_quantization
+from nanovllm.checkpoint.quantization import Fp8, read_quantization
 from nanovllm.utils import fp8 as utils_fp8
 
 E4M3 = torch.float8_e4m3fn

@@ -25,13 +25,13 @@ from checkpoints import (
 )
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.quantization import Int4, read_quantization
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.int4_weight import Int4Weight
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.shard import Part
 from nanovllm.models.loader import load_dummy
-from nanovllm.quantization import Int4, read_quantization
 
 
 @pytest.mark.parametrize("way", WAYS)

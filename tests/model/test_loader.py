@@ -23,9 +23,9 @@ from checkpoints import (
     reference_logprobs,
 )
 from nanovllm import LLM
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.files import INDEX
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.models.loader import checkpoint_shards, with_own_head
-from nanovllm.utils.files import INDEX
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

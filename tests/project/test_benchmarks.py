@@ -37,9 +37,9 @@ from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits
 from nanovllm.benchmark.limits import Itemsizes
+from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
+from nanovllm.checkpoint.quantization import Fp8, Int4
 from nanovllm.cli.main import main
-from nanovllm.model_config import ExpertConfig, ModelConfig
-from nanovllm.quantization import Fp8, Int4
 
 with contextlib.suppress(ImportError):  # Linux has Triton
     import triton.language as tl

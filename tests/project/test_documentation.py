@@ -143,7 +143,7 @@ def test_blocks_that_do_not_run_say_why() -> None:
     ("file", "is_whole"),
     [
         ("nanovllm/models/exaone4.py", True),
-        ("nanovllm/families.py", False),
+        ("nanovllm/checkpoint/families.py", False),
         ("tests/model/test_families.py", False),
     ],
 )

@@ -22,9 +22,9 @@ from benchmarks import accuracy
 from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.benchmark import harness
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli import bench
 from nanovllm.cli.main import main
-from nanovllm.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 SHORT = 778  # seed of a workload whose first sequence is short

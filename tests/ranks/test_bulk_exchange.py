@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed import bulk
 from nanovllm.distributed.bulk import BulkExchange, Gathered, part_of
 from nanovllm.distributed.group import Group
@@ -23,7 +24,6 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from nanovllm.layers.shard import Part
 from nanovllm.layers.spread import Owned, normalise_owned_rows
-from nanovllm.quantization import Fp8
 from nanovllm.utils.fp8 import Codes
 
 SEED = 10

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanovllm.utils.files import read_value
+from nanovllm.checkpoint.files import read_value
 
 Raw = dict[str, Any]  # config.json
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanovllm.utils.files import has_file, read_json
+from nanovllm.checkpoint.files import has_file, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ INT4 codes have a scale, and mostly a zero point, for groups of a row. Three spe
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from nanovllm.utils.files import read_value
+from nanovllm.checkpoint.files import read_value
 
 # Tensors' names end so. Activations are quantised by what they are, keys and values likewise.
 NOT_READ = (

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanovllm.families import FAMILIES
-from nanovllm.utils.files import has_file, read_json
+from nanovllm.checkpoint.families import FAMILIES
+from nanovllm.checkpoint.files import has_file, read_json
 
 ADAPTER = "adapter_config.json"
 # Architectures, by a part of their name, and what is nearest to them.

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.files import MOST, read_value
+from nanovllm.checkpoint.files import MOST, read_value
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OTHER_NAMES = {"su": "longrope"}  # Phi-3's first checkpoints; others of them say "yarn"

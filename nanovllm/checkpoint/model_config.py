@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.families import FULL, SLIDING, Family, family_of
-from nanovllm.generation_config import read_eos
-from nanovllm.quantization import Int4, Quantization, read_quantization
-from nanovllm.refusals import refuse_architecture, refuse_directory
-from nanovllm.rope import RopeParameters, read_rope
-from nanovllm.utils.files import read_json, read_value
+from nanovllm.checkpoint.families import FULL, SLIDING, Family, family_of
+from nanovllm.checkpoint.files import read_json, read_value
+from nanovllm.checkpoint.generation_config import read_eos
+from nanovllm.checkpoint.quantization import Int4, Quantization, read_quantization
+from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
+from nanovllm.checkpoint.rope import RopeParameters, read_rope
 
 MOST_LAYERS = 10_000
 TIED = "tie_word_embeddings"

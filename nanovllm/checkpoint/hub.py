@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
-from nanovllm.utils.files import INDEX, has_file, read_json
-from nanovllm.utils.tokenizer import TOKENIZER_FILES
+from nanovllm.checkpoint.files import INDEX, has_file, read_json
+from nanovllm.checkpoint.tokenizer import TOKENIZER_FILES
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 SNAPSHOT = re.compile(r".*/models--(?:.*--)?([^/]+)/snapshots/[^/]+")  # in its cache

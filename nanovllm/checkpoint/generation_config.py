@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint.files import MOST, has_file, read_json
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import only
-from nanovllm.utils.files import MOST, has_file, read_json
 
 logger = logging.getLogger(__name__)
 
