@@ -21,9 +21,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 
 POOL, LONGEST = 614_400, 4096  # tokens of the pool, and of the widest block table
 CALLS = 10  # in a graph

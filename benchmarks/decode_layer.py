@@ -28,11 +28,11 @@ from nanovllm.kernels.norm import add_rms_norm
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_own import own_decode
 from nanovllm.kernels.rope import qk_norm_rope_store
-from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import cdiv
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.qk_norm_rope import QKNormRope
-from nanovllm.utils.scoring import Scoring
 
 LAYERS, M, I, HQ, HKV, D = 12, 4096, 12288, 32, 8, 128
 BLOCK, MAX_CONTEXT = 256, 4096

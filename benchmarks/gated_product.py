@@ -19,8 +19,8 @@ from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.kernels import hopper
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.fp8_linear import can_multiply
-from nanovllm.layers.fp8_weight import Fp8Weight
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.weight import Weight
 
 SHAPES = {  # gates, inputs
     "0.6B": (3072, 1024),

@@ -18,9 +18,9 @@ import triton
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.decode_attention import random_cache
 from nanovllm.kernels.paged_prefill import paged_prefill
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 
 HKV, D, S, NUM_BLOCKS = 8, 128, 256, 700
 CASES = (  # prompts, tokens of each, tokens cached before them

@@ -5,10 +5,10 @@ import torch
 
 from nanovllm.attention.base import QKV, AttentionBackend
 from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
-from nanovllm.utils.scoring import Scoring
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nanovllm.engine.rehearsal import ROWS
-from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.utils.fp8 import Codes
-from nanovllm.utils.int4 import Int4Codes
+from nanovllm.layers.weights.quantized import QuantizedWeight
+from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.int4 import Int4Codes
 
 
 class HeldCodes(QuantizedWeight):

@@ -111,10 +111,10 @@ def compile_attention(
     """The kernels of attention only, for contexts of one split."""
     from nanovllm.attention import select_backend
     from nanovllm.attention.base import QKV, AttentionNeeds
+    from nanovllm.tensors.fp8 import FP8
+    from nanovllm.tensors.kv_cache import KVCache
+    from nanovllm.tensors.scoring import Scoring
     from nanovllm.utils.context import Context
-    from nanovllm.utils.fp8 import FP8
-    from nanovllm.utils.kv_cache import KVCache
-    from nanovllm.utils.scoring import Scoring
 
     _, _, Hq, Hkv, _ = SHAPES[shape]
     kind = getattr(torch, dtype)
@@ -141,8 +141,8 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
     what a step's layers share afterwards.
     """
     from nanovllm.kernels.paged_prefill import FEW_QUERIES, paged_prefill
-    from nanovllm.utils.kv_cache import KVCache
-    from nanovllm.utils.scoring import Scoring
+    from nanovllm.tensors.kv_cache import KVCache
+    from nanovllm.tensors.scoring import Scoring
 
     kind, shared = getattr(torch, dtype), dict[Any, Any]()
     cache = KVCache.empty((4096, 256, 8, head_dim), kind, GPU)
@@ -161,7 +161,7 @@ def compile_gated_products(dtype: str) -> None:
     """Of an MLP, for few rows and for many."""
     from nanovllm.kernels.activation import MANY, takes_hopper_kernel
     from nanovllm.kernels.gated_hopper import hopper_gated
-    from nanovllm.utils.fp8 import FP8, Codes
+    from nanovllm.tensors.fp8 import FP8, Codes
 
     kind, K = getattr(torch, dtype), 1024
 

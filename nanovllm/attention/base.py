@@ -6,9 +6,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import torch
 
 from nanovllm.attention.base import QKV, AttentionNeeds
 from nanovllm.attention.triton_backend import TritonStore
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
 HEAD_DIMS = (32, 64, 128)  # with others, some results have been wrong (version 2.8.3)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache, dequantize, quantize
-from nanovllm.utils.scoring import Scoring
 
 MANY_QUERIES = 64  # whose scores are held at once, where PyTorch's own attention cannot run
 MIN_PADDING = 64  # tokens that are not worth a gather of their own

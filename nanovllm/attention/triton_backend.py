@@ -5,10 +5,10 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import QKV, AttentionBackend, AttentionNeeds
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 

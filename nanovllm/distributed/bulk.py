@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.distributed.peer_memory import PeerRegion, Share
-from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv
 
 FLAG_BYTES = 8

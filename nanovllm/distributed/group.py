@@ -15,7 +15,7 @@ from nanovllm.distributed.gloo import Gloo
 from nanovllm.distributed.nccl import Nccl, get_unique_id
 from nanovllm.distributed.peer_memory import ALIGNMENT, PeerMemory, PeerRegion
 from nanovllm.distributed.store import arrival
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 
 logger = logging.getLogger(__name__)
 

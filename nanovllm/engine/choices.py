@@ -13,8 +13,8 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine import scheduler
 from nanovllm.layers.base import Build
+from nanovllm.tensors.fp8 import FP8
 from nanovllm.utils.device import fp8_refusal, triton_refusal
-from nanovllm.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 

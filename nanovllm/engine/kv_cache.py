@@ -14,8 +14,8 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine import memory
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import local_kv_heads
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,12 @@ from nanovllm.engine.step_timer import Span, StepTimer
 from nanovllm.engine.warm_up import most_activations
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.controls import Controls
-from nanovllm.layers.onednn import can_use_onednn, use_onednn
-from nanovllm.layers.quantized_weight import dequantize, held_in, is_to_be_plain
 from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
+from nanovllm.layers.weights.quantized import dequantize, held_in, is_to_be_plain
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.tensors.fp8 import FP8
 from nanovllm.utils.context import use_context
 from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import (
@@ -48,7 +49,6 @@ from nanovllm.utils.device import (
     triton_refusal,
     wait_for_device,
 )
-from nanovllm.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 

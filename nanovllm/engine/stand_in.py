@@ -19,7 +19,7 @@ from nanovllm.compiling.compiler import Compiler
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.quantized_weight import dequantize
+from nanovllm.layers.weights.quantized import dequantize
 from nanovllm.utils.device import MIN_CAPABILITY
 from nanovllm.utils.progress import startup_bar
 

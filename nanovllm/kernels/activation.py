@@ -16,8 +16,8 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.utils.fp8 import FP8, Codes
-from nanovllm.utils.int4 import Int4Codes
+from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 # From so many bytes of an input's column on, 1,024 rows in 16 bits and 2,048 in FP8, the product

@@ -28,7 +28,7 @@ from nanovllm.kernels.hopper import (
 from nanovllm.kernels.linear import HALF
 from nanovllm.kernels.routing import sort_pairs
 from nanovllm.kernels.row import one_row, stored
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
-from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(LARGEST)

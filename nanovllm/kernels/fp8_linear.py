@@ -24,8 +24,8 @@ from nanovllm.kernels.hopper import (
     wait,
 )
 from nanovllm.kernels.linear import BLOCK_N, HALF, SPLITS, Tiles, empty_parts
+from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.utils.device import FP8_CAPABILITY, capability
-from nanovllm.utils.fp8 import FP8, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale

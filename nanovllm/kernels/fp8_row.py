@@ -12,7 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.row import load_bias, load_words
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 # Inputs and codes of a block; programs that run at once, as many as their registers leave room for,

@@ -30,8 +30,8 @@ from nanovllm.kernels.rings import (
     wait_full,
     wait_left,
 )
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import num_multiprocessors
-from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv
 
 ROWS, GATES = 128, 128  # of a tile

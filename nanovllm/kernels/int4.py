@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.utils.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
+from nanovllm.tensors.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
 
 ROWS = 16  # of a program of `_numbers_kernel`
 _BF16_OFFSET = tl.constexpr(OFFSETS[torch.bfloat16])

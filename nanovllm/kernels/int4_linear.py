@@ -27,8 +27,8 @@ from nanovllm.kernels.hopper import (
 from nanovllm.kernels.int4 import ROWS, numbers_of, unpack_pair
 from nanovllm.kernels.int4_row import one_row
 from nanovllm.kernels.linear import HALF, SPLITS, empty_parts, multiply_parts
+from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.int4 import PLANES, Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 MOST_ROWS = 256  # of a product by tiles

@@ -16,7 +16,7 @@ from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.int4 import dot_planes, halves, in_bytes, offset_of
 from nanovllm.kernels.linear import empty_parts
 from nanovllm.kernels.row import load_bias, load_words
-from nanovllm.utils.int4 import Int4Codes
+from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_K = 4096

@@ -25,8 +25,8 @@ from nanovllm.kernels.hopper import (
 )
 from nanovllm.kernels.int4_row import larger
 from nanovllm.kernels.linear import HALF
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
-from nanovllm.utils.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 MOST_INPUTS = 2**16  # whose products' sum int32 holds

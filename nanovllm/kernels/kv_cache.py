@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.utils.fp8 import LARGEST
+from nanovllm.tensors.fp8 import LARGEST
+from nanovllm.tensors.kv_cache import FLOAT16_MOST, LEAST_EXPONENT, KVCache
 from nanovllm.utils.integers import next_power_of_2
-from nanovllm.utils.kv_cache import FLOAT16_MOST, LEAST_EXPONENT, KVCache
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)

@@ -13,7 +13,7 @@ import triton.language as tl
 from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import next_power_of_2
 
 if TYPE_CHECKING:

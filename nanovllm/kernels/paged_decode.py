@@ -20,11 +20,11 @@ from nanovllm.kernels.paged_splits import (
     span,
 )
 from nanovllm.kernels.paged_tiles import decode_span
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Prefixes
-from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 # Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
 # for heads and groups of queries up to these. Sums of larger groups spill. Larger heads take four

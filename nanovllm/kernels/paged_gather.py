@@ -11,8 +11,8 @@ import triton.language as tl
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.kv_cache import exponents_at, numbers_of
 from nanovllm.kernels.paged_attention import metadata
+from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.integers import cdiv, next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
 
 _ROWS = 32  # of a program
 

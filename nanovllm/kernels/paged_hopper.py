@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST
 from nanovllm.kernels.rings import async_load, leave, make_ring, tiles_of, wait_full, wait_left
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.device import num_multiprocessors
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
 _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)

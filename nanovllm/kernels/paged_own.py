@@ -32,11 +32,11 @@ from nanovllm.kernels.paged_splits import (
 )
 from nanovllm.kernels.paged_tiles import decode_span, decode_tile, masked_tile
 from nanovllm.kernels.rope import norm_rope
-from nanovllm.utils.fp8 import FP8
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.qk_norm_rope import QKNormRope
-from nanovllm.utils.scoring import Scoring
 
 MOST_ROWS = 16  # for which this is faster (measured on an H200)
 FEW_PROGRAMS = 32  # of a split, for which larger tiles are

@@ -30,10 +30,10 @@ from nanovllm.kernels.paged_attention import (
     weigh,
 )
 from nanovllm.kernels.paged_gather import gather_keys
-from nanovllm.utils.fp8 import FP8
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import cdiv, next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
 FEW_SCORES = 2**22  # queries times keys; for no more one launch takes less than two

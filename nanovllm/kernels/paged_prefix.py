@@ -12,11 +12,11 @@ import triton.language as tl
 from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, wait
 from nanovllm.kernels.paged_attention import LOG2E, LOWEST, across, before_keys, metadata
 from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Prefixes
-from nanovllm.utils.fp8 import FP8
 from nanovllm.utils.integers import cdiv, next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
 
 ROWS = 64  # of a tile: queries times heads that share a KV head
 PROGRAMS = 512  # that run at once

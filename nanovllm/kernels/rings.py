@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.utils.fp8 import FP8
+from nanovllm.tensors.fp8 import FP8
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # up to 3.7
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -9,9 +9,9 @@ import triton.language as tl
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
 from nanovllm.kernels.kv_cache import halves_to_fp8, load_heads, store_halves
 from nanovllm.kernels.norm import weighted
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.qk_norm_rope import QKNormRope
 from nanovllm.utils.integers import next_power_of_2
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.qk_norm_rope import QKNormRope
 
 
 @triton.jit

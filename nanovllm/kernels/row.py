@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
 from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 

@@ -8,11 +8,11 @@ from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache, rounded
+from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context, get_context
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache, rounded
-from nanovllm.utils.qk_norm_rope import QKNormRope
-from nanovllm.utils.scoring import Scoring
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:

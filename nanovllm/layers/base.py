@@ -10,8 +10,8 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
-from nanovllm.layers.shard import Shard
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.shard import Shard
+from nanovllm.tensors.fp8 import Codes
 
 # Between layers: [T, M] in some state.
 Hidden: TypeAlias = torch.Tensor | Codes | Scattered | Gathered

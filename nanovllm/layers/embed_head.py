@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.int8_weight import Int8Weight, TiedWeight, in_int8
-from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.weights.int8 import Int8Weight, TiedWeight, in_int8
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.weight import Weight
 
 
 def vocab_span(vocab_size: int) -> int:

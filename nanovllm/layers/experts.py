@@ -9,14 +9,14 @@ from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
-from nanovllm.layers import mxfp4
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
-from nanovllm.layers.fp8_weight import Fp8Weight
 from nanovllm.layers.linear import ReplicatedLinear, make_weight
-from nanovllm.layers.shard import Part, Shard
 from nanovllm.layers.spread import sum_over_ranks
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.weights import mxfp4
+from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.weight import Weight
 
 if TYPE_CHECKING:
     from nanovllm.kernels.experts import ExpertWeights

@@ -7,7 +7,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers.base import Build, Hidden, Layer
 from nanovllm.layers.spread import Residual, kept, normalise_owned_rows
-from nanovllm.utils.fp8 import Codes
+from nanovllm.tensors.fp8 import Codes
 
 
 class RMSNorm(Layer):

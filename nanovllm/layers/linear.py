@@ -14,12 +14,12 @@ from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
-from nanovllm.layers.fp8_weight import Fp8Weight
-from nanovllm.layers.int4_weight import Int4Weight
-from nanovllm.layers.shard import Part, Shard, ZeroShard
 from nanovllm.layers.spread import sum_over_ranks
-from nanovllm.layers.weight import Weight
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.int4 import Int4Weight
+from nanovllm.layers.weights.shard import Part, Shard, ZeroShard
+from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.fp8 import Codes
 
 
 def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:

@@ -9,7 +9,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.experts import PackedExperts, SparseMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.shard import Part, Shard
+from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCausalLM
 
 

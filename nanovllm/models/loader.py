@@ -21,7 +21,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import NOT_READ, OF_CODES
 from nanovllm.checkpoint.refusals import ADAPTER
 from nanovllm.layers.base import Layer
-from nanovllm.layers.shard import Shard
+from nanovllm.layers.weights.shard import Shard
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)

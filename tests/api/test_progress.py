@@ -46,7 +46,7 @@ def test_bar_of_a_load_that_fails_is_closed(monkeypatch, tmp_path, capfd, no_del
     def fill(shard, source):
         raise ValueError("no more")
 
-    monkeypatch.setattr("nanovllm.layers.shard.Shard.fill", fill)
+    monkeypatch.setattr("nanovllm.layers.weights.shard.Shard.fill", fill)
     capfd.readouterr()
     with pytest.raises(ValueError, match="no more") as error:
         LLM(path, **SMALL)

@@ -39,8 +39,8 @@ from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rehearsal import Rehearsal
 from nanovllm.kernels import hopper, paged_decode
-from nanovllm.layers.int8_weight import Int8Weight
 from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.weights.int8 import Int8Weight
 from nanovllm.utils.device import (
     _side_stream,
     host_array,

@@ -23,7 +23,7 @@ from nanovllm.kernels.experts import (
     gated_experts,
 )
 from nanovllm.kernels.routing import SORTED, route
-from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.tensors.fp8 import FP8, Codes
 
 SEED = 3
 SMALL_TILES = Tiles(16, 16, 16, 16, 4, 2, left=True)  # several in each direction

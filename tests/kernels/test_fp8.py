@@ -16,7 +16,7 @@ from nanovllm.kernels.fp8 import empty_codes, quantize
 from nanovllm.kernels.fp8_linear import choose_tiles, linear, multiply_into
 from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.utils.fp8 import FP8, LARGEST, Codes
+from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 
 SEED = 8
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact

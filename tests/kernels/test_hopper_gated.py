@@ -17,9 +17,9 @@ from nanovllm.engine.rehearsal import ROWS
 from nanovllm.kernels import activation, gated_hopper, hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
-from nanovllm.layers.fp8_weight import Fp8Weight
-from nanovllm.layers.weight import Weight
-from nanovllm.utils.fp8 import FP8, Codes
+from nanovllm.layers.weights.fp8 import Fp8Weight
+from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.fp8 import FP8, Codes
 
 SEED = 9
 

@@ -15,8 +15,8 @@ from attention_cases import Case, close, needs_hopper
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.kernels import hopper, paged_prefill
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
 
 CASES: dict[str, dict[str, Any]] = {
     "prompts": {"q_lens": [300, 1, 129, 1000, 64]},

@@ -20,7 +20,7 @@ from nanovllm.kernels.int4_linear import (
     multiply_into,
     numbers_of,
 )
-from nanovllm.utils.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
+from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
 
 SEED = 4
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact

@@ -20,8 +20,8 @@ from nanovllm.kernels.int8_linear import (
     in_bytes,
     linear_into,
 )
-from nanovllm.layers.int8_weight import Int8Weight
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.int8 import Int8Weight
+from nanovllm.tensors.fp8 import Codes
 
 SEED = 6
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact

@@ -60,13 +60,13 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.weights.weight import Weight
 from nanovllm.models.qwen3 import Qwen3Attention
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize, rounded
+from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.device import fp8_refusal
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache, dequantize, quantize, rounded
-from nanovllm.utils.qk_norm_rope import QKNormRope
-from nanovllm.utils.scoring import Scoring
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter does not multiply bfloat16
 

@@ -23,9 +23,9 @@ from nanovllm.kernels.paged_own import FEW_PROGRAMS, own_decode, takes_heads
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils.kv_cache import KVCache, dequantize, rounded
-from nanovllm.utils.qk_norm_rope import QKNormRope
-from nanovllm.utils.scoring import Scoring
+from nanovllm.tensors.kv_cache import KVCache, dequantize, rounded
+from nanovllm.tensors.qk_norm_rope import QKNormRope
+from nanovllm.tensors.scoring import Scoring
 
 LONGEST = 400
 

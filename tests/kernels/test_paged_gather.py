@@ -14,9 +14,9 @@ from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.kernels import paged_prefill
 from nanovllm.kernels.paged_gather import gather_keys
 from nanovllm.kernels.paged_prefill import heads_at_once
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import KVCache
-from nanovllm.utils.scoring import Scoring
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import KVCache
+from nanovllm.tensors.scoring import Scoring
 
 HEADS = 5
 

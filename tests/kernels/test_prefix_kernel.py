@@ -14,10 +14,10 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.prefixes import find_shared_prefixes
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_prefix import members_of_tile, paged_prefix
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.tensors.kv_cache import dequantize, quantize
+from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Prefixes
-from nanovllm.utils.fp8 import FP8
-from nanovllm.utils.kv_cache import dequantize, quantize
-from nanovllm.utils.scoring import Scoring
 
 WAYS = "plain", "capped", "sinks", "fp8"
 COMMON = [("plain", 16, 4, 32), ("sinks", 128, 1, 32), ("fp8", 16, 1, 80), ("fp8", 16, 4, 256)]

@@ -41,14 +41,14 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.base import Build
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.quantized_weight import dequantize
 from nanovllm.layers.rotary_embedding import frequencies
-from nanovllm.layers.weight import Weight
+from nanovllm.layers.weights.quantized import dequantize
+from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
+from nanovllm.tensors.fp8 import FP8, Codes
+from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.fp8 import FP8, Codes
-from nanovllm.utils.kv_cache import KVCache
 
 SLIDES = {"sliding_window": 20}  # shorter than prompts, and no multiple of a block or a tile
 ROPE = {"rope_theta": 1000.0, "original_max_position_embeddings": 32}

@@ -29,7 +29,7 @@ from checkpoints import (
 )
 from nanovllm import LLM
 from nanovllm.checkpoint.quantization import Fp8, read_quantization
-from nanovllm.utils import fp8 as utils_fp8
+from nanovllm.tensors import fp8 as utils_fp8
 
 E4M3 = torch.float8_e4m3fn
 PROJECTIONS = (

@@ -28,9 +28,9 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.quantization import Int4, read_quantization
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
-from nanovllm.layers.int4_weight import Int4Weight
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.shard import Part
+from nanovllm.layers.weights.int4 import Int4Weight
+from nanovllm.layers.weights.shard import Part
 from nanovllm.models.loader import load_dummy
 
 

@@ -15,9 +15,9 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import WHILE_LOADING, Fp8
 from nanovllm.distributed.group import Group
-from nanovllm.layers import fp8_weight
 from nanovllm.layers.base import Build
-from nanovllm.layers.int8_weight import Int8Weight
+from nanovllm.layers.weights import fp8 as fp8_weight
+from nanovllm.layers.weights.int8 import Int8Weight
 from nanovllm.models import loader
 from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM

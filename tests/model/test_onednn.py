@@ -9,10 +9,10 @@ from checkpoints import PARAMS, PROMPTS, SMALL, assert_right, make_checkpoint
 from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.distributed.group import Group
-from nanovllm.layers import onednn
 from nanovllm.layers.base import Build
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.onednn import can_use_onednn, use_onednn
+from nanovllm.layers.weights import onednn
+from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
 
 PLAIN = Build(torch.float32, False, Group(), TorchBackend(), 64)
 

@@ -22,9 +22,9 @@ from nanovllm.kernels import peers
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-from nanovllm.layers.shard import Part
 from nanovllm.layers.spread import Owned, normalise_owned_rows
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.shard import Part
+from nanovllm.tensors.fp8 import Codes
 
 SEED = 10
 MOST_ROWS, M, EPS = 130, 512, 1e-6

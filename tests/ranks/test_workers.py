@@ -276,7 +276,7 @@ def test_death_while_this_rank_loads(inject, checkpoint, monkeypatch, tmp_path):
         loading.touch()
         wait_until(lambda: executors[0]._group._is_aborted)
 
-    monkeypatch.setattr("nanovllm.layers.shard.Shard.fill", fill)
+    monkeypatch.setattr("nanovllm.layers.weights.shard.Shard.fill", fill)
     with pytest.raises(WorkerError, match="injected"):
         LLM(checkpoint, **TP2)
     assert len(loaded) == 1

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.activation import act_and_mul
-from nanovllm.layers.shard import Part, Shard
-from nanovllm.utils.fp8 import Codes
-from nanovllm.utils.int4 import Int4Codes
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.int4 import Int4Codes
 
 NO_CODES = "`x_block` is None"
 

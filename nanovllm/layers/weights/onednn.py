@@ -11,8 +11,8 @@ from torch import nn
 
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.weight import Weight
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.fp8 import Codes
 
 MIN_WEIGHT = 2**18  # elements; smaller products gain less than a call costs (640 x 640 gains)
 

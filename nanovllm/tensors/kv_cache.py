@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.utils.fp8 import FP8, LARGEST
+from nanovllm.tensors.fp8 import FP8, LARGEST
 
 FLOAT16_MOST = 65504.0
 LEAST_EXPONENT = -64  # of vectors of zeros, for one

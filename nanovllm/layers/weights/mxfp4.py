@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.checkpoint.model_config import MXFP4_BLOCK as BLOCK
-from nanovllm.layers.shard import Shard
+from nanovllm.layers.weights.shard import Shard
 
 BIAS = 127  # of its exponent
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from nanovllm.layers.weight import Weight
-from nanovllm.utils.fp8 import Codes
-from nanovllm.utils.int4 import Int4Codes
+from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.fp8 import Codes
+from nanovllm.tensors.int4 import Int4Codes
 
 logger = logging.getLogger(__name__)
 

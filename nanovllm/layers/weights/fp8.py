@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.quantization import Fp8
-from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.layers.shard import Part, Shard
-from nanovllm.utils.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
+from nanovllm.layers.weights.quantized import QuantizedWeight
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.tensors.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
 
 
 class CodesShard(Shard):

@@ -12,10 +12,10 @@ from torch import nn
 
 from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build
-from nanovllm.layers.fp8_weight import QuantizingShard
-from nanovllm.layers.shard import Part, Shard
-from nanovllm.layers.weight import Weight
-from nanovllm.utils.fp8 import Codes
+from nanovllm.layers.weights.fp8 import QuantizingShard
+from nanovllm.layers.weights.shard import Part, Shard
+from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.fp8 import Codes
 
 
 class Int8Weight(Weight):

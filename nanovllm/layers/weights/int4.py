@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nanovllm.checkpoint.quantization import Int4
-from nanovllm.layers.quantized_weight import QuantizedWeight
-from nanovllm.layers.shard import Part, Shard, UnheldShard
-from nanovllm.utils.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
+from nanovllm.layers.weights.quantized import QuantizedWeight
+from nanovllm.layers.weights.shard import Part, Shard, UnheldShard
+from nanovllm.tensors.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
 IN_WORD = 8  # codes of an int32
 DUMMY_SCALE = 0.02 / 3  # codes from 0 to 15 reach over two and a half standard deviations of 0.02
