@@ -12,8 +12,9 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.request_controls import BANNED
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.engine.structured_output import Grammar, accept_tokens, fill_masks
-from nanovllm.layers.controls import IN_PROMPT, MAX_COUNT, NO_PENALTIES, Controls, Float32, Int32
+from nanovllm.layers.controls import IN_PROMPT, MAX_COUNT, NO_PENALTIES, Controls
 from nanovllm.sampling_params import NO_TOKEN
+from nanovllm.utils.arrays import Float32, Int32
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
 LOST = -1  # `Sequence.num_followed` if nobody can say

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nanovllm.engine.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.engine.sequence import ScheduledSequence
-from nanovllm.layers.controls import Int32
+from nanovllm.utils.arrays import Int32
 
 
 class StepPlan(NamedTuple):

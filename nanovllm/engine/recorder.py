@@ -1,17 +1,21 @@
 """`Recorder`: the file that an engine records to, if any, from its opening to its end."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.hub import checkpoint_name
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.engine.core import Core
 from nanovllm.engine.trace_file import TraceFile
 from nanovllm.utils.device import hardware_name
+
+if TYPE_CHECKING:
+    from nanovllm.engine.core import Core
 
 DEFAULT_PATH = "trace.json"
 

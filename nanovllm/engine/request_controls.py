@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES, Float32, Int32
+from nanovllm.layers.controls import NO_FILTERS, NO_PENALTIES
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.arrays import Float32, Int32
 
 BANNED = -np.inf  # the bias of a token that must not come
 

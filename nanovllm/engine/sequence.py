@@ -6,15 +6,17 @@ import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.request_controls import RequestControls
-from nanovllm.engine.structured_output import Grammar
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.detokenizer import Detokenizer
+    from nanovllm.engine.request_controls import RequestControls
+    from nanovllm.engine.structured_output import Grammar
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet

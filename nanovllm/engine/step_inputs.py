@@ -1,18 +1,22 @@
 """`StepInputs`: a step's arrays as tensors on the device, and the sampled tokens' way back."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm.engine.extra_results import ExtraResults
 from nanovllm.engine.plan import Batch
-from nanovllm.engine.step_timer import Span
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import runs_kernels, to_host, upload
+
+if TYPE_CHECKING:
+    from nanovllm.engine.extra_results import ExtraResults
+    from nanovllm.engine.step_timer import Span
 
 
 class StepInputs(NamedTuple):

@@ -1,16 +1,21 @@
 """The start of an engine on a GPU: what memory the largest steps take."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.kv_cache import KVCachePool
 from nanovllm.engine.plan import Batch, running_sum
 from nanovllm.engine.step_inputs import StepInputs, to_device
 from nanovllm.utils.device import capturing, wait_for_device
 from nanovllm.utils.integers import cdiv
+
+if TYPE_CHECKING:
+    from nanovllm.engine.kv_cache import KVCachePool
 
 
 def most_activations(

@@ -5,11 +5,8 @@ Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from nanovllm.utils.arrays import Float32, Int32
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
 NO_FILTERS = (0, 1.0, 0.0)  # top_k, top_p, min_p
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 IN_PROMPT = -(1 << 15)  # sign bit of a token's count
