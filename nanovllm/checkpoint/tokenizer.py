@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from nanovllm.checkpoint.files import has_file, read_json
 
 logger = logging.getLogger(__name__)
@@ -16,7 +18,8 @@ _importing = threading.Lock()  # of two threads at once, one would get half of t
 WHOLE = "tokenizer.json"  # all there is to know about a fast tokenizer
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
-SLOW = 2  # seconds; transformers before 5.24 imports for ten on a machine that has not read it yet
+SLOW = 2  # seconds
+FAST = "5.24"  # of transformers: before, it imports for ten (docs/experiments.md, 51)
 FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -39,24 +42,24 @@ def load_tokenizer(model: str) -> Any:
             f"no `trust_remote_code`: no code of a checkpoint is run. Put a {WHOLE} there, or take "
             "the tokenizer's files away and pass prompts as token ids"
         )
-    begin = time.perf_counter()
     with _importing:
+        begin = time.perf_counter()
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        _log_import(time.perf_counter() - begin)
     kind = PreTrainedTokenizerFast if own_code else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        return kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever the files provoke in transformers or tokenizers
         raise ValueError(
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
         ) from None
-    seconds = time.perf_counter() - begin
+
+
+def _log_import(seconds: float) -> None:
+    """Say that an import was slow, and what makes it fast."""
     if seconds > SLOW:
-        logger.info(
-            "tokenizer: loaded in %.1f s with transformers %s; the import of 5.24 and later takes "
-            "less than one",
-            seconds,
-            version("transformers"),
-        )
-    return tokenizer
+        installed = version("transformers")
+        remedy = "" if Version(installed) >= Version(FAST) else f"; {FAST} takes less than one"
+        logger.info("tokenizer: transformers %s imported in %.1f s%s", installed, seconds, remedy)

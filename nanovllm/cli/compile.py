@@ -8,6 +8,8 @@ directory TRITON_CACHE_DIR, or ~/.triton/cache; it serves the same version of Tr
 import argparse
 import logging
 import os
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,14 +44,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "`--device` must be cuda or auto, got 'cpu': a CPU has no kernels to compile"
         )
+    if find_spec("triton") is None:
+        raise ValueError("the package triton is not installed, by which kernels are compiled")
     card = find_card(args.capability)
     from triton import knobs
 
     from nanovllm.compiling.server import launcher_of, needs_launchers
     from nanovllm.engine.stand_in import compile_kernels, put_in
 
+    check_writable(knobs.cache.dir)
     cache = Path(knobs.cache.dir)
-    check_writable(cache)
     links = launcher_of(card.target) is not None
     put_in(card)
     compilers = compile_kernels(args.model, card, options)
@@ -68,19 +72,21 @@ def run(args: argparse.Namespace) -> int:
             "The first start does, in a third of a second for each kind of arguments."
         )
     for reason in dict.fromkeys(failed.values()):
-        names = sorted(job.function for job, why in failed.items() if why == reason)
-        logger.error("%s: %s", ", ".join(names), reason)
+        names = [job.function for job, why in failed.items() if why == reason]
+        logger.error("%d kernels (%s): %s", len(names), ", ".join(sorted({*names})), reason)
     return int(bool(failed))
 
 
-def check_writable(cache: Path) -> None:
+def check_writable(cache: str) -> None:
     """ValueError if nothing can be written to Triton's cache, which may have to be made."""
-    there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    try:
+        os.makedirs(cache, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()
+    except OSError as error:
         raise ValueError(
-            f"Triton's cache {cache} cannot be written: have TRITON_CACHE_DIR name a directory "
-            "that can"
-        )
+            f"Triton's cache {cache!r} cannot be written ({error.strerror}): have TRITON_CACHE_DIR "
+            "name a directory that can"
+        ) from None
 
 
 def find_card(capability: str | None) -> "Card":
@@ -91,13 +97,13 @@ def find_card(capability: str | None) -> "Card":
 
     runs = {name: card for name, card in CARDS.items() if card.runs_kernels}
     if capability is not None:
-        capability = f"{capability}.0" if capability.isdecimal() else capability
-        if capability not in runs:
+        name = f"{capability}.0" if capability.isdecimal() else capability
+        if name not in runs:
             raise ValueError(
                 f"`--capability` must be one of {', '.join(runs)}, the GPUs that are known, "
                 f"got {capability!r}"
             )
-        return runs[capability]
+        return runs[name]
     if not torch.cuda.is_available():
         raise ValueError(
             "`--capability` must be given where no GPU is: 9.0 for H100 and H200, 8.0 for A100"

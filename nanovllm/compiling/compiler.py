@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -26,6 +25,7 @@ from nanovllm.compiling.mends import mend
 from nanovllm.compiling.server import Job, hash_triton
 from nanovllm.utils import cgroup
 from nanovllm.utils.device import capturing
+from nanovllm.utils.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ MOST_PROCESSES = 32
 SERVER = "nanovllm.compiling.server"
 ENDED = "the process that has others compile has ended"
 ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
-_compilers: "weakref.WeakSet[Compiler]" = weakref.WeakSet()
-_hooking, _one_rehearsal = threading.Lock(), threading.Lock()
+_compilers: "list[Compiler]" = []  # that are not closed
+_hooking, _one_rehearsal = threading.RLock(), threading.Lock()
 
 
 def target_of(device: torch.device) -> Target:
@@ -57,13 +57,13 @@ def _load_driver() -> None:
 
 
 def num_processes(num_ranks: int) -> int:
-    """Processes that compile for one of so many ranks on this machine: half of what it calls cores.
-    They are the halves of cores, as a rule, and the largest kernel, which a start waits for, takes
-    half as long again beside a process on each (docs/experiments.md, 51).
+    """Processes that compile for one of so many ranks on this machine: half of what it calls cores,
+    which are halves of cores as a rule: beside a process on each, the largest kernel takes half as
+    long again (docs/experiments.md, 51). No more than a container's quota of CPUs.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    usable = int(min(cores or 2, cgroup.cpus()))
-    return max(1, min(MOST_PROCESSES, usable // 2 // num_ranks))
+    usable = int(min((cores or 2) // 2, cgroup.cpus()))
+    return max(1, min(MOST_PROCESSES, usable // num_ranks))
 
 
 class Compiler:
@@ -96,18 +96,17 @@ class Compiler:
         self._looks: list[Future[None]] = []  # of the last rehearsal
         self._loader: threading.Thread | None = None
         self._is_closed = False
-        self._directory = tempfile.mkdtemp(prefix="nanovllm-compile-")
-        self._connection, theirs = Pipe()
-        try:
-            with theirs:  # it starts while Triton is imported here
-                self._process = _start(theirs.fileno(), target, most, self._directory)
-        except BaseException:
-            self._connection.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            raise
-        self._receiver = threading.Thread(target=self._receive, daemon=True)
-        self._receiver.start()
-        try:
+        with ExitStack() as undo:
+            with uninterrupted():
+                self._directory = tempfile.mkdtemp(prefix="nanovllm-compile-")
+                undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+                self._connection, theirs = Pipe()
+                undo.callback(self._connection.close)
+                with theirs:  # it starts while Triton is imported here
+                    self._process = _start(theirs.fileno(), target, most, self._directory)
+                self._receiver = threading.Thread(target=self._receive, daemon=True)
+                self._receiver.start()
+                undo.callback(self.close)
             from triton import knobs
 
             self._send(knobs.cache.dir)
@@ -117,11 +116,8 @@ class Compiler:
             self._loading_driver = threading.Thread(target=_load_driver, daemon=True)
             for thread in (self._hashing, self._loading_driver):
                 thread.start()
-            _listen()
-        except BaseException:  # Ctrl-C, say
-            self.close()
-            raise
-        _compilers.add(self)
+            _listen(self)
+            undo.pop_all()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -145,9 +141,9 @@ class Compiler:
                 is_ours = threading.get_ident() == thread
                 return run(function, *args, warmup=warmup or is_ours, **options)
 
-            JITFunction.run, self._rehearsing = without_launch, thread
             self._num_rehearsals += 1
             try:
+                JITFunction.run, self._rehearsing = without_launch, thread
                 with _zeros(thread):
                     yield
             finally:
@@ -172,7 +168,7 @@ class Compiler:
             self.submit(job)
 
     def submit(self, job: Job) -> None:
-        """Compile a kernel."""
+        """Queue a kernel, in the group of the last rehearsal."""
         with self._changed:
             if self._is_over:
                 self.failed[job] = ENDED
@@ -275,7 +271,7 @@ class Compiler:
     def close(self) -> None:
         """End the processes, whatever they do, and remove their files. May be called again."""
         self._is_closed = True
-        _compilers.discard(self)
+        _forget(self)
         self._end_processes()
         self._receiver.join()
         self._connection.close()
@@ -307,13 +303,14 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
     )
 
 
-def _listen() -> None:
-    """Have Triton tell all compilers of this process of kernels that it is going to compile. A hook
+def _listen(compiler: Compiler) -> None:
+    """Have Triton tell a compiler of kernels that it is going to compile in this process. A hook
     that was there goes on.
     """
     from triton import knobs
 
     with _hooking:
+        _compilers.append(compiler)
         before = knobs.runtime.jit_cache_hook
         if getattr(before, "is_ours", False):
             return
@@ -322,13 +319,19 @@ def _listen() -> None:
             job = Job(fn.module, fn.name, compile["specialization_data"])
             here = threading.get_ident()
             # Whoever rehearses waits for no other's kernels.
-            for compiler in sorted(_compilers, key=lambda one: one._rehearsing != here):
-                if compiler.meets(job, fn.jit_function, compile):
+            for one in sorted(_compilers, key=lambda one: one._rehearsing != here):
+                if one.meets(job, fn.jit_function, compile):
                     return True
             return bool(before and before(fn=fn, compile=compile, **others))
 
         hook.is_ours = True  # type: ignore[attr-defined]
         knobs.runtime.jit_cache_hook = hook
+
+
+def _forget(compiler: Compiler) -> None:
+    with _hooking:
+        if compiler in _compilers:
+            _compilers.remove(compiler)
 
 
 def is_cached(function: Any, how: dict[str, Any]) -> bool:

@@ -114,7 +114,7 @@ def source_length(function: Any) -> int:
     known, waiting = {function}, [function]
     while waiting:
         caller = waiting.pop().fn
-        named = {caller.__globals__.get(name) for name in caller.__code__.co_names}
+        named = map(caller.__globals__.get, caller.__code__.co_names)
         called = {each for each in named if isinstance(each, JITFunction)} - known
         known |= called
         waiting += called
@@ -191,9 +191,13 @@ def serve(asks: Connection, most: int) -> None:
 
 
 def _length(job: Job) -> int:
-    """0 of modules that are not ours: it is left to another process to import them."""
+    """The length of a job's source; 0 if its module is not imported here, or it is no plain kernel:
+    other processes import whatever it is.
+    """
+    from triton.runtime.jit import JITFunction
+
     function = getattr(sys.modules.get(job.module), job.function, None)
-    return 0 if function is None else source_length(function)
+    return source_length(function) if isinstance(function, JITFunction) else 0
 
 
 def main(fd: int, target: str, most: int) -> None:

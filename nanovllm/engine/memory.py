@@ -32,7 +32,7 @@ def num_blocks_for_cuda(
         total: bytes of the GPU.
         free: bytes nobody uses now.
         own_now: bytes this engine holds now: its weights.
-        own_peak: most bytes this engine had in use in the warm-up run: weights and activations.
+        own_peak: most bytes that this engine has in use: weights and activations.
         utilization: `gpu_memory_utilization`.
 
     Raises:

@@ -143,6 +143,8 @@ class ModelRunner:
         config, model_config, group = self.config, self.model_config, self.group
         on_cpu = self.device.type == "cpu"
         connect()
+        if not group.minimum(int(self.compiler is not None)):  # ranks do alike
+            self._close_compiler()
         self.build_model()
         self.pool = KVCachePool(
             self.model, config, model_config, group, self.device, self.cache_dtype
@@ -224,12 +226,12 @@ class ModelRunner:
         sizes = self.max_model_len, self._members, self._most_graph_tokens()
         how = self.config, self.model_config, self.group, self.device, *sizes
         steps = Rehearsal(self.run_model, self.model, self.pool, *how)
-        for part in (steps.start, steps.others):
+        for rehearse in (steps.first_steps, steps.other_steps):
             with self.compiler.rehearsal():
-                part()
+                rehearse()
 
     def _measure(self) -> int:
-        """Bytes that activations take at most. Waits for no kernel."""
+        """Bytes that activations take at most. With a compiler no kernel is waited for."""
         sizes = self.max_model_len, self.device, self.extras.most_bytes
         with nullcontext() if self.compiler is None else self.compiler.rehearsal():
             compute = partial(self._run_distinct_layers, of_each=2)
@@ -241,6 +243,7 @@ class ModelRunner:
     def _close_compiler(self) -> None:
         if self.compiler is not None:
             self.compiler.close()
+            self.compiler = None
 
     def _weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once

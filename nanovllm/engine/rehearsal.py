@@ -88,9 +88,9 @@ class Rehearsal:
         powers = (1 << i for i in range(most.bit_length()))
         self._batches = sorted({most, *powers})  # by which decodes choose their splits
 
-    def start(self) -> None:
-        """What the start waits for, decodes, and the largest step, whose attention takes longest to
-        compile.
+    def first_steps(self) -> None:
+        """Decodes, which the start waits for, and the largest step, whose attention takes longest
+        to compile.
         """
         with self._one_block():
             self._prompt(self._least(self._budget), self._budget)
@@ -103,8 +103,8 @@ class Rehearsal:
                 if beside > 0:  # of other sizes, these take the kernels of decodes alone
                     self._decodes(Shape(size, beside))
 
-    def others(self) -> None:
-        """What requests may need then."""
+    def other_steps(self) -> None:
+        """Steps that only some requests bring."""
         with self._one_block():
             self._prompts()
             for size in self._batches[1:] if self._members else ():
@@ -115,9 +115,11 @@ class Rehearsal:
     @contextmanager
     def _one_block(self) -> Iterator[None]:
         self._pool.allocate(1)
-        with distinct_layers(self._model, self._model_config):
-            yield
-        self._pool.free()
+        try:
+            with distinct_layers(self._model, self._model_config):
+                yield
+        finally:
+            self._pool.free()
 
     def _least(self, num_tokens: int) -> int:
         """Sequences that so many tokens of prompts take at the least."""

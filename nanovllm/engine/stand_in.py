@@ -6,6 +6,7 @@ which can be compiled; nothing runs.
 """
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
-from nanovllm.compiling.compiler import Compiler
+from nanovllm.compiling.compiler import Compiler, num_processes
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
@@ -169,6 +170,8 @@ def put_in(card: Card) -> None:
     stand_ins: list[tuple[Any, str, Any]] = [
         (executor, "without_modes", contextlib.nullcontext),  # `OnCard` is one
         (model_runner, "load_dummy", lambda model, seed: None),
+        (model_runner, "prepare_device", lambda device: MagicMock()),  # which is not there
+        (model_runner, "num_processes", lambda num_ranks: num_processes(1)),  # one by one
         (
             *(controlled_sampler, "upload_beside"),
             lambda device, array: torch.from_numpy(array).to(device),
@@ -199,15 +202,16 @@ class RehearsedError(Exception):
 class Rehearsing(ModelRunner):
     """Compiles what it would launch, and ends in a `RehearsedError`. Weights stay empty.
 
-    Attributes:
-        rank: that it has, whatever it is told.
+    Args:
+        rank: the one to play.
+        others: of `ModelRunner`.
     """
 
-    rank = 0
-
-    def __init__(self, config: Config, model_config: ModelConfig, group: Group, *how: Any) -> None:
-        group.rank = self.rank
-        super().__init__(config, model_config, group, *how)
+    def __init__(
+        self, rank: int, config: Config, model_config: ModelConfig, group: Group, *others: Any
+    ) -> None:
+        group.rank = rank
+        super().__init__(config, model_config, group, *others)
 
     def load(self) -> None:
         dequantize(self.model)
@@ -243,10 +247,12 @@ def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> list[Com
     own: Any = executor
     compilers = []
     for rank in range(options.get("tensor_parallel_size") or 1):
-        own.ModelRunner = type("Rehearsing", (Rehearsing,), {"rank": rank})
+        own.ModelRunner = partial(Rehearsing, rank)
         with OnCard(META):
             try:
                 LLMEngine(model, **{**options, **WITHOUT})
             except RehearsedError as end:
                 compilers.append(end.compiler)
+            else:
+                raise AssertionError("an engine without a rehearsal")
     return compilers

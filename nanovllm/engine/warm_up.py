@@ -26,8 +26,10 @@ def most_activations(
     device: torch.device,
     most_bytes: int,
 ) -> int:
-    """Bytes that the largest steps take beside what is left behind: activations. They are the same
-    whether kernels are launched or rehearsed.
+    """Bytes of activations: those that the largest steps take beside what stays after them.
+
+    Tensors are as large whether kernels run or are rehearsed (`Compiler.rehearsal`). Empties
+    PyTorch's cache of memory.
 
     Args:
         compute: the step.

@@ -42,7 +42,7 @@ def _decode_kernel(
     part_lse_ptr, arrived_ptr, tables_ptr, lens_ptr, sinks_ptr, prefix_lens_ptr, prefix_acc_ptr,
     prefix_m_ptr, prefix_l_ptr, prefix_splits, scale, stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr,
     AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _decode_kernel(
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(2) if MOST_SPLITS > 1 else 1
+    splits = tl.num_programs(2) if SPLITS_PAD > 1 else 1
     prefix = split * 0
     if prefix_lens_ptr is not None:
         prefix = tl.load(prefix_lens_ptr + seq)
@@ -87,7 +87,7 @@ def _decode_kernel(
     )  # fmt: skip
     finish(
         m, l, acc, acc_odd, row, g < G, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr + group,
-        group * G, split, splits, parts, G, D, MOST_SPLITS, AT_ONCE, PAIR, LEFT,
+        group * G, split, splits, parts, G, D, SPLITS_PAD, AT_ONCE, PAIR, LEFT,
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def _own_decode_kernel(
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, eps, scale, stride_part,
     stride_qt, stride_slot, stride_table,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr, PLUS_ONE: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _own_decode_kernel(
     W: tl.constexpr = D // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    splits = tl.num_programs(2) if MOST_SPLITS > 1 else 1
+    splits = tl.num_programs(2) if SPLITS_PAD > 1 else 1
     apart = tl.where(splits > 2, 1, 0)  # the own key is all that the first split has
     length, is_own = tl.load(lens_ptr + seq), split == 0
     lowest, begin, end, parts = span(
@@ -216,7 +216,7 @@ def _own_decode_kernel(
     finish(
         m, l, acc, acc_odd, group * G + g, g < G, out_ptr, part_acc_ptr, part_lse_ptr,
         arrived_ptr + group, group * G, split, splits, tl.maximum(parts + apart, 1), G, D,
-        MOST_SPLITS, AT_ONCE, PAIR, LEFT,
+        SPLITS_PAD, AT_ONCE, PAIR, LEFT,
     )  # fmt: skip
 
 

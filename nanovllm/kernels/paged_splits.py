@@ -32,11 +32,11 @@ def choose_num_splits(
 
 
 def combining(num_splits: int, G: int) -> dict[str, int]:
-    """What kernels are compiled for, of splits and of G rows that are combined: MOST_SPLITS, of
-    which `tl.num_programs(2)` are there, and rows AT_ONCE.
+    """Constants of kernels that combine the parts of G rows: SPLITS_PAD, room for the splits, which
+    are `tl.num_programs(2)`, and AT_ONCE, rows that are combined together.
     """
-    most = 1 if num_splits == 1 else max(FEW_SPLITS, num_splits)
-    return {"MOST_SPLITS": most, "AT_ONCE": min(next_power_of_2(G), PARTS_AT_ONCE // most)}
+    room = 1 if num_splits == 1 else max(FEW_SPLITS, num_splits)
+    return {"SPLITS_PAD": room, "AT_ONCE": min(next_power_of_2(G), PARTS_AT_ONCE // room)}
 
 
 def empty_outputs(
@@ -83,11 +83,11 @@ def span(length, end, split, splits, first, WINDOW: tl.constexpr, BLOCK_N: tl.co
 @triton.jit
 def _sum_parts(
     out_ptr, part_acc_ptr, part_lse_ptr, first, splits, parts,
-    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Parts weigh by the sum of their exponentials, 2^lse."""
-    s, d = tl.arange(0, MOST_SPLITS)[None, :], tl.arange(0, D_PAD)[None, :]
+    s, d = tl.arange(0, SPLITS_PAD)[None, :], tl.arange(0, D_PAD)[None, :]
     for begin in range(0, G, AT_ONCE):
         g = begin + tl.arange(0, AT_ONCE)[:, None]
         part = (first + g) * splits + s
@@ -103,7 +103,7 @@ def _sum_parts(
 @triton.jit
 def combine(
     acc, lse, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split, splits,
-    parts, G: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    parts, G: tl.constexpr, D: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Keep this program's part, acc: [G_PAD, D_PAD], where `used`, and lse: [G_PAD], of the G rows
     from `first` on. The last program to come here, as the count at `arrived_ptr` says, adds up.
@@ -117,7 +117,7 @@ def combine(
         tl.store(arrived_ptr, 0)  # for the next layer
         _sum_parts(
             out_ptr, part_acc_ptr, part_lse_ptr, first, splits, parts, G, D, acc.shape[1],
-            MOST_SPLITS, AT_ONCE,
+            SPLITS_PAD, AT_ONCE,
         )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def combine(
 def finish(
     m, l, acc, acc_odd, row, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split,
     splits, parts,
-    G: tl.constexpr, D: tl.constexpr, MOST_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of rows [G_PAD] of [B * Hq], of which the group's begin at `first`; of
@@ -138,11 +138,11 @@ def finish(
     d = tl.arange(0, acc.shape[1])
     used = used[:, None] & (d[None, :] < D)
     acc = acc / l[:, None]
-    if MOST_SPLITS == 1:
+    if SPLITS_PAD == 1:
         out = acc.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row[:, None] * D + d[None, :], out, mask=used)
     else:
         combine(
             acc, m + tl.log2(l), used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first,
-            split, splits, parts, G, D, MOST_SPLITS, AT_ONCE,
+            split, splits, parts, G, D, SPLITS_PAD, AT_ONCE,
         )  # fmt: skip

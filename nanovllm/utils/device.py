@@ -70,8 +70,8 @@ def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
 
 
 def prepare_device(device: torch.device) -> threading.Thread:
-    """A thread that has PyTorch make its context on a GPU and load its library of products, most of
-    it without Python's lock.
+    """A thread that has PyTorch make its context on a GPU and load cuBLAS, mostly without Python's
+    lock.
     """
 
     def prepare() -> None:

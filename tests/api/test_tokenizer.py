@@ -96,14 +96,21 @@ def with_own_code(path: Path, mark: Path, files: Iterable[str], reference: str) 
 CONFIGS = ("config.json", "tokenizer_config.json")
 
 
+@pytest.mark.parametrize(("installed", "helps"), [("5.17.0", True), ("5.24.0", False)])
 @pytest.mark.parametrize("slow", [0, 3600])
-def test_a_slow_load_says_why(
-    slow: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_slow_import_says_what_makes_it_fast(
+    slow: float,
+    installed: str,
+    helps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(tokenizer, "SLOW", slow)
+    monkeypatch.setattr(tokenizer, "version", lambda name: installed)
     with caplog.at_level(logging.INFO, "nanovllm"):
         load_tokenizer(TINY)
-    assert ("with transformers" in caplog.text) == (not slow)
+    assert (f"transformers {installed} imported in" in caplog.text) == (not slow)
+    assert ("5.24 takes less" in caplog.text) == (helps and not slow)
 
 
 @pytest.mark.parametrize("reference", ["mine.", "other/repository--mine."])

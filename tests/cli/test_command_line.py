@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams, __version__
 from nanovllm.cli import info, options
 from nanovllm.cli.compile import check_writable
 from nanovllm.cli.main import COMMANDS, main
+from nanovllm.compiling.server import Job
 from nanovllm.config import DEFAULTS
+from nanovllm.engine import stand_in
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -320,10 +323,35 @@ def test_a_second_compile_finds_all_kernels(tiny: str, tmp_path: Path) -> None:
 
 
 def test_compile_refuses_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    check_writable(tmp_path / "to" / "be" / "made")
+    check_writable(str(tmp_path / "to" / "be" / "made"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be written: have TRITON_CACHE_DIR name"):
-        check_writable(tmp_path / "file" / "cache")
+    said = r"cannot be written \(.+\): have TRITON_CACHE_DIR name"
+    for cache in ("", str(tmp_path / "file"), str(tmp_path / "file" / "cache"), "/proc/cache"):
+        with pytest.raises(ValueError, match=said):
+            check_writable(cache)
+
+
+def test_compile_names_what_failed(
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On any rank, once for each reason; and the exit code says so."""
+    triton = pytest.importorskip("triton")
+    jobs = [Job("module", name, rank) for name in ("norm", "draw") for rank in ("0", "1")]
+    failed = dict.fromkeys(jobs[1:], "no memory")
+    ranks = [
+        SimpleNamespace(rehearsed=dict.fromkeys(own), failed=failed, num_compiled=len(own) - 1)
+        for own in (jobs[:3], jobs[2:])
+    ]
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(stand_in, "put_in", lambda card: None)
+    monkeypatch.setattr(stand_in, "compile_kernels", lambda *args: ranks)
+    assert main(["compile", "--model", tiny, "--capability", "9.0"]) == 1
+    assert "1 of 4 kernels are compiled" in capsys.readouterr().out
+    assert "3 kernels (draw, norm): no memory" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm import LLM, TINY
 from nanovllm.compiling.compiler import num_processes
-from nanovllm.engine import model_runner
+from nanovllm.engine import llm_engine, model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.utils import cgroup
 
@@ -89,11 +90,47 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
 
 @pytest.mark.parametrize(
     ("cores", "quota", "num_ranks", "most"),
-    [(16, inf, 1, 8), (16, 5.5, 1, 2), (16, inf, 4, 2), (2, inf, 8, 1), (256, inf, 1, 32)],
+    [
+        (16, inf, 1, 8),
+        (16, 5.5, 1, 5),
+        (16, 0.5, 1, 1),
+        (16, inf, 4, 2),
+        (2, inf, 8, 1),
+        (256, inf, 1, 32),
+    ],
 )
-def test_processes_take_half_of_what_they_may_use(
+def test_processes_take_half_of_the_cores_and_no_more_than_a_quota(
     cores: int, quota: float, num_ranks: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
     monkeypatch.setattr(cgroup, "cpus", lambda: quota)
     assert num_processes(num_ranks) == most
+
+
+def test_the_tokenizer_and_the_weights_are_loaded_while_kernels_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which the rehearsal has found by then."""
+    calls = list[str]()
+
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name in (
+        (ModelRunner, "build_model"),
+        (ModelRunner, "_rehearse"),
+        (llm_engine, "load_tokenizer"),
+        (ModelRunner, "load"),
+        (ModelRunner, "allocate_kv_cache"),
+    ):
+        note(owner, name)
+    with LLM(TINY, num_kvcache_blocks=4):
+        pass
+    order = ["build_model", "_rehearse", "load_tokenizer", "load", "allocate_kv_cache"]
+    assert calls == order

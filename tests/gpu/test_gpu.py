@@ -647,7 +647,7 @@ def test_this_process_compiles_no_kernel(
     [
         (model_runner, "choose_build"),
         (ModelRunner, "build_model"),
-        (Rehearsal, "start"),
+        (Rehearsal, "first_steps"),
         (ModelRunner, "load"),
         (KVCachePool, "log"),
     ],
@@ -655,7 +655,7 @@ def test_this_process_compiles_no_kernel(
 def test_an_error_at_the_start_leaves_no_compiler(
     owner: Any, name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the rehearsal, in it, while what it found is compiled, and behind the warm-up."""
+    """Before the rehearsal, in it, while what it found is compiled, and behind all of it."""
     servers, begin = list[Any](), compiler._start
 
     def ours() -> list[Path]:
