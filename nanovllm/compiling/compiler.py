@@ -95,6 +95,7 @@ class Compiler:
         self._num_rehearsals = 0
         self._looks: list[Future[None]] = []  # of the last rehearsal
         self._loader: threading.Thread | None = None
+        self._first_uses: list[threading.Thread] = []  # of Triton
         self._is_closed = False
         with ExitStack() as undo:
             with uninterrupted():
@@ -116,6 +117,7 @@ class Compiler:
             self._loading_driver = threading.Thread(target=_load_driver, daemon=True)
             for thread in (self._hashing, self._loading_driver):
                 thread.start()
+                self._first_uses.append(thread)
             _listen(self)
             undo.pop_all()
 
@@ -276,6 +278,8 @@ class Compiler:
         self._receiver.join()
         self._connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+        for thread in self._first_uses:
+            thread.join()
         if self._loader is not None:
             self._loader.join()
 
