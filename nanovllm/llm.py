@@ -13,10 +13,13 @@ from typing_extensions import Self
 from nanovllm.beam_search import Candidates, beam_search
 from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.config import FOREIGN_ARGUMENTS
+from nanovllm.engine import replica_assembly
+from nanovllm.engine.assembly import AnyExecutor, Parts
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.recorder import DEFAULT_PATH
+from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.request import Listener
 from nanovllm.news import News
 from nanovllm.outputs import (
@@ -42,6 +45,18 @@ class LLM(LLMEngine):
     All options are those of `nanovllm.config.Config`. Use it as a context manager, or call
     `exit()`, to give the memory back at a known time.
     """
+
+    def _make_executor(self) -> AnyExecutor:
+        if self.config.data_parallel_size > 1:
+            return Replicas(self.config)
+        return super()._make_executor()
+
+    def _assemble(self) -> Parts:
+        if not isinstance(self.executor, Replicas):
+            return super()._assemble()
+        facts = self.executor.start(beside=self._load_tokenizer)
+        entrance = self._make_entrance(facts.max_model_len, facts.num_blocks)
+        return replica_assembly.assemble(self.executor, facts, self.config, entrance)
 
     @takes_foreign(FOREIGN_ARGUMENTS)
     def stream(

@@ -1,8 +1,7 @@
-"""What an `LLMEngine` is made of, by the options: an engine in this process, or replicas of one."""
+"""Puts an engine together once what computes has started."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
@@ -12,13 +11,25 @@ from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.remote_request import remote
-from nanovllm.engine.replica_messages import Facts
-from nanovllm.engine.replicas import Replicas
-from nanovllm.engine.replicated_core import ReplicatedCore
 from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.sampling_params import SamplingParams
+
+
+class AnyExecutor(Protocol):
+    """Runs steps, in this process or elsewhere.
+
+    Attributes:
+        is_broken: whether an error has left it unusable.
+    """
+
+    is_broken: bool
+
+    def launch(self) -> None:
+        """Start other processes. Does not wait for them."""
+
+    def close(self) -> None:
+        """End them, and give memory back."""
 
 
 class Parts(NamedTuple):
@@ -31,8 +42,9 @@ class Parts(NamedTuple):
         describe: what took effect, see `ModelRunner.describe`.
         max_model_len: the most tokens of prompt and output, also by the pool.
         eos_token_ids: tokens that end a text.
-        num_blocks: of the KV pool (with replicas of the smallest).
-        own: the scheduler and the model of this process; None with replicas, which have theirs.
+        num_blocks: of the KV pool (of several engines the smallest).
+        own: the scheduler and the model of this process; None where others have them.
+        remarks: what else there is to know of it, in short.
     """
 
     core: Core[Any]
@@ -43,21 +55,38 @@ class Parts(NamedTuple):
     eos_token_ids: set[int]
     num_blocks: int
     own: tuple[Scheduler, ModelRunner] | None
+    remarks: tuple[str, ...] = ()
 
 
-def assemble(
-    executor: Executor | Replicas,
-    started: ModelRunner | Facts,
+class Entrance(NamedTuple):
+    """What requests come in by.
+
+    Attributes:
+        intake: checks what callers pass.
+        eos_token_ids: tokens that end a text.
+        max_model_len: the most tokens of prompt and output, also by the pool.
+        pool_tokens: that the KV pool holds.
+    """
+
+    intake: Intake
+    eos_token_ids: set[int]
+    max_model_len: int
+    pool_tokens: int
+
+
+def make_entrance(
+    max_model_len: int,
+    num_blocks: int,
     config: Config,
     model_config: ModelConfig,
     tokenizer: Any,
     default: SamplingParams,
-) -> Parts:
-    """Put the rest before what computes.
+) -> Entrance:
+    """The entrance of an engine.
 
     Args:
-        executor: started.
-        started: what its start has given.
+        max_model_len: the most tokens of prompt and output, by the model and the options.
+        num_blocks: of the KV pool.
         config: the engine's options.
         model_config: the checkpoint's facts.
         tokenizer: of transformers, None if the checkpoint has none.
@@ -66,36 +95,50 @@ def assemble(
     eos_token_ids = set(model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids.add(tokenizer.eos_token_id)
-    pool_tokens = started.num_blocks * config.kvcache_block_size
-    max_model_len = min(started.max_model_len, pool_tokens)
+    pool_tokens = num_blocks * config.kvcache_block_size
     intake = Intake(
         tokenizer,
         model_config.vocab_size,
         eos_token_ids,
         default,
-        max_model_len=started.max_model_len,
+        max_model_len=max_model_len,
         pool_tokens=pool_tokens,
         block_size=config.kvcache_block_size,
         seed=config.seed,
     )
-    facts = max_model_len, eos_token_ids, started.num_blocks
-    if isinstance(executor, Replicas):
-        core = ReplicatedCore(executor, config, max_model_len, pool_tokens)
-        return Parts(core, intake, partial(remote, intake), started.describe, *facts, None)
-    assert isinstance(started, ModelRunner)
+    return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
+
+
+def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: Entrance) -> Parts:
+    """An engine of this process.
+
+    Args:
+        executor: started.
+        runner: rank 0 of it.
+        config: the engine's options.
+        entrance: of the engine.
+    """
     scheduler = Scheduler(
         BlockManager(
-            started.num_blocks,
+            runner.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            model_config.window,
+            runner.model_config.window,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
+        max_model_len=entrance.max_model_len,
+        eos_token_ids=entrance.eos_token_ids,
         mixed_steps=config.mixed_steps,
     )
-    overlap = started.device.type == "cuda" if config.overlap is None else config.overlap
-    engine = EngineCore(executor, scheduler, lookahead=int(overlap))
-    return Parts(engine, intake, intake.make, started.describe, *facts, (scheduler, started))
+    overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
+    return Parts(
+        core=EngineCore(executor, scheduler, lookahead=int(overlap)),
+        intake=entrance.intake,
+        make=entrance.intake.make,
+        describe=runner.describe,
+        max_model_len=entrance.max_model_len,
+        eos_token_ids=entrance.eos_token_ids,
+        num_blocks=runner.num_blocks,
+        own=(scheduler, runner),
+    )

@@ -18,13 +18,12 @@ from nanovllm.checkpoint.hub import checkpoint_directory
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
-from nanovllm.engine.assembly import assemble
+from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.inputs import Params, Prompts, name_prompts
 from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.metrics import Progress
 from nanovllm.engine.recorder import DEFAULT_PATH, Recorder, engine_facts
-from nanovllm.engine.replicas import Replicas
 from nanovllm.engine.request import Listener
 from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
@@ -72,11 +71,7 @@ class LLMEngine:
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
             self._default_params = read_sampling_params(self.config.model)
-        self.executor: Executor | Replicas = (
-            Replicas(self.config)
-            if self._has_replicas
-            else Executor(self.config, self.model_config)
-        )
+        self.executor = self._make_executor()
         # Runs once: in exit(), when nobody holds the engine any more, or when Python ends, and
         # then before modules and CUDA are torn down in an order that nobody knows.
         self._recorder = Recorder()
@@ -90,23 +85,29 @@ class LLMEngine:
             self._close_quietly()
             raise
 
-    @property
-    def _has_replicas(self) -> bool:
-        """Whether other processes run the engine."""
-        return self.config.data_parallel_size > 1
+    def _make_executor(self) -> AnyExecutor:
+        return Executor(self.config, self.model_config)
 
-    def _start(self) -> None:
-        config = self.config
-        self.executor.launch()  # what follows runs beside the start of other processes
-        started = self.executor.start(beside=self._load_tokenizer)
-        parts = assemble(
-            self.executor,
-            started,
-            config,
+    def _assemble(self) -> Parts:
+        """Start what computes, and put the rest before it."""
+        assert isinstance(self.executor, Executor)
+        runner = self.executor.start(beside=self._load_tokenizer)
+        entrance = self._make_entrance(runner.max_model_len, runner.num_blocks)
+        return assemble(self.executor, runner, self.config, entrance)
+
+    def _make_entrance(self, max_model_len: int, num_blocks: int) -> Entrance:
+        return make_entrance(
+            max_model_len,
+            num_blocks,
+            self.config,
             self.model_config,
             self.tokenizer,
             self._default_params,
         )
+
+    def _start(self) -> None:
+        self.executor.launch()  # what follows runs beside the start of other processes
+        parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
         self.eos_token_ids = parts.eos_token_ids
@@ -116,10 +117,9 @@ class LLMEngine:
         self._shown = [
             f"{chosen['dtype']} on {chosen['device']}",
             f"{chosen['attention_backend']} attention",
-            f"{parts.num_blocks} blocks of {config.kvcache_block_size}",
+            f"{parts.num_blocks} blocks of {self.config.kvcache_block_size}",
+            *parts.remarks,
         ]
-        if self._has_replicas:
-            self._shown += [f"{config.data_parallel_size} replicas"]
 
     def _load_tokenizer(self) -> None:
         # In this thread: an interrupt amid its own imports would let those of others wait for ever.
@@ -339,7 +339,7 @@ class LLMEngine:
         self.exit()
 
 
-def _close(executor: Executor | Replicas, recorder: Recorder, lock: FairLock) -> None:
+def _close(executor: AnyExecutor, recorder: Recorder, lock: FairLock) -> None:
     if lock.is_forked:
         return
     try:

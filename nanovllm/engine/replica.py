@@ -34,7 +34,6 @@ class Replica(LLMEngine):
     """
 
     core: EngineCore
-    _has_replicas = False
 
     def __init__(self, config: Config, tell: Callable[[Any], None]) -> None:
         options = asdict(config)
