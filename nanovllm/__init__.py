@@ -28,9 +28,9 @@ from nanovllm.utils.checks import missing_name
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
-    from nanovllm.engine.inputs import TextPrompt, TokensPrompt
-    from nanovllm.engine.processes import WorkerError
     from nanovllm.llm import LLM
+    from nanovllm.ranks.processes import WorkerError
+    from nanovllm.requests.inputs import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 # Directory of a checkpoint of 0.9 million parameters, a part of the package: for first steps and
@@ -68,9 +68,9 @@ REPLACED = {  # names of vLLM
 LAZY = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
-    "TextPrompt": "nanovllm.engine.inputs",
-    "TokensPrompt": "nanovllm.engine.inputs",
-    "WorkerError": "nanovllm.engine.processes",
+    "TextPrompt": "nanovllm.requests.inputs",
+    "TokensPrompt": "nanovllm.requests.inputs",
+    "WorkerError": "nanovllm.ranks.processes",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias, TypeVar
 from typing_extensions import Self, Unpack
 
 from nanovllm.config import FOREIGN_ARGUMENTS, Options, takes_options
-from nanovllm.engine.recorder import DEFAULT_PATH
 from nanovllm.llm import LLM
-from nanovllm.news import AllNews, News
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
 
@@ -230,7 +230,7 @@ class _Mailbox:
 
 def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
     """Wake coroutines, a few at a time: others have a turn between, and the objects of those woken
-    are gone before the next (see `nanovllm.news`).
+    are gone before the next (see `nanovllm.requests.news`).
     """
     for _ in range(min(len(mailboxes), WAKE_AT_ONCE)):
         mailboxes.popleft().wake()

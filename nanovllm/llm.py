@@ -10,18 +10,9 @@ from typing import Any, NoReturn
 
 from typing_extensions import Self
 
-from nanovllm.beam_search import Candidates, beam_search
-from nanovllm.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.config import FOREIGN_ARGUMENTS
-from nanovllm.engine import replica_assembly
 from nanovllm.engine.assembly import AnyExecutor, Parts
-from nanovllm.engine.inputs import Params, Prompts, name_prompts
-from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.recorder import DEFAULT_PATH
-from nanovllm.engine.replicas import Replicas
-from nanovllm.engine.request import Listener
-from nanovllm.news import News
 from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -30,7 +21,16 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from nanovllm.replicas import assembly as replica_assembly
+from nanovllm.replicas.replicas import Replicas
+from nanovllm.requests.beam_search import Candidates, beam_search
+from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conversations
+from nanovllm.requests.inputs import Params, Prompts, name_prompts
+from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
+from nanovllm.requests.news import News
+from nanovllm.requests.request import Listener
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.utils.checks import check_bool, check_choice, takes_foreign
 
 POOLING = ("last", "mean")

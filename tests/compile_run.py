@@ -23,9 +23,9 @@ import triton
 from process_groups import num_running
 from triton.runtime.jit import JITFunction
 
+from nanovllm.cli.stand_in import CARDS, GPU, META, OnCard, put_in
 from nanovllm.compiling.absent_gpu import AbsentGPU
 from nanovllm.compiling.compiler import Compiler
-from nanovllm.engine.stand_in import CARDS, GPU, META, OnCard, put_in
 from nanovllm.kernels.activation import act_and_mul
 from nanovllm.kernels.norm import rms_norm
 from nanovllm.kernels.tokens import fill_in

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tqdm
 
-import nanovllm.engine
-from nanovllm.engine.request import Request
+import nanovllm
+from nanovllm.requests.request import Request
 
 DEADLINE = 60  # seconds, only to turn a hang into a failure
 
@@ -143,11 +143,11 @@ def patch(module):
 sys.meta_path.insert(0, Finder())
 """
 
-SERVE = "nanovllm.engine.worker:_serve"
+SERVE = "nanovllm.ranks.worker:_serve"
 CONNECT = "nanovllm.distributed.group:Group.connect"
 CONNECT_NCCL = "nanovllm.distributed.nccl:Nccl.connect"
 LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
-SIZE = "nanovllm.engine.kv_cache:KVCachePool.how_many_fit"
+SIZE = "nanovllm.engine.kv_pool:KVCachePool.how_many_fit"
 RUN = "nanovllm.engine.model_runner:ModelRunner.run"
 
 FAULTS = {  # what happens: exit code and what the error says
@@ -239,4 +239,15 @@ class Interrupt:
         return self.trace
 
 
-ENGINE = str(Path(nanovllm.engine.__path__[0]))
+ROOMS = [
+    "engine",
+    "requests",
+    "sampling",
+    "scheduling",
+    "graphs",
+    "sizing",
+    "tracing",
+    "ranks",
+    "replicas",
+]
+ENGINE = tuple(f"{Path(nanovllm.__path__[0], room)}{os.sep}" for room in ROOMS)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from nanovllm.engine.rehearsal import ROWS
+from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes

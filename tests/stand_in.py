@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import triton
 
+from nanovllm.cli.stand_in import CARDS, CPU, GPU, META, OnCard, put_in
 from nanovllm.engine import model_runner
-from nanovllm.engine.stand_in import CARDS, CPU, GPU, META, OnCard, put_in
 
 VOCAB = 151936
 SHAPES = {  # M, I, Hq, Hkv, tied embedding

@@ -10,14 +10,14 @@ from typing import Any
 
 from nanovllm import TINY
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.engine.trace_events import (
+from nanovllm.tracing.trace_events import (
     BEGAN,
     SequenceRecord,
     StepRecord,
     names,
     recording_event,
 )
-from nanovllm.engine.trace_file import TraceFile
+from nanovllm.tracing.trace_file import TraceFile
 
 H200: dict[str, Any] = {
     "model": "qwen3-0.6b",

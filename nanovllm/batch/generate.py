@@ -27,8 +27,8 @@ from nanovllm.batch.params import from_json
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import Row, make_row
 from nanovllm.batch.tables import Batch, columns_of, read_column, with_columns
-from nanovllm.chat import ChatRenderer
 from nanovllm.config import Options
+from nanovllm.requests.chat import ChatRenderer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.as_json import as_json
 

@@ -18,8 +18,8 @@ from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.results import Result
 from nanovllm.batch.rows import PARAMETERS, Row, as_rows, read_ask
-from nanovllm.chat import ChatRenderer
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.chat import ChatRenderer
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

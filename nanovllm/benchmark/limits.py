@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import Int4
-from nanovllm.engine.matrices import weights
+from nanovllm.sizing.model_size import weights
 
 
 class Hardware(NamedTuple):

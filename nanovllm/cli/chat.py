@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import TINY, SamplingParams, __version__
-from nanovllm.chat import ChatRenderer
 from nanovllm.cli.options import (
     add_engine_options,
     add_sampling_options,
@@ -20,6 +19,7 @@ from nanovllm.cli.options import (
     object_value,
     sampling_options,
 )
+from nanovllm.requests.chat import ChatRenderer
 
 if TYPE_CHECKING:
     from nanovllm import LLM

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from nanovllm.cli.options import add_engine_options, engine_options
 
 if TYPE_CHECKING:
-    from nanovllm.engine.stand_in import Card
+    from nanovllm.cli.stand_in import Card
 
 MIB = 2**20
 
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     card = find_card(args.capability)
     from triton import knobs
 
+    from nanovllm.cli.stand_in import compile_kernels, put_in
     from nanovllm.compiling.server import launcher_of, needs_launchers
-    from nanovllm.engine.stand_in import compile_kernels, put_in
 
     check_writable(knobs.cache.dir)
     cache = Path(knobs.cache.dir)
@@ -93,7 +93,7 @@ def find_card(capability: str | None) -> "Card":
     """The GPU that --capability names, or that is here. ValueError if there is none."""
     import torch
 
-    from nanovllm.engine.stand_in import CARDS, card_here
+    from nanovllm.cli.stand_in import CARDS, card_here
 
     runs = {name: card for name, card in CARDS.items() if card.runs_kernels}
     if capability is not None:

@@ -183,7 +183,7 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
     options.pop("revision", None)
     params = default_params(config, sampling_options(args))
     if params.structured_outputs is not None:
-        from nanovllm.engine.structured_output import check_package
+        from nanovllm.sampling.structured_output import check_package
 
         try:
             check_package()

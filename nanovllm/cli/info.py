@@ -85,7 +85,7 @@ def _extras(requirements: list[Requirement]) -> dict[str, dict[str, Any]]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from nanovllm.engine.memory import available_cpu_memory
+    from nanovllm.sizing.memory import available_cpu_memory
     from nanovllm.utils.device import capability, hardware_name
 
     is_linux = hasattr(os, "sched_getaffinity")

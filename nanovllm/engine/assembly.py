@@ -9,10 +9,10 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import Core
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.intake import CheckedRequest, Intake
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Listener
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.requests.intake import CheckedRequest, Intake
+from nanovllm.requests.request import Listener
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.timeline import ENGINE, Process, Timeline, Write
 from nanovllm.outputs import RequestOutput
+from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
 from nanovllm.utils.text import Decoder
 
 

@@ -14,16 +14,16 @@ import torch
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.control_table import ControlTable, LastTokens
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.meeting import Meeting
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
-from nanovllm.engine.processes import WorkerError, clear_frames
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import Workers
-from nanovllm.layers.controls import Controls
+from nanovllm.ranks.meeting import Meeting
+from nanovllm.ranks.processes import WorkerError, clear_frames
+from nanovllm.ranks.workers import Workers
+from nanovllm.sampling.control_table import ControlTable, LastTokens
+from nanovllm.sampling.controls import Controls
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.forks import check_threads
 from nanovllm.utils.interrupts import uninterrupted

@@ -20,14 +20,14 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.inputs import Params, Prompts, name_prompts
-from nanovllm.engine.intake import CheckedRequest, OnError, Refusal
 from nanovllm.engine.metrics import Progress
-from nanovllm.engine.recorder import DEFAULT_PATH, Recorder, engine_facts
-from nanovllm.engine.request import Listener
 from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.inputs import Params, Prompts, name_prompts
+from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
+from nanovllm.requests.request import Listener
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.fair_lock import FairLock
 

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 
 from typing_extensions import Self
 
-from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.outputs import RequestMetrics
+from nanovllm.requests.request import Request
 from nanovllm.utils.histogram import Histogram
 from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 

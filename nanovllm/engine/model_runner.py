@@ -17,28 +17,28 @@ import torch
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.compiling.compiler import Compiler, num_processes, target_of
+from nanovllm.compiling.rehearsal import Rehearsal, distinct_layers
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine import memory
-from nanovllm.engine.choices import choose_build
-from nanovllm.engine.extras import Extras
-from nanovllm.engine.graph_runner import StepGraphs
-from nanovllm.engine.kv_cache import KVCachePool
-from nanovllm.engine.matrices import weights
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import Batch, SlotTable, StepPlan, build_batch
-from nanovllm.engine.rehearsal import Rehearsal, distinct_layers
-from nanovllm.engine.static_inputs import most_tokens
 from nanovllm.engine.step_inputs import Computed, PendingTokens, StepInputs, fill_in, to_device
-from nanovllm.engine.step_timer import Span, StepTimer
-from nanovllm.engine.warm_up import most_activations
+from nanovllm.graphs.static_inputs import most_tokens
+from nanovllm.graphs.step_graphs import StepGraphs
 from nanovllm.layers.attention import members_of_tile
-from nanovllm.layers.controls import Controls
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
 from nanovllm.layers.weights.quantized import dequantize, held_in, is_to_be_plain
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.sampling.controls import Controls
+from nanovllm.sampling.extras import Extras
+from nanovllm.sizing import memory
+from nanovllm.sizing.activations import most_activations
+from nanovllm.sizing.build import choose_build
+from nanovllm.sizing.model_size import weights
 from nanovllm.tensors.fp8 import FP8
+from nanovllm.tracing.step_timer import Span, StepTimer
 from nanovllm.utils.context import use_context
 from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import (

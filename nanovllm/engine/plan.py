@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.scheduling.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.utils.arrays import Int32
 
 

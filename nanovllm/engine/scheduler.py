@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterable
 from itertools import takewhile
 from operator import attrgetter
 
-from nanovllm.engine.admission import AdmissionControl, LengthEstimator
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
 from nanovllm.engine.stopping import NOT_NUMBERS, ends, fail
 from nanovllm.sampling_params import NO_TOKEN
+from nanovllm.scheduling.admission import AdmissionControl, LengthEstimator
 
 logger = logging.getLogger(__name__)
 

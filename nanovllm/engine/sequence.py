@@ -14,9 +14,9 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.detokenizer import Detokenizer
-    from nanovllm.engine.request_controls import RequestControls
-    from nanovllm.engine.structured_output import Grammar
+    from nanovllm.requests.detokenizer import Detokenizer
+    from nanovllm.sampling.request_controls import RequestControls
+    from nanovllm.sampling.structured_output import Grammar
 
 NO_LIMIT = 1 << 62
 PENDING = -1  # stands for a token that has been sampled but not read back yet

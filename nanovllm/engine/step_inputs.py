@@ -15,8 +15,8 @@ from nanovllm.utils.context import Context, Prefixes
 from nanovllm.utils.device import runs_kernels, to_host, upload
 
 if TYPE_CHECKING:
-    from nanovllm.engine.extra_results import ExtraResults
-    from nanovllm.engine.step_timer import Span
+    from nanovllm.sampling.extra_results import ExtraResults
+    from nanovllm.tracing.step_timer import Span
 
 
 class StepInputs(NamedTuple):

@@ -100,7 +100,7 @@ def process(
         logits: [n, V], rows adjacent columns.
         slots: [n] int32, rows of counts.
         masks, mask_rows, edit_starts, edit_tokens, edit_biases, penalties: see
-            `nanovllm.layers.controls.Controls`, on the device.
+            `nanovllm.sampling.controls.Controls`, on the device.
         counts: [N, V] int16, see `ControlledSampler`; None: no penalties.
         temperatures: [n] float32, if the weights of spans are wanted.
 

@@ -1,4 +1,4 @@
-"""`read_trace`: a file of `engine/trace_file.py` as arrays of steps and sequences.
+"""`read_trace`: a file of `tracing/trace_file.py` as arrays of steps and sequences.
 
 It is read line by line, so a file whose process was killed is read as far as it goes.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.trace_events import BEGAN, ENDED, FULL
+from nanovllm.tracing.trace_events import BEGAN, ENDED, FULL
 
 Floats = NDArray[np.float64]
 US = 1e-6

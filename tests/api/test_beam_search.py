@@ -33,7 +33,7 @@ from checkpoints import (
     reference_model,
 )
 from nanovllm import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
-from nanovllm.beam_search import beam_search
+from nanovllm.requests.beam_search import beam_search
 
 # -- oracles --------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoints import TINY, rare, with_rare
-from nanovllm.engine import detokenizer
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.request import Decoder
+from nanovllm.requests import detokenizer
+from nanovllm.requests.detokenizer import Detokenizer
+from nanovllm.requests.request import Decoder
 from nanovllm.utils.text import as_text
 
 FFFD = "\ufffd"

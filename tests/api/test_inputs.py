@@ -28,8 +28,8 @@ from checkpoints import (
     reference,
 )
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.engine.inputs import bad_word_tokens, name_prompts, spread_sampling_params
-from nanovllm.engine.intake import Intake
+from nanovllm.requests.inputs import bad_word_tokens, name_prompts, spread_sampling_params
+from nanovllm.requests.intake import Intake
 from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_MODEL_LEN, POOL_TOKENS = 12, 16

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import SMALL, checkpoint_fixture, edit_tensors, make_checkpoint  # noqa: F401
 from nanovllm import LLM
-from nanovllm.engine import graph_runner
+from nanovllm.graphs import step_graphs as graph_runner
 from nanovllm.utils import progress
 
 

@@ -25,10 +25,10 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import extras
-from nanovllm.engine.admission import LengthEstimator
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
+from nanovllm.sampling import extras
+from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
 SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from checkpoints import SMALL, gather, greedy, make_checkpoint
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import read_rows, run
-from nanovllm.engine.structured_output import GrammarCompiler
+from nanovllm.sampling.structured_output import GrammarCompiler
 
 WORDS = ["the", "a", "b", "yes", "no", "Paris", "Rome", "é", ".", ","]
 PIECES = ["▁", "▁▁", *(f"▁{word}" for word in WORDS), *WORDS, *'{}[]":0123456789']

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams, __version__
-from nanovllm.cli import info, options
+from nanovllm.cli import info, options, stand_in
 from nanovllm.cli.compile import check_writable
 from nanovllm.cli.main import COMMANDS, main
 from nanovllm.compiling.server import Job
 from nanovllm.config import DEFAULTS
-from nanovllm.engine import stand_in
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from host import (
 )
 
 from checkpoints import rare
-from nanovllm.engine.admission import LengthEstimator
+from nanovllm.scheduling.admission import LengthEstimator
 
 
 class Result(NamedTuple):

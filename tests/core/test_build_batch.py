@@ -8,7 +8,7 @@ from host import FakeModel, make_scheduler, make_seq
 
 from nanovllm.engine.plan import Batch
 from nanovllm.engine.sequence import ScheduledSequence
-from nanovllm.engine.warm_up import warmup_batch
+from nanovllm.sizing.activations import warmup_batch
 
 
 def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> None:

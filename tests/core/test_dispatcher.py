@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.dispatcher import Dispatcher
-from nanovllm.engine.intake import CheckedRequest
-from nanovllm.engine.remote_request import RemoteRequest
-from nanovllm.engine.request import Ticket, Told
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.replicas.dispatcher import Dispatcher
+from nanovllm.replicas.remote_request import RemoteRequest
+from nanovllm.requests.intake import CheckedRequest
+from nanovllm.requests.request import Ticket, Told
 
 BLOCK = 4
 

@@ -8,8 +8,8 @@ from host import FakeModel, make_scheduler, make_seq, reference
 from invariants import check_scheduler
 
 from nanovllm.engine.engine_core import EngineCore
-from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.requests.request import Request
 
 
 class Tokens(NamedTuple):

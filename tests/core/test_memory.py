@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from nanovllm.engine import memory
-from nanovllm.engine.memory import (
+from nanovllm.sizing import memory
+from nanovllm.sizing.memory import (
     GIB,
     RESERVE,
     kv_block_bytes,

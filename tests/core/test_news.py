@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from nanovllm.news import AllNews, News
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.requests.news import AllNews, News
 
 
 def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestOutput]:

@@ -19,8 +19,8 @@ from nanovllm.engine.plan import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence, Sequence
-from nanovllm.engine.workers import OVERHEAD
 from nanovllm.outputs import TokenLogprobs
+from nanovllm.ranks.workers import OVERHEAD
 from nanovllm.sampling_params import SamplingParams
 
 

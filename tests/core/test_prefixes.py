@@ -6,8 +6,8 @@ from itertools import islice, takewhile
 import numpy as np
 import pytest
 
-from nanovllm.engine import prefixes
-from nanovllm.engine.prefixes import (
+from nanovllm.scheduling import prefixes
+from nanovllm.scheduling.prefixes import (
     MIN_MEMBERS,
     MIN_SAVED,
     MOST_LEVELS,

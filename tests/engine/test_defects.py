@@ -14,7 +14,7 @@ from tiny_reference import GREEDY, assert_greedy, likeliest, tokens
 
 from checkpoints import rare
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.admission import LengthEstimator
+from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 5
 

@@ -33,7 +33,7 @@ from checkpoints import (
 from faults import DEADLINE, FAULT_POINTS, fail_at, wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Request
+from nanovllm.requests.request import Request
 
 # -- faults ---------------------------------------------------------------------------------------
 

@@ -19,14 +19,13 @@ from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, toke
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.engine import graph_runner, model_runner, static_inputs
-from nanovllm.engine.graph_runner import StepGraphs, bucket_sizes, coarse_sizes
-from nanovllm.engine.matrices import weights
-from nanovllm.engine.memory import RESERVE
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import Batch
-from nanovllm.engine.prefixes import SharedPrefixes, most_tiles
-from nanovllm.engine.static_inputs import (
+from nanovllm.engine.step_inputs import Computed, to_device
+from nanovllm.graphs import static_inputs
+from nanovllm.graphs import step_graphs as graph_runner
+from nanovllm.graphs.static_inputs import (
     NOTHING,
     PROMPTS,
     TOKENS,
@@ -38,8 +37,11 @@ from nanovllm.engine.static_inputs import (
     most_tokens,
     room_for,
 )
-from nanovllm.engine.step_inputs import Computed, to_device
-from nanovllm.engine.step_timer import StepTimer
+from nanovllm.graphs.step_graphs import StepGraphs, bucket_sizes, coarse_sizes
+from nanovllm.scheduling.prefixes import SharedPrefixes, most_tiles
+from nanovllm.sizing.memory import RESERVE
+from nanovllm.sizing.model_size import weights
+from nanovllm.tracing.step_timer import StepTimer
 from nanovllm.utils import device
 
 B, W = 12, 10

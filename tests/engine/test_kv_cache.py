@@ -9,10 +9,10 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.kv_cache import KVCachePool
-from nanovllm.engine.memory import CPU_TOKENS, GIB, RESERVE
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.layers.base import Build
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sizing.memory import CPU_TOKENS, GIB, RESERVE
 
 CPU = torch.device("cpu")
 

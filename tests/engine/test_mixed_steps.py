@@ -17,10 +17,11 @@ from host import (
 from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
 from checkpoints import reference as continuation
 from nanovllm import LLM
-from nanovllm.engine import choices, model_runner, scheduler
-from nanovllm.engine.admission import LengthEstimator
+from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.plan import build_batch
 from nanovllm.layers.base import Build
+from nanovllm.scheduling.admission import LengthEstimator
+from nanovllm.sizing import build as choices
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 

@@ -29,13 +29,13 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
-from nanovllm.engine import timeline, trace_file
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.sequence import ScheduledSequence
-from nanovllm.engine.step_timer import StepTimer
-from nanovllm.engine.timeline import Timeline
-from nanovllm.engine.trace_events import SequenceRecord, StepRecord
-from nanovllm.engine.trace_file import TraceFile
+from nanovllm.tracing import timeline, trace_file
+from nanovllm.tracing.step_timer import StepTimer
+from nanovllm.tracing.timeline import Timeline
+from nanovllm.tracing.trace_events import SequenceRecord, StepRecord
+from nanovllm.tracing.trace_file import TraceFile
 
 # Twelve prompts, half of them with a common beginning, in a pool that holds about four.
 TIGHT = {**SMALL, "num_kvcache_blocks": 12, "max_num_seqs": 6}

@@ -34,10 +34,10 @@ from triton.runtime.jit import JITFunction
 from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, CompletionOutput, SamplingParams
 from nanovllm.compiling import compiler
+from nanovllm.compiling.rehearsal import Rehearsal
 from nanovllm.engine import model_runner
-from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.rehearsal import Rehearsal
 from nanovllm.kernels import hopper, paged_decode
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.weights.int8 import Int8Weight

@@ -11,16 +11,16 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import rare
-from nanovllm.engine.request_controls import token_mask
 from nanovllm.kernels import controls as kernels
 from nanovllm.kernels import logprobs as logprobs_kernels
 from nanovllm.kernels import thresholds as thresholds_kernels
 from nanovllm.kernels.logprobs import logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.thresholds import thresholds
-from nanovllm.layers.controlled_sampler import filter_logits, logprobs_of, process_logits
-from nanovllm.layers.controls import IN_PROMPT, MAX_COUNT, Controls
 from nanovllm.layers.embed_head import vocab_span
+from nanovllm.sampling.controlled_sampler import filter_logits, logprobs_of, process_logits
+from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, Controls
+from nanovllm.sampling.request_controls import token_mask
 
 SEED = 5
 ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"

@@ -10,7 +10,7 @@ from checkpoints import rare
 
 pytest.importorskip("triton")
 
-from nanovllm.engine.rehearsal import ROWS
+from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import experts as experts_kernels
 from nanovllm.kernels.experts import (
     FEW,

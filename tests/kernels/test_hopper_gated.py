@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from attention_cases import DEVICE, needs_hopper
 
 from nanovllm.checkpoint.quantization import Fp8
-from nanovllm.engine.rehearsal import ROWS
+from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import activation, gated_hopper, hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from held_codes import count_rehearsed, record_launches
 
-from nanovllm.engine.rehearsal import ROWS
+from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels import int8_linear
 from nanovllm.kernels.hopper import has_room
 from nanovllm.kernels.int8_linear import (

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from checkpoints import rare
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.engine.prefixes import find_shared_prefixes
 from nanovllm.kernels.paged_decode import paged_decode
 from nanovllm.kernels.paged_prefix import members_of_tile, paged_prefix
+from nanovllm.scheduling.prefixes import find_shared_prefixes
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import dequantize, quantize
 from nanovllm.tensors.scoring import Scoring
@@ -57,7 +57,7 @@ def test_shared_prefixes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two groups, one of them of several tiles, among decodes that share nothing; padding."""
-    monkeypatch.setattr("nanovllm.engine.prefixes.MIN_SAVED", 0)
+    monkeypatch.setattr("nanovllm.scheduling.prefixes.MIN_SAVED", 0)
     hq, hkv = 16, 2
     shared, lens = [70, 30], [(0, 90), (1, 33), (None, 5), (0, 75), (1, 64), (None, 40)]
     lens += [(0, 81 + i) for i in range(8)] + [(1, 40), (1, 50)]

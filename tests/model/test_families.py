@@ -38,7 +38,6 @@ from nanovllm.checkpoint.model_config import LayerConfig, ModelConfig
 from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
-from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.base import Build
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import frequencies
@@ -46,6 +45,7 @@ from nanovllm.layers.weights.quantized import dequantize
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
+from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.context import Context, use_context

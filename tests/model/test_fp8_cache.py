@@ -18,7 +18,7 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, RequestOutput
-from nanovllm.engine.admission import LengthEstimator
+from nanovllm.scheduling.admission import LengthEstimator
 
 # All numbers of e4m3, by its definition.
 NUMBERS = [m / 8 * 2.0**-6 for m in range(8)]

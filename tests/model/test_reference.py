@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from checkpoints import make_checkpoint, rare, with_rare
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.admission import LengthEstimator
+from nanovllm.scheduling.admission import LengthEstimator
 
 
 @pytest.fixture(scope="module")

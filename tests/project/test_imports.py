@@ -8,13 +8,16 @@ import pytest
 
 from checkpoints import SMALL, TINY
 
-HOST_MODULES = (
-    *("sequence", "block_manager", "scheduler", "admission", "memory", "inputs", "matrices"),
-    *("plan", "channel", "workers", "request", "metrics", "structured_output"),
-    *("request_controls", "control_table", "detokenizer", "intake", "engine_core"),
-    *("timeline", "trace_events", "trace_file"),
-)
-USER_MODULES = "nanovllm.beam_search, nanovllm.chat, nanovllm.outputs, nanovllm.sampling_params"
+HOST_MODULES = {
+    "engine": "sequence block_manager scheduler plan metrics engine_core",
+    "scheduling": "admission prefixes",
+    "sizing": "memory model_size",
+    "requests": "inputs intake request detokenizer",
+    "sampling": "request_controls control_table structured_output controls",
+    "ranks": "channel workers",
+    "tracing": "timeline trace_events trace_file",
+}
+USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]
 NEVER += ["llguidance", "pyarrow"]
 
@@ -30,10 +33,14 @@ def imported(code: str, modules: list[str]) -> list[str]:
     "modules",
     [
         "nanovllm",
-        USER_MODULES,
+        ", ".join(f"nanovllm.{name}" for name in USER_MODULES.split()),
         "nanovllm.batch, nanovllm.cli.generate",
         "nanovllm.report.reading, nanovllm.report.summary, nanovllm.report.findings",
-        ", ".join(f"nanovllm.engine.{name}" for name in HOST_MODULES),
+        ", ".join(
+            f"nanovllm.{room}.{name}"
+            for room, names in HOST_MODULES.items()
+            for name in names.split()
+        ),
     ],
 )
 def test_import_is_light(modules):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from faults import shared_memory, wait_until
-from nanovllm.engine.channel import NUM_SLOTS, Channel
+from nanovllm.ranks.channel import NUM_SLOTS, Channel
 
 CAPACITY = 100
 SEED = 23
@@ -124,7 +124,7 @@ def test_channels_have_no_name_to_meet_or_to_leave_behind() -> None:
 
 READER = """
 import sys
-from nanovllm.engine.channel import Channel
+from nanovllm.ranks.channel import Channel
 channel = Channel(int(sys.argv[1]), 1, 100)
 while True:
     for position in (254, 255):

@@ -18,12 +18,12 @@ from checkpoints import SMALL, greedy, make_checkpoint, rare, run_steps, tokens
 from checkpoints import assert_greedy as assert_continued
 from checkpoints import reference as continuation
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.admission import LengthEstimator
-from nanovllm.engine.channel import Channel
-from nanovllm.engine.kv_cache import KVCachePool
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import max_plan_bytes
-from nanovllm.engine.workers import OVERHEAD
 from nanovllm.layers.embed_head import local_vocab
+from nanovllm.ranks.channel import Channel
+from nanovllm.ranks.workers import OVERHEAD
+from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 17
 

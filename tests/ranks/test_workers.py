@@ -58,13 +58,13 @@ from faults import (
 from nanovllm import LLM, WorkerError
 from nanovllm.distributed import gloo, group
 from nanovllm.engine import llm_engine
-from nanovllm.engine import workers as workers_module
-from nanovllm.engine.channel import NUM_SLOTS
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_inputs import PendingTokens
-from nanovllm.engine.workers import Workers
+from nanovllm.ranks import workers as workers_module
+from nanovllm.ranks.channel import NUM_SLOTS
+from nanovllm.ranks.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
 

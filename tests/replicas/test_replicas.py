@@ -35,8 +35,8 @@ from nanovllm import (
     StructuredOutputsParams,
     WorkerError,
 )
-from nanovllm.engine import replicas
-from nanovllm.engine.remote_request import MAX_LOSSES
+from nanovllm.replicas import replicas
+from nanovllm.replicas.remote_request import MAX_LOSSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from checkpoints import with_rare
 from nanovllm import SamplingParams
-from nanovllm.engine.request_controls import token_mask
-from nanovllm.layers.controlled_sampler import (
+from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
+from nanovllm.sampling.controlled_sampler import (
     ControlledSampler,
     Logprobs,
     filter_logits,
     logprobs_of,
     process_logits,
 )
-from nanovllm.layers.controls import NO_FILTERS, Controls
-from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
+from nanovllm.sampling.controls import NO_FILTERS, Controls
+from nanovllm.sampling.request_controls import token_mask
 
 SEED = 11
 IN_PROMPT = -(2**15)

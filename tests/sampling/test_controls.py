@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from checkpoints import rare
 from nanovllm import SamplingParams
-from nanovllm.engine.control_table import ControlTable, LastTokens
-from nanovllm.engine.inputs import bad_word_tokens
 from nanovllm.engine.plan import mark_sent, plan_step
-from nanovllm.engine.request_controls import RequestControls, request_controls, token_mask
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
-from nanovllm.layers.controls import Controls
+from nanovllm.requests.inputs import bad_word_tokens
+from nanovllm.sampling.control_table import ControlTable, LastTokens
+from nanovllm.sampling.controls import Controls
+from nanovllm.sampling.request_controls import RequestControls, request_controls, token_mask
 from nanovllm.sampling_params import NO_TOKEN, StructuredOutputsParams
 
 BadWords = tuple[tuple[int, ...], ...]

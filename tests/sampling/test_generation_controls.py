@@ -32,10 +32,11 @@ from checkpoints import (
 )
 from faults import Interrupt, fail_at
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine import control_table, executor
-from nanovllm.engine.admission import LengthEstimator
-from nanovllm.layers.controlled_sampler import ControlledSampler
+from nanovllm.engine import executor
 from nanovllm.outputs import CompletionOutput
+from nanovllm.sampling import control_table
+from nanovllm.sampling.controlled_sampler import ControlledSampler
+from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.device import host_array
 
 VOCAB = 131  # the last of two ranks has fewer tokens, the last of four has none

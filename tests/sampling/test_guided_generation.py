@@ -30,9 +30,9 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import control_table
-from nanovllm.engine.admission import LengthEstimator
-from nanovllm.engine.structured_output import GrammarCompiler, accept_tokens, fill_masks
+from nanovllm.sampling import control_table
+from nanovllm.sampling.structured_output import GrammarCompiler, accept_tokens, fill_masks
+from nanovllm.scheduling.admission import LengthEstimator
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -11,9 +11,9 @@ from draws import chi_square_p, metadata, take
 from checkpoints import SMALL, make_checkpoint, rare, tokens
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.engine.admission import LengthEstimator
 from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
 from nanovllm.sampling_params import NO_TOKEN
+from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 3
 

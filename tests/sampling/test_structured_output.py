@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from checkpoints import TINY, in_threads, rare
-from nanovllm.engine import structured_output
-from nanovllm.engine.structured_output import Grammar, GrammarCompiler, accept_tokens, fill_masks
+from nanovllm.sampling import structured_output
+from nanovllm.sampling.structured_output import Grammar, GrammarCompiler, accept_tokens, fill_masks
 from nanovllm.sampling_params import StructuredOutputsParams
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -1,0 +1,192 @@
+"""The rehearsal of an engine's steps: every kernel that a request may need is launched once, to no
+effect (`Compiler.rehearsal`). What each step needs comes first, then what only some requests want.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.engine.plan import running_sum
+from nanovllm.engine.step_inputs import Computed, StepInputs, to_device
+from nanovllm.graphs.static_inputs import TOKENS, Shape, StaticInputs
+from nanovllm.layers.attention import Attention
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampling.controlled_sampler import logprobs_of
+from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES, Controls
+from nanovllm.sampling.extras import Extras
+from nanovllm.sizing.activations import warmup_batch
+from nanovllm.utils.integers import cdiv
+
+# Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
+ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
+MOST_LOGPROBS = 20  # beside the token's own
+
+
+@contextmanager
+def distinct_layers(
+    model: Qwen3ForCausalLM, config: ModelConfig, of_each: int = 1
+) -> Iterator[None]:
+    """Have a model compute the first of its layers of each kind, and the last, which is the only
+    one to drop rows: these take all kernels that it takes. Two `of_each` kind take as much memory,
+    too: the very first has nothing to add to.
+    """
+    own, kinds = model.model, config.layers
+    whole = own.layers
+    chosen = {len(kinds) - 1}
+    for kind in set(kinds):
+        chosen.update([i for i, each in enumerate(kinds) if each == kind][:of_each])
+    own.layers = nn.ModuleList(whole[i] for i in sorted(chosen))
+    try:
+        yield
+    finally:
+        own.layers = whole
+
+
+class Rehearsal:
+    """Steps of all kinds.
+
+    Args:
+        compute: the step.
+        model: that it computes.
+        pool: without blocks.
+        config, model_config, group, device: of the engine.
+        max_model_len: tokens of the longest sequence.
+        members: decodes of a tile of shared prefixes; 0: none share.
+        most_tokens: of prompts in CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[StepInputs], Computed],
+        model: Qwen3ForCausalLM,
+        pool: KVCachePool,
+        config: Config,
+        model_config: ModelConfig,
+        group: Group,
+        device: torch.device,
+        max_model_len: int,
+        members: int,
+        most_tokens: int,
+    ) -> None:
+        self._compute, self._model, self._pool = compute, model, pool
+        self._config, self._model_config, self._device = config, model_config, device
+        self._group = group
+        self._max_model_len, self._members = max_model_len, members
+        self._budget = config.max_num_batched_tokens
+        width = cdiv(max_model_len, config.kvcache_block_size)
+        self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
+        most = config.max_num_seqs
+        powers = (1 << i for i in range(most.bit_length()))
+        self._batches = sorted({most, *powers})  # by which decodes choose their splits
+
+    def first_steps(self) -> None:
+        """Decodes, which the start waits for, and the largest step, whose attention takes longest
+        to compile.
+        """
+        with self._one_block():
+            self._prompt(self._least(self._budget), self._budget)
+            layers = [each for each in self._model.modules() if isinstance(each, Attention)]
+            own = max(layer.most_own for layer in layers)
+            for size in (self._batches[-1], *(size for size in self._batches if size <= own)):
+                self._decodes(Shape(size))
+            for size in self._batches:
+                beside = min(TOKENS, self._budget - size)
+                if beside > 0:  # of other sizes, these take the kernels of decodes alone
+                    self._decodes(Shape(size, beside))
+
+    def other_steps(self) -> None:
+        """Steps that only some requests bring."""
+        with self._one_block():
+            self._prompts()
+            for size in self._batches[1:] if self._members else ():
+                self._decodes(Shape(size, shares=True))
+        if self._device.type == "cuda":
+            self._controls()
+
+    @contextmanager
+    def _one_block(self) -> Iterator[None]:
+        self._pool.allocate(1)
+        try:
+            with distinct_layers(self._model, self._model_config):
+                yield
+        finally:
+            self._pool.free()
+
+    def _least(self, num_tokens: int) -> int:
+        """Sequences that so many tokens of prompts take at the least."""
+        return min(self._config.max_num_seqs, cdiv(num_tokens, self._max_model_len))
+
+    def _prompts(self) -> None:
+        """Of few sequences, and of many. Some follow a chunk that has been computed."""
+        for num_tokens in sorted((rows for rows in ROWS if rows < self._budget), reverse=True):
+            self._prompt(self._least(num_tokens), num_tokens)
+        for num_tokens in {2, TOKENS, self._budget}:
+            few = self._least(num_tokens)
+            if num_tokens <= self._budget and num_tokens < few * self._max_model_len:
+                self._prompt(few, num_tokens, num_cached=1)
+        self._prompt(min(self._config.max_num_seqs, self._budget), self._budget)
+
+    def _prompt(self, num_seqs: int, num_tokens: int, num_cached: int = 0) -> None:
+        size = self._config.kvcache_block_size
+        batch = warmup_batch(num_seqs, num_tokens, self._max_model_len, size)
+        lens = batch.context_lens + num_cached
+        batch = batch._replace(
+            context_lens=lens,
+            cu_seqlens_k=running_sum(lens),
+            block_tables=np.zeros((num_seqs, cdiv(int(lens.max()), size)), np.int32),
+        )
+        self._compute(to_device(batch, self._device))
+
+    def _decodes(self, shape: Shape) -> None:
+        """As CUDA graphs have them."""
+        self._compute(self._inputs.views(shape, self._members))
+
+    def _controls(self) -> None:
+        """Tokens drawn with controls, log-probabilities and embeddings, of a row."""
+        vocab_size, dtype = self._model_config.vocab_size, self._model.lm_head.weight.dtype
+        zeros = partial(torch.zeros, device=self._device)
+        ids, hidden = zeros(1, dtype=torch.int32), zeros(2, self._model_config.hidden_size)
+        computed = Computed(
+            ids, zeros(1, len(self._model.lm_head.weight.data), dtype=dtype), hidden
+        )
+        batch = warmup_batch(1, 1, self._max_model_len, self._config.kvcache_block_size)
+        for filters, penalties in product((False, True), repeat=2):
+            extras = Extras(self._model.compute_logits, vocab_size, 1, self._group, ids)
+            controls = one_row(vocab_size, filters, penalties)
+            own = controls if self._group.rank == 0 else None
+            extras.sample(batch, np.ones(1, np.bool_), computed, own)
+        logits = zeros(1, vocab_size, dtype=dtype)
+        for num_logprobs in range(MOST_LOGPROBS + 1):
+            logprobs_of(logits, ids, num_logprobs)
+        torch.stack(
+            [hidden[-1].to(dtype).float(), hidden.to(dtype).sum(0, dtype=torch.float32) / 2]
+        )
+
+
+def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
+    """Controls of one row: a banned token, and filters and penalties if it has any."""
+    top_k, top_p, min_p = (5, 0.9, 0.1) if filters else NO_FILTERS
+    row = (1.1, 0.5, 0.5) if penalties else NO_PENALTIES
+    return Controls(
+        top_k=np.array([top_k], np.int32),
+        top_p=np.array([top_p], np.float32),
+        min_p=np.array([min_p], np.float32),
+        penalties=np.array(row, np.float32)[:, None],
+        edit_starts=np.array([0, 1], np.int32),
+        edit_tokens=np.zeros(1, np.int32),
+        edit_biases=np.zeros(1, np.float32),
+        masks=np.zeros((1, cdiv(vocab_size, 32)), np.int32),
+        mask_rows=np.zeros(1, np.int32),
+        reset=np.zeros(0, np.int32),
+        counts=np.zeros((3, 0), np.int32),
+        num_logprobs=np.zeros(1, np.int32),
+    )

@@ -1,0 +1,4 @@
+"""CUDA graphs of whole steps.
+
+Doors: `step_graphs`.
+"""

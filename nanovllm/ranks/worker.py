@@ -1,0 +1,73 @@
+"""A worker: the process of a rank above 0. `Workers` starts it with `main`."""
+
+import logging
+import pickle
+import socket
+from functools import partial
+from typing import NamedTuple
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.ranks.channel import Channel
+from nanovllm.ranks.processes import live, receive_object, send_object
+
+
+class Setup(NamedTuple):
+    """What a worker is told at its start."""
+
+    rank: int
+    config: Config
+    model_config: ModelConfig
+    channel_fd: int
+    channel_capacity: int
+    num_threads: int  # of PyTorch on the CPU
+
+
+class Report(NamedTuple):
+    """What a worker says before it dies of an error."""
+
+    traceback: str
+    lost_contact: bool  # another rank's death may be the cause
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve rank 0, process `parent` at the other end of the socket `fd`, until it closes it or is
+    gone. Does not return.
+    """
+    live(fd, parent, _serve, _report)
+
+
+def _report(error: BaseException, text: str) -> Report:
+    from nanovllm.distributed.group import LostContactError
+
+    return Report(text, isinstance(error, LostContactError))
+
+
+def _serve(sock: socket.socket, setup: Setup) -> None:
+    import torch
+
+    from nanovllm.distributed.group import Group
+    from nanovllm.distributed.store import Store, arrival
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.utils.device import resolve_device
+
+    logging.disable(logging.WARNING)  # rank 0 says it
+    torch.set_num_threads(setup.num_threads)
+    size = setup.config.tensor_parallel_size
+    group = Group(setup.rank, size)
+    device = resolve_device(setup.config.device, setup.rank, size)
+    store = Store(partial(_ask, sock))
+    group.arrive(store, device)
+    store.wait([arrival(0)])  # rank 0 is there when all are
+    group.connect(store, device)
+    runner = ModelRunner(setup.config, setup.model_config, group)
+    channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
+    while sock.recv(1):
+        method, args = pickle.loads(channel.read(setup.rank - 1))
+        getattr(runner, method)(*args)
+
+
+def _ask(sock: socket.socket, key: str, value: bytes | None) -> bytes | None:
+    """What a worker's `Store` calls: rank 0's `Workers` answer."""
+    send_object(sock, (key, value))
+    return receive_object(sock)

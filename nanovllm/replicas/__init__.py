@@ -1,0 +1,4 @@
+"""Several engines behind one, each in a process of its own.
+
+Doors: `replicas` and `assembly`, for `LLM` alone.
+"""

@@ -1,0 +1,145 @@
+"""`RemoteRequest`: a request that a replica computes; `Order`: the same on its way there."""
+
+from typing import NamedTuple
+
+from nanovllm.engine.sequence import NO_LIMIT
+from nanovllm.outputs import RequestOutput, TokenLogprobs
+from nanovllm.requests.intake import CheckedRequest, Intake
+from nanovllm.requests.request import Listener, Ticket
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.text import Decoder
+
+MAX_LOSSES = 3  # replicas that die of a request before it is given up; the last computes it alone
+
+
+class Order(NamedTuple):
+    """What a replica is told of a request.
+
+    Attributes:
+        ticket: its numbers, and the tokens that its completions go on from.
+        token_ids: the prompt.
+        params: how to sample.
+        pooling: "last" or "mean" hidden state of the prompt, for embeddings.
+        has_listener: whether news are wanted after each step.
+    """
+
+    ticket: Ticket
+    token_ids: list[int]
+    params: SamplingParams
+    pooling: str | None
+    has_listener: bool
+
+
+def remote(
+    intake: Intake, checked: CheckedRequest, pooling: str | None, listener: Listener | None
+) -> "RemoteRequest":
+    """A new request; see `Intake.make`."""
+    return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
+
+
+class RemoteRequest:
+    """Stays with the caller's process, and can be given to another replica at any time: completions
+    go on there from the tokens that a listener has been told, without one they begin anew.
+
+    Args:
+        checked: what the caller wants.
+        ticket: its numbers.
+        pooling: "last" or "mean", for embeddings.
+        listener: see `LLMEngine.add_request`.
+
+    Attributes:
+        num_losses: replicas that died while they computed it.
+        num_completion_tokens: of the longest completion, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        checked: CheckedRequest,
+        ticket: Ticket,
+        pooling: str | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        self.num_losses = 0
+        self.request_id = ticket.request_id
+        self.prompt, self.prompt_token_ids = checked.text, checked.token_ids
+        self.sampling_params, self.listener = checked.params, listener
+        self._ticket, self._pooling = ticket, pooling
+        self._prompt_logprobs: TokenLogprobs | None = None
+        self._result: RequestOutput | None = None
+        self._error: str | None = None  # of a completion
+        self.num_completion_tokens = 0
+
+    @property
+    def num_seqs(self) -> int:
+        """Completions that have not ended."""
+        return len(self._ticket.completions)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._ticket.completions
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what replicas die of."""
+        return self.num_losses >= MAX_LOSSES - 1
+
+    def lose(self) -> None:
+        """The replica that computed it has died."""
+        self.num_losses += 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling_params.max_tokens or NO_LIMIT
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + self.num_completion_tokens
+
+    def order(self) -> Order:
+        """For a replica."""
+        return Order(
+            self._ticket,
+            self.prompt_token_ids,
+            self.sampling_params,
+            self._pooling,
+            self.listener is not None,
+        )
+
+    def book(self, news: RequestOutput) -> RequestOutput:
+        """Take what a replica says. Returns it with the prompt, which does not travel."""
+        if news.prompt_logprobs is not None:
+            self._prompt_logprobs = news.prompt_logprobs
+        self._error = news.error or self._error
+        output = RequestOutput(
+            **{
+                **vars(news),
+                "prompt": self.prompt,
+                "prompt_token_ids": self.prompt_token_ids,
+                "prompt_logprobs": self._prompt_logprobs,
+                "error": self._error,
+            }
+        )
+        completions = self._ticket.completions
+        for each in output.outputs:
+            told = completions[each.index]
+            told.token_ids.extend(each.token_ids)
+            told.logprob = each.cumulative_logprob or 0.0
+            self.num_completion_tokens = max(self.num_completion_tokens, len(told.token_ids))
+            if each.finished():
+                del completions[each.index]
+        if not completions and self.listener is None:
+            self._result = output
+        return output
+
+    def fail(self, error: str) -> RequestOutput:
+        """End it without a result."""
+        self._ticket.completions.clear()
+        self._result = RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, [], True, 0, error=error
+        )
+        return self._result
+
+    def output(self, decode: Decoder) -> RequestOutput:
+        """The result."""
+        assert self._result is not None, f"request {self.request_id} has not finished"
+        return self._result

@@ -1,0 +1,170 @@
+"""A replica: a process that runs a whole engine for some of the requests of another one. `Replicas`
+starts it with `main`.
+"""
+
+import logging
+import pickle
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.engine_core import EngineCore
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.outputs import RequestOutput
+from nanovllm.ranks.processes import live, receive_object, send_object
+from nanovllm.replicas.messages import Description, Facts, Failure, News, Recorded, Setup
+from nanovllm.replicas.remote_request import Order
+
+NEWS_SECONDS = 0.2  # between counters, where nothing else is new
+
+
+class Replica(LLMEngine):
+    """An engine whose requests come from another process. Used by one thread.
+
+    Args:
+        config: its options.
+        tell: sends a message to that process.
+    """
+
+    core: EngineCore
+
+    def __init__(self, config: Config, tell: Callable[[Any], None]) -> None:
+        options = asdict(config)
+        super().__init__(options.pop("model"), **options)
+        self._tell = tell
+        self._news: list[RequestOutput] = []
+        self._told_prompts: set[int] = set()  # requests
+        self._told_at = 0.0  # seconds of time.monotonic
+        self._recorded: Callable[[], None] = lambda: None  # ends a recording
+
+    def facts(self) -> Facts:
+        """What the other process needs to know."""
+        runner = self.model_runner
+        return Facts(runner.max_model_len, runner.num_blocks, runner.describe())
+
+    def take(self, orders: list[Order]) -> None:
+        """Queue requests."""
+        for order in orders:
+            checked = self._intake.read_again(order.token_ids, order.params)
+            listener = self._news.append if order.has_listener else None
+            self.core.add(self._intake.make(checked, order.pooling, listener, order.ticket))
+
+    def drop(self, request_ids: list[int]) -> None:
+        """Compute requests no further."""
+        self.core.abort(request_ids)
+
+    def forget(self) -> None:
+        """Drop all requests and all that is cached."""
+        self.core.reset()
+        self._news.clear()
+
+    def answer(self, question: int) -> None:
+        """Describe this engine."""
+        self._tell(Description(question, self.metrics(), self.core.latencies))
+
+    def record(self, number: int) -> None:
+        """Record what this engine does, as the replica of this number."""
+        self._recorded = self.core.record(
+            lambda lines: self._tell(Recorded(lines)), self._facts(), (number, f"replica {number}")
+        )
+
+    def stop_recording(self, question: int) -> None:
+        """Send what has been recorded, then an answer."""
+        self.core.timeline = None
+        self._recorded()
+        self.answer(question)
+
+    def advance(self) -> None:
+        """Go on with the requests, and tell what is new."""
+        finished = self.step()
+        outputs = [self._short(output) for output in (*self._news, *finished)]
+        self._news.clear()
+        now = time.monotonic()
+        if outputs or now - self._told_at > NEWS_SECONDS:
+            self._tell(News(outputs, self.core.metrics))
+            self._told_at = now
+
+    def _short(self, output: RequestOutput) -> RequestOutput:
+        """Without the prompt, and with its log-probabilities only the first time."""
+        short = {**vars(output), "prompt_token_ids": []}
+        if output.prompt_logprobs is not None:
+            if output.request_id in self._told_prompts:
+                short["prompt_logprobs"] = None
+            self._told_prompts.add(output.request_id)
+        if output.finished:
+            self._told_prompts.discard(output.request_id)
+        return RequestOutput(**short)
+
+
+class _LogSender(logging.Handler):
+    """Sends what is logged to the process that started this one, whose handlers it is for."""
+
+    def __init__(self, number: int, tell: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._number, self._tell = number, tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = f"replica {self._number}: {self.format(record)}"
+        plain = {**vars(record), "msg": message, "args": None, "exc_info": None, "exc_text": None}
+        try:
+            self._tell(logging.makeLogRecord(plain))
+        except Exception:  # as handlers do: it cannot be sent, or that process is gone
+            self.handleError(record)
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve the process `parent` at the other end of the socket `fd`, until it closes it or is
+    gone. Does not return.
+    """
+    live(fd, parent, _serve, _report)
+
+
+def _report(error: BaseException, text: str) -> Failure:
+    if isinstance(error, (TypeError, ValueError)):
+        with suppress(Exception):  # some exceptions cannot be read elsewhere
+            return Failure(text, pickle.loads(pickle.dumps(error)))
+    return Failure(text, None)
+
+
+def _serve(sock: socket.socket, setup: Setup) -> None:
+    import torch
+
+    torch.set_num_threads(setup.num_threads)
+    sending = threading.Lock()
+
+    def tell(message: Any) -> None:
+        with sending:
+            send_object(sock, message)
+
+    log = logging.getLogger("nanovllm")
+    log.setLevel(setup.log_level)
+    log.addHandler(_LogSender(setup.number, tell))
+    commands: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+    with Replica(setup.config, tell) as replica:
+        tell(replica.facts())
+        threading.Thread(target=partial(_listen, sock, commands), daemon=True).start()
+        while True:
+            try:
+                command = commands.get(block=replica.is_finished())
+            except queue.Empty:
+                replica.advance()
+                continue
+            if command is None:
+                break
+            method, *args = command
+            getattr(replica, method)(*args)
+
+
+def _listen(sock: socket.socket, commands: "queue.SimpleQueue[tuple[Any, ...] | None]") -> None:
+    try:
+        while True:
+            commands.put(receive_object(sock))
+    except (EOFError, OSError):
+        commands.put(None)

@@ -1,0 +1,330 @@
+"""`Replicas`: the processes of a data-parallel engine, seen from the caller's: started, told,
+watched, started again, ended.
+
+Each runs a whole engine (`replica.py`). A thread here takes what it sends, and notices when it
+ends.
+"""
+
+import contextlib
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.ranks.processes import (
+    EXIT_TIMEOUT,
+    WorkerError,
+    receive_object,
+    send_object,
+    start_python,
+    wait_for_end,
+)
+from nanovllm.replicas.messages import (
+    Description,
+    Ended,
+    Facts,
+    Failure,
+    News,
+    Recorded,
+    Setup,
+)
+from nanovllm.utils.device import device_shares
+from nanovllm.utils.interrupts import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+REPLICA = "nanovllm.replicas.replica"
+MAX_RESTARTS = 3  # of one replica, without a request that it has finished
+ANSWER_SECONDS = 5.0
+
+
+class _Replica:
+    """A started process.
+
+    Attributes:
+        outbox: what it is to be told, by a thread of its own, so that nobody waits for a process
+            that hangs; None at the end.
+        answers: descriptions that it was asked for; None when it has ended.
+        facts: None until it is ready.
+        threads: they take what it says, and tell it what is in the outbox.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
+        self.process, self.socket = process, sock
+        self.outbox: SimpleQueue[Any] = SimpleQueue()
+        self.answers: SimpleQueue[Description | None] = SimpleQueue()
+        self.facts: Facts | None = None
+        self.threads: list[threading.Thread] = []
+
+    def join(self) -> None:
+        """Wait for the end of its threads, when its process has ended."""
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def send(self) -> None:
+        """Tell it what is in the outbox."""
+        try:
+            while (message := self.outbox.get()) is not None:
+                send_object(self.socket, message)
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it has ended: its watcher says so
+            pass
+        except BaseException:  # it would wait for the rest
+            self.process.kill()
+            raise
+
+
+class Replicas:
+    """Starts `config.data_parallel_size` replicas.
+
+    Args:
+        config: of the engine. `model` must be a directory.
+
+    Attributes:
+        is_broken: whether none is left.
+        num_restarts: of all replicas.
+    """
+
+    def __init__(self, config: Config) -> None:
+        count = config.data_parallel_size
+        if sys.platform != "linux":
+            raise ValueError(
+                f"`data_parallel_size` must be 1 on {sys.platform}, as replicas need Linux, "
+                f"got {count}"
+            )
+        self._config = replace(config, revision=None, trace=False)
+        self._shares = device_shares(config.device, count, config.tensor_parallel_size)
+        self._replicas: dict[int, _Replica] = {}  # those that have not ended
+        self._tries = [0] * count  # since it finished a request
+        self._num_starts = 0
+        self._inbox: deque[tuple[int, Any]] = deque()
+        self._has_come = threading.Event()
+        self._num_questions = 0
+        self._write: Callable[[list[str]], None] | None = None  # what they record
+        self.is_broken = False
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self._num_starts - len(self._shares))
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the replicas that take requests."""
+        return sorted(i for i, replica in self._replicas.items() if replica.facts is not None)
+
+    def launch(self) -> None:
+        """Start all processes. Does not wait for them."""
+        for number in range(len(self._shares)):
+            self._start(number)
+
+    def start(self, beside: Callable[[], None]) -> Facts:
+        """Wait until all replicas are ready. Returns what holds for all of them.
+
+        Args:
+            beside: is called first.
+
+        Raises:
+            TypeError, ValueError: for a mistake of the caller's that only they can find.
+            WorkerError: if one dies otherwise.
+        """
+        beside()
+        while len(self.ready) < len(self._shares):
+            self.wait(None)
+            number, message = self.pop()
+            if isinstance(message, Ended):
+                error = self.error(number, message)
+                if message.failure.error is not None:
+                    raise message.failure.error from error
+                raise error
+        facts = [replica.facts for replica in self._replicas.values() if replica.facts is not None]
+        return facts[0]._replace(
+            max_model_len=min(each.max_model_len for each in facts),
+            num_blocks=min(each.num_blocks for each in facts),
+        )
+
+    def _start(self, number: int) -> None:
+        setup = Setup(
+            number,
+            self._config,
+            max(1, torch.get_num_threads() // len(self._shares)),
+            logging.getLogger("nanovllm").getEffectiveLevel(),
+        )
+        quiet = {"TQDM_DISABLE": "1"} if number or self._tries[number] else {}
+        self._tries[number] += 1
+        self._num_starts += 1
+        with uninterrupted():
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    process = start_python(
+                        REPLICA, theirs.fileno(), environment={**self._shares[number], **quiet}
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+            replica = _Replica(process, ours)
+            replica.outbox.put(setup)
+            try:
+                for target in (partial(self._watch, number, replica), replica.send):
+                    thread = threading.Thread(target=target, daemon=True)
+                    thread.start()
+                    replica.threads.append(thread)
+            except BaseException:  # there can be no more threads
+                process.kill()
+                raise
+            self._replicas[number] = replica
+
+    def start_again(self, number: int) -> bool:
+        """Start a replica that has ended, unless it has been often enough. Returns whether."""
+        again = self._tries[number] <= MAX_RESTARTS
+        if again:
+            try:
+                self._start(number)
+            except (OSError, RuntimeError):  # no memory, no process, no thread
+                logger.warning("replica %d cannot be started again", number, exc_info=True)
+                again = False
+        self.is_broken = not self._replicas
+        return again
+
+    def _watch(self, number: int, replica: _Replica) -> None:
+        failure = Failure("", None)
+        try:
+            while True:
+                message = receive_object(replica.socket)
+                if isinstance(message, Failure):
+                    failure = message
+                elif isinstance(message, Description):
+                    replica.answers.put(message)
+                elif isinstance(message, logging.LogRecord):
+                    _log(message)
+                elif isinstance(message, Recorded):
+                    if (write := self._write) is not None:
+                        write(message.lines)
+                else:
+                    self._put(number, message)
+        except (EOFError, OSError):  # the end
+            pass
+        except Exception:  # it says what cannot be read here
+            failure = Failure(traceback.format_exc(), None)
+            replica.process.kill()
+        finally:
+            replica.outbox.put(None)
+            self._put(number, Ended(wait_for_end(replica.process), failure))
+            replica.answers.put(None)
+
+    def _put(self, number: int, message: Any) -> None:
+        self._inbox.append((number, message))
+        self._has_come.set()
+
+    # -- what they say --------------------------------------------------------------------------
+
+    def wait(self, seconds: float | None) -> int:
+        """Wait for a message, or for so long. Returns how many there are to `pop`."""
+        self._has_come.clear()
+        if not self._inbox:
+            self._has_come.wait(seconds)
+        return len(self._inbox)
+
+    def pop(self) -> tuple[int, Any]:
+        """Take the first message, with the number of its replica. Notes who is ready, and who has
+        ended.
+        """
+        number, message = self._inbox.popleft()
+        if isinstance(message, Facts):
+            self._replicas[number].facts = message
+            if self._write is not None:
+                self.tell(number, "record", number)
+        elif isinstance(message, News):
+            if any(output.finished for output in message.outputs):
+                self._tries[number] = 1
+        elif isinstance(message, Ended):
+            replica = self._replicas.pop(number, None)
+            if replica is not None:  # it was started whole
+                replica.join()
+                replica.socket.close()
+        return number, message
+
+    @staticmethod
+    def error(number: int, ended: Ended) -> WorkerError:
+        """The end of a replica, for those who cannot do without."""
+        return WorkerError(number, ended.exit_code, ended.failure.traceback, "replica")
+
+    # -- what they are told ---------------------------------------------------------------------
+
+    def tell(self, number: int, method: str, *args: Any) -> None:
+        """Call a method of a replica without waiting for it. If it has ended, nothing happens."""
+        self._replicas[number].outbox.put((method, *args))
+
+    def record(self, write: Callable[[list[str]], None]) -> None:
+        """Have all of them record what they do, those that are started again, too."""
+        self._write = write
+        for number in self.ready:
+            self.tell(number, "record", number)
+
+    def stop_recording(self) -> None:
+        """Have what they have recorded written."""
+        try:
+            self.ask("stop_recording")
+        finally:
+            self._write = None
+
+    def ask(self, method: str = "answer") -> dict[int, Description]:
+        """Have all that are ready describe themselves. Those that end meanwhile, or do not answer
+        within `ANSWER_SECONDS`, are left out.
+        """
+        self._num_questions += 1
+        found: dict[int, Description] = {}
+        asked = [(number, self._replicas[number].answers) for number in self.ready]
+        for number, _ in asked:
+            self.tell(number, method, self._num_questions)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        for number, answers in asked:
+            with contextlib.suppress(queue.Empty):
+                while number not in found:  # answers to earlier questions may come first
+                    answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                    if answer is None:
+                        answers.put(None)  # for the next question
+                        break
+                    if answer.question == self._num_questions:
+                        found[number] = answer
+        return found
+
+    def close(self) -> None:
+        """End all replicas. May be called again."""
+        with uninterrupted():
+            replicas, self._replicas = list(self._replicas.values()), {}
+            for replica in replicas:
+                if replica.facts is None or self.is_broken:
+                    replica.process.kill()
+                replica.outbox.put(None)
+            deadline = time.monotonic() + EXIT_TIMEOUT
+            for replica in replicas:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    replica.process.wait(max(0.0, deadline - time.monotonic()))
+                replica.process.kill()
+                replica.process.wait()
+                with contextlib.suppress(OSError):
+                    replica.socket.shutdown(socket.SHUT_RDWR)  # a fork may hold the other end
+                replica.join()
+                replica.socket.close()
+
+
+def _log(record: logging.LogRecord) -> None:
+    try:
+        logging.getLogger(record.name).handle(record)
+    except Exception:  # of a filter or a handler of the caller's
+        logger.warning("a message of a replica could not be logged", exc_info=True)

@@ -1,0 +1,171 @@
+"""Conversations as prompts: what callers pass to `LLM.chat`, checked and rendered.
+
+Imports no torch, and transformers only for tools that are functions; the tokenizer comes from the
+engine.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from nanovllm.requests.inputs import encode, listed
+from nanovllm.requests.messages import (
+    Messages,
+    arguments_as_json,
+    arguments_as_object,
+    has_calls,
+    is_list,
+    read_conversation,
+    with_calls,
+)
+from nanovllm.utils.checks import check_bool
+
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Message]
+Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
+
+logger = logging.getLogger(__name__)
+
+PROBE = "nanovllm-probe"  # an argument that no conversation has
+ARGUMENTS = {  # of apply_chat_template, which are no variables of the template
+    *("conversation", "tools", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message"),
+}
+JINJA = ("<template>", "<unknown>")  # a template's name in frames; of one that cannot be read
+
+
+class ChatRenderer:
+    """Turns conversations into prompts by a chat template; the arguments are `LLM.chat`'s.
+
+    Raises:
+        TypeError, ValueError: naming the argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Tool] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        if tokenizer is None:
+            raise ValueError(
+                "chat() needs a tokenizer, but the model directory has none: pass token ids to "
+                "generate()"
+            )
+        if not isinstance(chat_template, (str, type(None))):
+            raise TypeError(
+                f"`chat_template` must be the text of a template, got {chat_template!r}"
+            )
+        if chat_template == "":
+            raise ValueError(
+                "`chat_template` must be the text of a template, got '': pass None for the "
+                "checkpoint's own"
+            )
+        if chat_template is None and not tokenizer.chat_template:
+            raise ValueError(
+                "`chat_template` must be given for a checkpoint that has none, got None: pass one, "
+                "or call generate()"
+            )
+        check_bool("add_generation_prompt", add_generation_prompt)
+        check_bool("continue_final_message", continue_final_message)
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "`add_generation_prompt` must be False with `continue_final_message`, got True: "
+                "a message is either begun or continued"
+            )
+        if tools is not None and not is_list(tools):
+            raise TypeError(f"`tools` must be a list of tools, got {tools!r}")
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise TypeError(f"`chat_template_kwargs` must be a dictionary, got {variables!r}")
+        if taken := sorted(ARGUMENTS & set(variables)):
+            raise ValueError(
+                f"`chat_template_kwargs` must hold variables of the template, got {taken[0]!r}: "
+                "pass the arguments of chat() by themselves"
+            )
+        self._tokenizer, self._has_warned = tokenizer, False
+        self._has_developer = "developer" in str(chat_template or tokenizer.chat_template)
+        self._options = {
+            **variables,
+            "tools": tools and [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+
+    def render(self, conversation: Any, name: str) -> dict[str, Any]:
+        """The prompt that a conversation becomes; `name` is what errors call it."""
+        messages = read_conversation(conversation, name, has_developer=self._has_developer)
+        try:
+            if has_calls(messages):
+                messages = with_calls(messages, self._form_of_calls(messages, name))
+            text = self._apply(messages)
+        except Exception as error:  # whatever the code in the template raises
+            raise ValueError(
+                f"`{name}` cannot be rendered by the chat template "
+                f"({type(error).__name__}: {error}){_line_of(error)}"
+            ) from None
+        # The template has written the special tokens: a tokenizer that adds them would do it twice.
+        token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def _apply(self, messages: Messages) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
+
+    def _form_of_calls(self, messages: Messages, name: str) -> Callable[[Any], Any]:
+        """How the template wants the arguments of calls: as objects, if it does not join these to
+        text, or print them as Python does; else as JSON, which other templates would quote.
+        """
+        probe, texts = with_calls(messages, lambda _: {PROBE: ""}), []
+        for form in (arguments_as_object, arguments_as_json):
+            with suppress(Exception):  # whatever the code in the template raises
+                texts.append(self._apply(with_calls(probe, form)))
+                if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
+                    return form
+        if texts and not self._has_warned:
+            self._has_warned = True  # of many conversations the first is enough
+            logger.warning(
+                "the chat template leaves out the arguments of `tool_calls`, in `%s` first", name
+            )
+        return arguments_as_object
+
+
+def name_conversations(messages: Any) -> dict[str, Any]:
+    """One conversation or many, by what errors call them."""
+    items = listed(messages)
+    if items is None:
+        raise TypeError(
+            "`messages` must be a list of messages or a list of conversations, "
+            f"got {type(messages).__name__}"
+        )
+    # A message is a mapping, a conversation something else that holds messages.
+    if any(isinstance(item, Iterable) and not isinstance(item, (str, Mapping)) for item in items):
+        return {f"messages[{i}]": conversation for i, conversation in enumerate(items)}
+    return {"messages": items}
+
+
+def _line_of(error: Exception) -> str:
+    """Where in the template it was raised, in words; nothing for an error of other code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename in JINJA]
+    return f" in its line {lines[-1]}" if lines else ""
+
+
+def _read_tool(tool: Any, name: str) -> dict[str, Any]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # for other objects, whatever inspect raises
+        raise TypeError(
+            f"`{name}` must be a dictionary, or a function with types and a docstring, "
+            f"got {tool!r}: {error}"
+        ) from None

@@ -1,0 +1,192 @@
+"""Messages in OpenAI's form, checked and brought into the form that chat templates know.
+
+What is null is left out, as it says nothing. `developer` is the system where a template knows no
+developer, `function` and `function_call`, OpenAI's older names, are `tool` and `tool_calls`, a
+refusal is what the assistant has said, and `arguments` of calls are JSON or objects. What is no
+text is refused. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
+
+from nanovllm.requests.inputs import listed
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+def read_conversation(conversation: Any, name: str, *, has_developer: bool) -> Messages:
+    """The messages, checked. All have `content`, a string, which templates add to other text.
+
+    Args:
+        conversation: what the caller passes.
+        name: what errors call it.
+        has_developer: whether the template knows this role.
+
+    Raises:
+        TypeError, ValueError: naming what is wrong.
+    """
+    messages = listed(conversation)
+    if messages is None:
+        raise TypeError(f"`{name}` must be a list of messages, got {type(conversation).__name__}")
+    if not messages:
+        raise ValueError(f"`{name}` must have at least one message, got none")
+    read = [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
+    for message in read:
+        if message["role"] == "developer" and not has_developer:
+            message["role"] = "system"
+    return read
+
+
+def has_calls(messages: Messages) -> bool:
+    """Whether a message has `tool_calls`."""
+    return any("tool_calls" in message for message in messages)
+
+
+def with_calls(messages: Messages, arguments: Callable[[Any], Any]) -> Messages:
+    """The messages with the arguments of their calls in another form: `arguments` is
+    `arguments_as_object` or `arguments_as_json`.
+    """
+    return [
+        {**message, "tool_calls": [_with_arguments(call, arguments) for call in calls]}
+        if (calls := message.get("tool_calls"))
+        else message
+        for message in messages
+    ]
+
+
+def arguments_as_object(arguments: Any) -> Any:
+    """The arguments of a call as an object; nothing stands for none."""
+    if isinstance(arguments, str):
+        return json.loads(arguments) if arguments.strip() else {}
+    return {} if arguments is None else arguments
+
+
+def arguments_as_json(arguments: Any) -> str:
+    """The same as JSON, as the model wrote it where that is what there is."""
+    if isinstance(arguments, str) and arguments.strip():
+        return arguments
+    return json.dumps(arguments_as_object(arguments), ensure_ascii=False, default=dict)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether a value of the caller's is a list, or may stand for one."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Callable[[Any], Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return {**call, "arguments": arguments(call.get("arguments"))}
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": arguments(function.get("arguments"))}}
+
+
+def _read_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"`{name}` must be a dictionary with `role` and `content`, got {type(message).__name__}"
+        )
+    if "role" not in message:
+        raise ValueError(f"`{name}` must have a `role`, got the keys {sorted(map(str, message))}")
+    role = message["role"]
+    if not isinstance(role, str):
+        raise TypeError(f'`{name}["role"]` must be a string, got {role!r}')
+    fields = {key: value for key, value in message.items() if value is not None}
+    if "audio" in fields:
+        raise ValueError(
+            f'`{name}["audio"]` must be None, got {fields["audio"]!r}: messages are text'
+        )
+    for key in ("name", "tool_call_id"):
+        if not isinstance(fields.get(key, ""), str):
+            raise TypeError(f'`{name}["{key}"]` must be a string, got {fields[key]!r}')
+    if role == "function":
+        fields = {"content": "", **fields, "role": "tool"}
+    calls = _read_calls(fields, name)
+    content = _read_content(fields, name)
+    if content is None and (role != "assistant" or not calls):
+        raise ValueError(
+            f"`{name}` must have `content`, got none: only an assistant's message with "
+            "`tool_calls` may do without"
+        )
+    if calls:
+        fields["tool_calls"] = calls
+    return {**fields, "content": content or ""}
+
+
+def _read_content(fields: dict[str, Any], name: str) -> str | None:
+    """The text of a message, from which `refusal` is taken."""
+    content, refusal = fields.get("content"), fields.pop("refusal", None)
+    if is_list(content):
+        is_own = fields["role"] == "assistant"
+        content = "\n".join(
+            _read_part(part, f'{name}["content"][{i}]', is_own) for i, part in enumerate(content)
+        )
+    elif not isinstance(content, (str, type(None))):
+        raise TypeError(f'`{name}["content"]` must be a string or a list of parts, got {content!r}')
+    if not refusal:
+        return content
+    if not isinstance(refusal, str):
+        raise TypeError(f'`{name}["refusal"]` must be a string, got {refusal!r}')
+    if fields["role"] != "assistant" or content:
+        raise ValueError(
+            f'`{name}["refusal"]` must be None but in an assistant\'s message without content, '
+            f"got {refusal!r}"
+        )
+    return refusal
+
+
+def _read_part(part: Any, name: str, may_refuse: bool) -> str:
+    """The text of a part of a message."""
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    if not isinstance(part, Mapping) or not (kind == "text" or (kind == "refusal" and may_refuse)):
+        raise ValueError(f'`{name}` must be {{"type": "text", "text": ...}}, got {kind!r}')
+    if not isinstance(part.get(kind), str):
+        raise TypeError(f'`{name}["{kind}"]` must be a string, got {part.get(kind)!r}')
+    return part[kind]
+
+
+def _read_calls(fields: dict[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """What an assistant has called; `tool_calls` and `function_call` are taken from the fields."""
+    where, calls = f'{name}["tool_calls"]', fields.pop("tool_calls", [])
+    old = fields.pop("function_call", None)
+    if not is_list(calls):
+        raise TypeError(f"`{where}` must be a list of calls, got {calls!r}")
+    if old is not None:
+        if calls:
+            raise ValueError(
+                f'`{name}["function_call"]` must be None beside tool_calls, got {old!r}'
+            )
+        calls, where = [{"type": "function", "function": old}], f'{name}["function_call"]'
+        _check_function(old, where)
+    else:
+        for i, call in enumerate(calls):
+            _check_call(call, f"{where}[{i}]")
+    return list(calls)
+
+
+def _check_call(call: Any, name: str) -> None:
+    if not isinstance(call, Mapping):
+        raise TypeError(f"`{name}` must be a dictionary with `function`, got {call!r}")
+    kind = call.get("type")
+    if kind is not None and kind != "function":
+        raise ValueError(f'`{name}["type"]` must be "function", got {kind!r}')
+    if "function" in call:
+        _check_function(call["function"], f'{name}["function"]')
+    else:  # as transformers has them, too
+        _check_function(call, name)
+
+
+def _check_function(function: Any, name: str) -> None:
+    if not isinstance(function, Mapping):
+        raise TypeError(f"`{name}` must be a dictionary with `name`, got {function!r}")
+    if not isinstance(function.get("name"), str):
+        raise TypeError(f'`{name}["name"]` must be a string, got {function.get("name")!r}')
+    given = function.get("arguments")
+    try:
+        is_object = isinstance(arguments_as_object(given), Mapping)
+    except ValueError as error:
+        raise ValueError(
+            f'`{name}["arguments"]` must be a JSON object, got {given!r}: {error}'
+        ) from None
+    if not is_object:
+        raise TypeError(f'`{name}["arguments"]` must be a JSON object, got {given!r}')

@@ -1,0 +1,183 @@
+"""`ControlledSampler`: draws for requests with controls. And log-probabilities."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.layers.embed_head import vocab_span
+from nanovllm.layers.sampler import SamplingMetadata, sample_on_cpu
+from nanovllm.sampling.controls import MAX_COUNT, NO_FILTERS, Controls
+from nanovllm.utils.device import runs_kernels, upload, upload_beside
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities by the model alone, of n rows: the drawn token's and the N largest.
+
+    Attributes:
+        token_ids: [n, 1 + N] int32, the drawn token first.
+        values: [n, 1 + N] float32; NaN where a logit of the row is.
+        ranks: [n] int32, of the drawn token, 1 for the most likely.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+
+
+class ControlledSampler:
+    """Draws from the logits of a step's rows with controls: where those are, or on the host if our
+    kernels do not run there.
+
+    Tokens of requests with penalties are counted beside, since the last of them may be known there
+    only; the table is made when the first such request comes.
+
+    Args:
+        vocab_size: V.
+        max_num_seqs: slots of the table of counts.
+    """
+
+    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
+        self.vocab_size, self.max_num_seqs = vocab_size, max_num_seqs
+        # [max_num_seqs, V] int16: how often each token is in the completion, the sign bit set for
+        # those in the prompt.
+        self.counts: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        controls: Controls,
+        last_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32, also written to
+        last_tokens: [N] int32, by slot.
+        """
+        by_kernels = runs_kernels(logits)
+        here = logits.device if by_kernels else torch.device("cpu")
+        counts = self._update_counts(here, controls) if controls.has_penalties else None
+        if by_kernels:
+            return self._on_gpu(logits, metadata, controls, last_tokens, counts)
+        slots, metadata = metadata.slots, metadata.on_host()
+        x = process_logits(logits.cpu(), metadata.slots, controls, counts)
+        if controls.has_filters:
+            x = filter_logits(x, metadata.temperatures, controls)
+        tokens, _ = sample_on_cpu(x, metadata, range(self.vocab_size), self.vocab_size)
+        drawn = tokens.to(last_tokens.device)
+        last_tokens.index_copy_(0, slots.long(), drawn)
+        if counts is not None:
+            own = counts[metadata.slots, tokens]
+            counts[metadata.slots, tokens] = own + ((own & MAX_COUNT) < MAX_COUNT)
+        return drawn
+
+    def _on_gpu(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        controls: Controls,
+        last_tokens: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        from nanovllm.kernels import controls as kernels
+        from nanovllm.kernels.sampling import sample
+        from nanovllm.kernels.thresholds import thresholds
+
+        top_k, top_p, min_p, penalties, mask_rows, starts, edit_tokens, biases = upload(
+            logits.device,
+            controls.top_k,
+            controls.top_p,
+            controls.min_p,
+            controls.penalties,
+            controls.mask_rows,
+            controls.edit_starts,
+            controls.edit_tokens,
+            controls.edit_biases,
+        )
+        masks = upload_beside(logits.device, controls.masks)
+        span, (temperatures, keys, positions, slots) = vocab_span(self.vocab_size), metadata
+        weighs = span == kernels.SPAN and not controls.has_filters
+        x, tops, weights = kernels.process(
+            logits, slots, masks, mask_rows, starts, edit_tokens, biases, penalties,
+            counts, temperatures if weighs else None,
+        )  # fmt: skip
+        least = None
+        if controls.has_filters:
+            least = thresholds(x, tops, temperatures, top_k, top_p, min_p)
+        tokens, _ = sample(
+            x, temperatures, keys, positions, slots, last_tokens, span,
+            least=least, tops=tops, weights=weights,
+        )  # fmt: skip
+        if counts is not None:
+            kernels.count(counts, slots, tokens)
+        return tokens
+
+    def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
+        """The table, begun anew for the sequences that it does not have."""
+        if self.counts is None:
+            shape = (self.max_num_seqs, self.vocab_size)
+            self.counts = torch.zeros(shape, dtype=torch.int16, device=device)
+        if len(controls.reset):
+            reset, changed = upload(device, controls.reset, controls.counts)
+            slots, tokens, counts = changed.long()
+            self.counts[reset.long()] = 0
+            self.counts[slots, tokens] = counts.to(torch.int16)
+        return self.counts
+
+
+def process_logits(
+    logits: torch.Tensor, slots: torch.Tensor, controls: Controls, counts: torch.Tensor | None
+) -> torch.Tensor:
+    """Masks, edits and penalties: logits [n, V] -> [n, V] float32."""
+    x = logits.to(torch.float32, copy=True)
+    V = x.shape[1]
+    masked = np.flatnonzero(controls.mask_rows >= 0)
+    if len(masked):
+        masks = controls.masks[controls.mask_rows[masked]]
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :V]
+        x[masked] = x[masked].masked_fill(torch.from_numpy(bits == 0), -torch.inf)
+    rows = np.repeat(np.arange(len(x)), np.diff(controls.edit_starts))
+    where = (torch.from_numpy(rows), torch.from_numpy(controls.edit_tokens).long())
+    x.index_put_(where, torch.from_numpy(controls.edit_biases), accumulate=True)
+    if controls.has_penalties:
+        assert counts is not None, "tokens have not been counted"
+        repetition, presence, frequency = torch.from_numpy(controls.penalties).unsqueeze(-1)
+        seen = counts[slots]
+        x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        count = (seen & MAX_COUNT).float()
+        x -= frequency * count + presence * (count > 0)
+    return x.masked_fill_(x.isnan(), -torch.inf)  # also inf that is banned
+
+
+def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Controls) -> torch.Tensor:
+    """min_p, top_k and top_p: x [n, V] float32, what they leave out set to -inf."""
+    x = x.clone()
+    filters = (f.tolist() for f in (controls.top_k, controls.top_p, controls.min_p))
+    for row, T, top_k, top_p, min_p in zip(x, temperatures.tolist(), *filters, strict=True):
+        if (top_k, top_p, min_p) == NO_FILTERS:
+            continue
+        left = row  # the values that are kept
+        if min_p > 0:
+            left = left[left.double() >= left.max().double() + T * math.log(min_p)]
+        if top_k > 0:
+            left = left[left >= left.topk(min(top_k, len(left))).values[-1]]
+        if top_p < 1:
+            left = left.sort(descending=True).values
+            mass = (left.double() / T).softmax(0).cumsum(0)
+            left = left[: int((mass < top_p).sum()) + 1]
+        row[row < left.min()] = -torch.inf
+    return x
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
+    """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
+    if runs_kernels(logits):
+        from nanovllm.kernels.logprobs import logprobs
+
+        return Logprobs(*logprobs(logits, tokens, num_logprobs))
+    raw = logits.float()
+    x = raw.masked_fill(raw.isnan(), -torch.inf)
+    top = x.topk(min(num_logprobs, x.shape[1]), dim=1).indices
+    ids = torch.cat([tokens.long().unsqueeze(1), top], dim=1)
+    ranks = (x > x.gather(1, ids[:, :1])).sum(1).to(torch.int32) + 1
+    return Logprobs(ids.to(torch.int32), raw.log_softmax(-1).gather(1, ids), ranks)

@@ -1,0 +1,182 @@
+"""`Extras`: results of a step that only some sequences ask for.
+
+These are tokens sampled with controls, log-probabilities of the prompt, and pooled hidden states.
+All ranks take part, because each rank has a part of the logits; rank 0 gets the results.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from nanovllm.distributed.group import Group
+from nanovllm.engine.plan import Batch, StepPlan
+from nanovllm.engine.step_inputs import Computed, sampling_arrays
+from nanovllm.layers.embed_head import local_vocab
+from nanovllm.layers.sampler import SamplingMetadata
+from nanovllm.sampling.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
+from nanovllm.sampling.controls import Controls
+from nanovllm.sampling.extra_results import ExtraResults
+from nanovllm.utils.device import upload
+
+ROWS = 256  # of a prompt, whose logits are computed at once
+# For each logit of a row with controls: itself, collected from all ranks (6), edited (4), gathered
+# to search for thresholds (4), and the count of its token (2).
+BYTES = 16
+
+
+class Extras:
+    """Computes these results on one rank.
+
+    Args:
+        compute_logits: the model's: [B, M] -> [B, len(vocab)].
+        vocab_size: V.
+        max_num_seqs: the most sequences that run at once.
+        group: the ranks.
+        last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
+
+    Attributes:
+        most_bytes: device memory that one step may need for them.
+    """
+
+    def __init__(
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        vocab_size: int,
+        max_num_seqs: int,
+        group: Group,
+        last_tokens: torch.Tensor,
+    ) -> None:
+        self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
+        self._last_tokens = last_tokens
+        self.sampler = ControlledSampler(vocab_size, max_num_seqs)
+        self.most_bytes = BYTES * max_num_seqs * vocab_size
+        # Sums of hidden states [M] float32, by slot and by where they end.
+        self._sums: dict[int, dict[int, torch.Tensor]] = {}
+
+    def compute(
+        self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None
+    ) -> ExtraResults:
+        """What a step has been asked for.
+
+        Args:
+            plan, batch: the step.
+            computed: what the model has computed; tokens of rows with controls are replaced.
+            controls: of the step, on rank 0; None if no row has any.
+        """
+        logprobs = None
+        if plan.controlled.any():
+            logprobs = self.sample(batch, plan.controlled, computed, controls)
+        prompt_logprobs = self.prompt_logprobs(plan, computed.hidden)
+        return ExtraResults(plan, logprobs, prompt_logprobs, self.pool(plan, computed.hidden))
+
+    def sample(
+        self,
+        batch: Batch,
+        controlled: NDArray[np.bool_],
+        computed: Computed,
+        controls: Controls | None,
+    ) -> Logprobs | None:
+        """Sample the rows with controls again, now with them, and replace their tokens.
+
+        Args:
+            batch: of B sequences.
+            controlled: [B], those of them whose n rows have controls.
+            computed: logits and tokens of all rows that sample.
+            controls: of these n rows on rank 0, None on the others: they receive the tokens.
+        """
+        logits = computed.logits
+        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
+        rows, *sampling = upload(logits.device, own, *sampling_arrays(batch, controlled))
+        metadata = SamplingMetadata(*sampling)
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, rows)
+        logits, logprobs = self._whole_rows(logits), None
+        # Where the plain sampler draws nothing, as a logit is NaN, controls draw nothing either.
+        # Until the end the row has any token, for log-probabilities and the other ranks.
+        plain = computed.tokens.index_select(0, rows)
+        if controls is None:
+            tokens = self._group.broadcast(torch.empty_like(metadata.slots))
+            self._last_tokens.index_copy_(0, metadata.slots.long(), tokens)
+        else:
+            if controls.draws:
+                tokens = self.sampler(logits, metadata, controls, self._last_tokens)
+            else:
+                tokens = plain.clamp(min=0)
+            most = min(int(controls.num_logprobs.max()), self._vocab_size)
+            logprobs = None if most < 0 else logprobs_of(logits, tokens, most)
+            self._group.broadcast(tokens)
+        tokens = torch.where(plain < 0, plain, tokens)
+        computed.tokens.index_copy_(0, rows.long(), tokens)
+        return logprobs
+
+    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's columns [n, len(vocab)] to all: [n, V]."""
+        size = self._group.size
+        if size == 1:
+            return logits
+        width = len(local_vocab(self._vocab_size, 0, size))  # the first has the most
+        padded = nn.functional.pad(logits, (0, width - logits.shape[1]))
+        whole = self._group.all_gather(padded).transpose(0, 1).flatten(1)
+        return whole[:, : self._vocab_size].contiguous()
+
+    def prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
+        """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
+        rows at a time, to bound the memory of their logits.
+
+        Args:
+            plan: the step.
+            hidden: [T, M] of the whole step.
+        """
+        if not plan.prompt_logprobs.size:
+            return None
+        ends = np.cumsum(plan.num_tokens)
+        rows: list[int] = []
+        targets: list[int] = []
+        for i, count, next_token in plan.prompt_logprobs[:3].T.tolist():
+            start = int(ends[i] - plan.num_tokens[i])
+            following = plan.token_ids[start + 1 : ends[i]].tolist()
+            rows += range(start, start + count)
+            targets += [*following, next_token][:count]
+        most, parts = min(int(plan.prompt_logprobs[3].max()), self._vocab_size), []
+        for start in range(0, len(rows), ROWS):
+            own = np.array(rows[start : start + ROWS], np.int32)
+            index, drawn = upload(
+                hidden.device, own, np.array(targets[start : start + ROWS], np.int32)
+            )
+            logits = self._compute_logits(hidden.index_select(0, index))
+            logits = self._whole_rows(logits)
+            if self._group.rank == 0:
+                parts.append(logprobs_of(logits, drawn, most))
+        return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+
+    def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
+        """One vector for each prompt that ends in this step: its last hidden state, or the mean of
+        all of them. Sums of a prompt in chunks are kept from step to step.
+
+        Args:
+            plan: the step.
+            hidden: [T, M] of the whole step.
+
+        Returns:
+            [k, M] float32, None if no such prompt ends.
+        """
+        pooled = []
+        ends = np.cumsum(plan.num_tokens)
+        for i, is_mean in plan.pooling.T.tolist():
+            rows = hidden[ends[i] - plan.num_tokens[i] : ends[i]]
+            vector = rows[-1].float()
+            if is_mean:
+                slot, start = int(plan.slots[i]), int(plan.starts[i])
+                end = start + int(plan.num_tokens[i])
+                if start == 0:
+                    self._sums[slot] = {0: torch.zeros_like(vector)}
+                before = self._sums[slot][start]
+                total = before + rows.sum(0, dtype=torch.float32)
+                self._sums[slot] = {start: before, end: total}  # a failed step is repeated
+                vector = total / end
+            if plan.samples[i]:
+                pooled.append(vector)
+        return torch.stack(pooled) if pooled else None

@@ -1,0 +1,121 @@
+"""`RequestControls`: what a request wants beyond drawing from the whole softmax.
+
+numpy only. Letters: V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.arrays import Float32, Int32
+
+BANNED = -np.inf  # the bias of a token that must not come
+
+
+class RequestControls(NamedTuple):
+    """The controls of one request.
+
+    Attributes:
+        filters: top_k (0: all), top_p, min_p.
+        penalties: repetition, presence, frequency.
+        num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
+        bias_tokens: [E] int32, ascending.
+        biases: [E] float32, what is added to their logits, -inf where they are banned.
+        min_tokens: `early_bans` hold before so many have been generated.
+        early_bans: [K] int32, tokens.
+        bad_words: sequences of at least two tokens whose last must not follow the others.
+        allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all are.
+        is_guided: whether its sequences have a grammar.
+        is_permanent: whether there is more than what `min_tokens` does.
+    """
+
+    filters: tuple[int, float, float]
+    penalties: tuple[float, float, float]
+    num_logprobs: int
+    bias_tokens: Int32
+    biases: Float32
+    min_tokens: int
+    early_bans: Int32
+    bad_words: tuple[tuple[int, ...], ...]
+    allowed: Int32 | None
+    is_guided: bool
+    is_permanent: bool
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.penalties != NO_PENALTIES
+
+    @property
+    def has_edits(self) -> bool:
+        return len(self.bias_tokens) > 0 or len(self.bad_words) > 0 or self.min_tokens > 0
+
+    def act_on(self, num_generated: int) -> bool:
+        """Whether they change the token after so many of the completion."""
+        return self.is_permanent or num_generated < self.min_tokens
+
+
+def request_controls(
+    params: SamplingParams,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    bad_words: Collection[tuple[int, ...]] = (),
+) -> RequestControls | None:
+    """The controls that `params` ask for, with the tokens of bad words. None if there are none.
+
+    Raises:
+        ValueError: if they may leave no token.
+    """
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    stops = set(params.stop_token_ids or ())
+    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
+        stops |= {token for token in eos_token_ids if token < vocab_size}
+    biases = dict(params.logit_bias or {})
+    biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
+    if params.allowed_token_ids is not None:
+        banned = {word[-1] for word in bad_words}
+        if params.min_tokens:
+            banned |= stops
+        if banned.issuperset(params.allowed_token_ids):
+            raise ValueError(
+                "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
+                f"forbid, got {params.allowed_token_ids!r}"
+            )
+    filters = NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p)
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    is_guided = params.structured_outputs is not None
+    has_tokens = bool(biases or bad_words) or params.allowed_token_ids is not None
+    is_permanent = (
+        filters != NO_FILTERS
+        or penalties != NO_PENALTIES
+        or params.logprobs is not None
+        or has_tokens
+        or is_guided
+    )
+    if not is_permanent and not (params.min_tokens and stops):
+        return None
+    return RequestControls(
+        filters=filters,
+        penalties=penalties,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        bias_tokens=np.array(sorted(biases), np.int32),
+        biases=np.array([biases[token] for token in sorted(biases)], np.float32),
+        min_tokens=params.min_tokens if stops else 0,
+        early_bans=np.array(sorted(stops), np.int32),
+        bad_words=tuple(word for word in bad_words if len(word) > 1),
+        allowed=token_mask(params.allowed_token_ids, vocab_size),
+        is_guided=is_guided,
+        is_permanent=is_permanent,
+    )
+
+
+def token_mask(tokens: SequenceABC[int] | None, vocab_size: int) -> Int32 | None:
+    """The mask [W] of the tokens that are allowed; None for all."""
+    if tokens is None:
+        return None
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

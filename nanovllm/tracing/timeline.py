@@ -1,0 +1,248 @@
+"""`Timeline`: records what an engine does, for viewers of traces (docs/timeline.md).
+
+While the engine runs, numbers are appended to a list; they become events when there are
+`MOST_RECORDS` of them, when a second has passed, and when no request is left. No text of a prompt
+or a completion is among them.
+
+Times are those of `time.perf_counter`, which is CLOCK_MONOTONIC on Linux: one clock for all
+processes, so what replicas record needs no shift. Imports no torch.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
+
+from nanovllm.engine.in_flight import InFlightStep
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.requests.request import Request
+from nanovllm.tracing.trace_events import (
+    BEGAN,
+    DEVICE,
+    HOST,
+    STEPS,
+    SequenceRecord,
+    StepRecord,
+    names,
+    recording_event,
+)
+
+MOST_RECORDS = 32  # that wait to be written: a millisecond of work, beside a step on the device
+FLUSH_SECONDS = 1.0  # or since the last were
+LONG_WAIT = 1e-4  # seconds: it ends when the device does; a shorter one may have come too late
+Write: TypeAlias = Callable[[list[str]], None]
+Process: TypeAlias = tuple[int, str]
+ENGINE: Process = (0, "engine")
+_start, _num_tokens = itemgetter(1), itemgetter(2)  # of a ScheduledSequence
+
+
+class Launched(NamedTuple):
+    """What is noted of a step when it has been launched; see `StepRecord`."""
+
+    began_at: float
+    launched_at: float
+    running: int
+    waiting: int
+    held_by: str
+    used_blocks: int
+    preempted: int
+    paused: tuple[float, float] | None
+
+
+class Timeline:
+    """Records an engine's steps, and the sequences that end.
+
+    Args:
+        scheduler: the engine's.
+        write: takes events, each a JSON object.
+        stop_timing: is called at the end.
+        facts: what the engine is, for the report: `engine_facts`.
+        process: the number that all events have, and what viewers call it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        write: Write,
+        stop_timing: Callable[[], None],
+        facts: dict[str, Any],
+        process: Process = ENGINE,
+    ) -> None:
+        self._scheduler, self._write, self._stop_timing = scheduler, write, stop_timing
+        self._windows: list[int] = facts["windows"]
+        self._records: list[StepRecord | SequenceRecord] = []
+        self._preempted: dict[int, list[float]] = {}  # when, by seq_id
+        self._num_preemptions = scheduler.num_preemptions
+        self._flushed_at = self._mark = self._began_at = time.perf_counter()
+        self._device_end = 0.0  # of the step before
+        self._is_closed = False
+        self._pid, name = process
+        tracks = (STEPS, HOST, DEVICE) if str(facts["device"]).startswith("cuda") else (STEPS, HOST)
+        write([*names(self._pid, name, tracks), recording_event(BEGAN, facts, self._pid)])
+
+    # -- what the engine tells ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The host begins to choose a step."""
+        self._mark = self._began_at = time.perf_counter()
+
+    def launch(self, scheduled: list[ScheduledSequence], waited: tuple[float, float]) -> Launched:
+        """A step has been launched, none been booked since it was chosen. `waited`: of Executor."""
+        preempted, held_by = self._find_preempted(), ""
+        scheduler, waiting = self._scheduler, len(self._scheduler.waiting)
+        if waiting:
+            if preempted or scheduler.waits_for_blocks:
+                held_by = "blocks"  # the pool has none for the first that waits
+            elif len(scheduler.running) == scheduler.max_num_seqs:
+                held_by = "sequences"  # no more may run
+            elif sum(map(_num_tokens, scheduled)) == scheduler.max_num_batched_tokens:
+                held_by = "tokens"  # the step had no room for it
+            else:
+                held_by = "prefix"  # another one computes what it begins with
+        used, running = scheduler.block_manager.num_used_blocks, len(scheduler.running)
+        self._mark = time.perf_counter()
+        paused, times = waited if waited[0] > self._began_at else None, (self._began_at, self._mark)
+        return Launched(*times, running, waiting, held_by, used, preempted, paused)
+
+    def book(
+        self,
+        step: InFlightStep,
+        tokens: tuple[int, int, int],
+        times: tuple[float, float, float],
+        finished: Iterable[Sequence],
+    ) -> None:
+        """A step has been booked.
+
+        Args:
+            step: the step.
+            tokens: that it computed for prefills and for decodes, and that sequences got from it.
+            times: since when it took time that the steps before it did not, when its tokens were
+                there, and when they were booked.
+            finished: sequences that it ended.
+        """
+        since, waited_at, booked_at = times
+        waits_at = min(self._mark, waited_at)
+        manager = self._scheduler.block_manager
+        noted = step.noted
+        if noted is None:  # it was launched before the recording began
+            state = len(self._scheduler.running), len(self._scheduler.waiting)
+            used = manager.num_used_blocks
+            noted = Launched(step.launched_at, step.launched_at, *state, "", used, 0, None)
+        began_at, launched_at, running, waiting, held_by, used, preempted, paused = noted
+        device = step.tokens.device_seconds()
+        self._records.append(
+            StepRecord(
+                *(began_at, step.launched_at, launched_at, waits_at, waited_at, booked_at, since),
+                *(len(step.scheduled), *tokens),
+                *(running, waiting, held_by, used, len(manager.blocks) - used, preempted),
+                *self._attention(step.scheduled, tokens[1]),
+                device and self._place(step.launched_at, waits_at, waited_at, *device),
+                paused,
+            )
+        )
+        self._mark = booked_at
+        for seq in finished:
+            self._end(seq, seq.finish_reason or "", seq.finished_at)
+        self._flush_if_due(booked_at)
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Requests have ended without a result."""
+        now = time.perf_counter()
+        for request in requests:
+            for seq in request.seqs:
+                if seq.finish_reason is None:
+                    self._end(seq, "aborted", now)
+        self._flush_if_due(now)
+
+    def close(self) -> None:
+        """Write what is left, and what has not ended. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop_timing()
+        self._find_preempted()
+        now = time.perf_counter()
+        for seq in (*self._scheduler.running, *self._scheduler.waiting):
+            self._end(seq, "unfinished", now)
+        self._flush()
+
+    # -- records --------------------------------------------------------------------------------
+
+    def _find_preempted(self) -> int:
+        """Note which sequences were preempted. Returns how many since the last call."""
+        scheduler = self._scheduler
+        count = scheduler.num_preemptions - self._num_preemptions
+        if count:
+            self._num_preemptions += count
+            now = time.perf_counter()
+            for seq in scheduler.waiting:
+                if not seq.num_preemptions:  # the preempted are the first
+                    break
+                times = self._preempted.setdefault(seq.seq_id, [])
+                times += [now] * (seq.num_preemptions - len(times))
+        return count
+
+    def _attention(
+        self, scheduled: list[ScheduledSequence], num_decodes: int
+    ) -> tuple[list[int], list[int]]:
+        """The `keys` and `pairs` of a step, whose decodes come first."""
+        chunks = [(start, start + count) for _, start, count, _ in scheduled[num_decodes:]]
+        decoded = sum(map(_start, scheduled[:num_decodes])) + num_decodes
+        keys, pairs = [decoded + sum(end for _, end in chunks)], [decoded + _pairs(chunks, 0)]
+        for window in self._windows:
+            seen = [min(start + count, window) for _, start, count, _ in scheduled]
+            keys.append(sum(seen))
+            pairs.append(sum(seen[:num_decodes]) + _pairs(chunks, window))
+        return keys, pairs
+
+    def _place(
+        self, chosen_at: float, waits_at: float, waited_at: float, idle: float, busy: float
+    ) -> tuple[float, float, float]:
+        """When the device began and ended a step, by the host's clock, and how long that took.
+
+        The device tells how long it was `idle` before the step and `busy` with it. If the wait was
+        long, it ended with the step. Else the step follows the one before it, but not behind its
+        wait: two clocks run apart by some microseconds each second.
+        """
+        end = waited_at
+        if waited_at - waits_at < LONG_WAIT:
+            end = min(waited_at, max(self._device_end + idle, chosen_at) + busy)
+        start = max(self._device_end, end - busy)
+        self._device_end = max(start, end)
+        return start, self._device_end, busy
+
+    def _end(self, seq: Sequence, reason: str, ended_at: float) -> None:
+        self._records.append(
+            SequenceRecord(
+                *(seq.seq_id, seq.request_id, seq.index),
+                *(seq.arrived_at, seq.started_at, seq.first_token_at, ended_at),
+                *(seq.num_prompt_tokens, seq.num_cached_tokens),
+                seq.num_known_tokens - seq.num_prompt_tokens,
+                self._preempted.pop(seq.seq_id, []),
+                reason,
+            )
+        )
+
+    def _flush_if_due(self, now: float) -> None:
+        is_due = len(self._records) >= MOST_RECORDS or now - self._flushed_at > FLUSH_SECONDS
+        if is_due or self._scheduler.is_finished():
+            self._flush()
+
+    def _flush(self) -> None:
+        records, self._records = self._records, []
+        lines: list[str] = []
+        for record in records:
+            lines += record.events(self._pid)
+        self._write(lines)
+        self._flushed_at = time.perf_counter()
+
+
+def _pairs(chunks: Iterable[tuple[int, int]], window: int) -> int:
+    """Pairs of a query at the positions of a chunk and a key that it sees."""
+
+    def before(end: int) -> int:
+        begin = min(end, window) if window else end
+        return begin * (begin + 1) // 2 + (end - begin) * window
+
+    return sum(before(end) - before(start) for start, end in chunks)
