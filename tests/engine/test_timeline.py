@@ -377,7 +377,7 @@ def test_an_engine_that_ends_with_requests_says_so(checkpoint, tmp_path):
 CHILDREN = """if True:
     import os, signal, sys
     from nanovllm import LLM, SamplingParams
-    from nanovllm.engine import timeline
+    from nanovllm.tracing import timeline
     timeline.MOST_RECORDS = 1
     directory, path, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
     for end in ("interrupted", "killed"):

@@ -61,6 +61,14 @@ def _is_none(cause: ast.expr | None) -> bool:
     return isinstance(cause, ast.Constant) and cause.value is None
 
 
+def test_the_import_contract_lists_every_file_of_the_engine() -> None:
+    """It is told apart from rooms by its files, of which there are few."""
+    contract = (ROOT / "pyproject.toml").read_text("utf-8").split("[tool.importlinter]")[1]
+    listed = re.findall(r"\bengine\.(\w+)", contract)
+    files = {path.stem for path in (PACKAGE / "engine").glob("*.py")} - {"__init__"}
+    assert sorted(listed) == sorted(files) and len(files) < 16
+
+
 def test_reading_order_names_every_file_once_with_its_lines() -> None:
     core = core_path()
     for name, lines in core.items():

@@ -485,7 +485,7 @@ started = []
 {at_exit}  # after what is registered later
 from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.distributed.group import Group
-from nanovllm.engine import workers
+from nanovllm.ranks import workers
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 {children}
