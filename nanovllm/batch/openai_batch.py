@@ -21,9 +21,9 @@ from typing import Any
 from nanovllm.batch.params import whole
 from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages, read_params
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.requests.text import REPLACEMENT
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import Foreign, check_bool, check_int, only
-from nanovllm.utils.text import REPLACEMENT
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NOT_READ = {  # by which no result differs

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from nanovllm.engine.metrics import Metrics
 from nanovllm.outputs import RequestOutput
+from nanovllm.requests.text import Decoder
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
-from nanovllm.utils.text import Decoder
 
 
 class AnyRequest(Protocol):

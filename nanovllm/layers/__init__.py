@@ -1,0 +1,1 @@
+"""The layers that models are made of, and `Build`, by which they choose their kernels."""

@@ -6,8 +6,8 @@ from nanovllm.engine.sequence import NO_LIMIT
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.requests.intake import CheckedRequest, Intake
 from nanovllm.requests.request import Listener, Ticket
+from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.text import Decoder
 
 MAX_LOSSES = 3  # replicas that die of a request before it is given up; the last computes it alone
 

@@ -1,4 +1,4 @@
 """What callers pass, checked, and the text that they get.
 
-Doors: `intake`, `request`, `news`, `chat` and `beam_search`.
+Doors: `intake`, `inputs`, `request`, `news`, `text`, `chat` and `beam_search`.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from nanovllm.utils.text import (
+from nanovllm.requests.text import (
     CONTEXT,
     MAX_INCOMPLETE,
     REPLACEMENT,

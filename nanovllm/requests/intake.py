@@ -23,11 +23,11 @@ from nanovllm.requests.inputs import (
     whole_numbers,
 )
 from nanovllm.requests.request import Listener, Request, Ticket, Told, text_context
+from nanovllm.requests.text import Decoder
 from nanovllm.sampling.request_controls import RequestControls, request_controls
 from nanovllm.sampling.structured_output import Grammar, GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice
-from nanovllm.utils.text import Decoder
 
 T = TypeVar("T")
 OnError: TypeAlias = Literal["raise", "return"]

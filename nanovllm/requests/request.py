@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.text import Decoder
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
 

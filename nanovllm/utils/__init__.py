@@ -1,0 +1,1 @@
+"""Helpers that know nothing of the rest, and `context`, by which layers see the step."""

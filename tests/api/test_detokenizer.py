@@ -16,7 +16,7 @@ from checkpoints import TINY, rare, with_rare
 from nanovllm.requests import detokenizer
 from nanovllm.requests.detokenizer import Detokenizer
 from nanovllm.requests.request import Decoder
-from nanovllm.utils.text import as_text
+from nanovllm.requests.text import as_text
 
 FFFD = "\ufffd"
 BYTES = bytes_to_unicode()  # how byte-level tokens are written
