@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton.testing import do_bench
 
 from nanovllm.kernels.activation import quantized_act_and_mul
+from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.fused_decode import own_decode
+from nanovllm.kernels.attention.rope import qk_norm_rope_store
 from nanovllm.kernels.fp8 import quantize
-from nanovllm.kernels.fp8_linear import linear
-from nanovllm.kernels.fp8_row import one_row
 from nanovllm.kernels.norm import add_rms_norm
-from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.kernels.paged_own import own_decode
-from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.kernels.products.fp8_linear import linear
+from nanovllm.kernels.products.fp8_row import one_row
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.qk_norm_rope import QKNormRope

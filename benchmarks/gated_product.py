@@ -16,9 +16,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.checkpoint.quantization import Fp8
-from nanovllm.kernels import hopper
+from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.fp8 import quantize
-from nanovllm.kernels.fp8_linear import can_multiply
+from nanovllm.kernels.products.fp8_linear import can_multiply
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.weight import Weight
 

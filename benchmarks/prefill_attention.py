@@ -17,7 +17,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.decode_attention import random_cache
-from nanovllm.kernels.paged_prefill import paged_prefill
+from nanovllm.kernels.attention.prefill import paged_prefill
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -23,7 +23,7 @@ from benchmarks.workloads import make, measure
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness
 from nanovllm.cli import bench
-from nanovllm.kernels import hopper
+from nanovllm.kernels import device_features as hopper
 
 STEPS = 8  # profiled
 TOP = 14  # kernels shown

@@ -10,7 +10,7 @@ import torch
 from interpreter import make_faster, poll_whole_numbers
 
 from nanovllm.kernels import norm, peers
-from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.sampling.draw import sample
 
 PATIENCE = 60  # seconds
 EPS = 1e-6

@@ -140,7 +140,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
     """The kernel that long prompts of 32 heads take, of steps with and without decodes before them;
     what a step's layers share afterwards.
     """
-    from nanovllm.kernels.paged_prefill import FEW_QUERIES, paged_prefill
+    from nanovllm.kernels.attention.prefill import FEW_QUERIES, paged_prefill
     from nanovllm.tensors.kv_cache import KVCache
     from nanovllm.tensors.scoring import Scoring
 
@@ -160,7 +160,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
 def compile_gated_products(dtype: str) -> None:
     """Of an MLP, for few rows and for many."""
     from nanovllm.kernels.activation import MANY, takes_hopper_kernel
-    from nanovllm.kernels.gated_hopper import hopper_gated
+    from nanovllm.kernels.products.hopper_gated import hopper_gated
     from nanovllm.tensors.fp8 import FP8, Codes
 
     kind, K = getattr(torch, dtype), 1024

@@ -78,7 +78,9 @@ class AttentionBackend(ABC):
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def most_own_decodes(self, head_dim: int) -> int:
-        """The largest batch that `kernels.paged_own` rotates, stores and attends; 0: none."""
+        """The largest batch that `kernels.attention.fused_decode` rotates, stores and attends;
+        0: none.
+        """
         return 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:

@@ -19,7 +19,7 @@ class TritonStore(AttentionBackend):
     supports_cuda_graph: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        from nanovllm.kernels.kv_cache import store_kvcache
+        from nanovllm.kernels.attention.kv_cache import store_kvcache
 
         self._store = store_kvcache
 
@@ -44,9 +44,9 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_decode import paged_decode
-        from nanovllm.kernels.paged_prefill import paged_prefill
-        from nanovllm.kernels.paged_prefix import members_of_tile
+        from nanovllm.kernels.attention.decode import paged_decode
+        from nanovllm.kernels.attention.prefill import paged_prefill
+        from nanovllm.kernels.attention.prefix import members_of_tile
 
         super().__init__()
         self._prefill, self._decode = paged_prefill, paged_decode
@@ -82,7 +82,7 @@ class TritonBackend(TritonStore):
         )
 
     def most_own_decodes(self, head_dim: int) -> int:
-        from nanovllm.kernels.paged_own import MOST_ROWS, takes_heads
+        from nanovllm.kernels.attention.fused_decode import MOST_ROWS, takes_heads
 
         return MOST_ROWS if takes_heads(head_dim) else 0
 
@@ -90,6 +90,6 @@ class TritonBackend(TritonStore):
         return self._members_of_tile(num_heads, num_kv_heads)
 
     def most_gathered(self) -> int:
-        from nanovllm.kernels.paged_prefill import MOST_GATHERED
+        from nanovllm.kernels.attention.prefill import MOST_GATHERED
 
         return MOST_GATHERED

@@ -51,7 +51,7 @@ def import_without_torch(backend: str = "cuda") -> None:
     names = {"torch": torch, "torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
     sys.modules.update(names)
     kernels = importlib.import_module("nanovllm.kernels")
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         importlib.import_module(module.name)
 
 

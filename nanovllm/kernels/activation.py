@@ -1,14 +1,13 @@
 """The gate of an MLP, act(gate) * up, in one pass.
 
-On Hopper the product before it can do that itself, `gated_hopper.py`.
+On Hopper the product before it can do that itself, `products/hopper_gated.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8 import empty_codes, store_codes
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     can_describe,
     has_own_kernels,
     launch_dependents,
@@ -16,6 +15,7 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
+from nanovllm.kernels.fp8 import empty_codes, store_codes
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
@@ -141,7 +141,7 @@ def gated_product(
     """`hopper_gated`, where it can be had; the others are a product and `gate` behind it."""
     if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, dtype, bias):
         return None
-    from nanovllm.kernels.gated_hopper import hopper_gated
+    from nanovllm.kernels.products.hopper_gated import hopper_gated
 
     described = can_describe(x.codes if isinstance(x, Codes) else x)
     return hopper_gated(x, weight, dtype, gelu, out) if described else None

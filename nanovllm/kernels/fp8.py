@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, spare_rows, wait
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.utils.integers import cdiv
 
 

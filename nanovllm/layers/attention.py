@@ -91,7 +91,7 @@ class Attention(Layer):
             out = self._own_decode(qkv, how, self.cache, context)
         else:
             if self.build.fused:
-                from nanovllm.kernels.rope import qk_norm_rope_store
+                from nanovllm.kernels.attention.rope import qk_norm_rope_store
 
                 how = self._norm_rope(positions, context.slot_mapping)
                 qkv = qk_norm_rope_store(qkv, how, self.cache, self.build.dtype)
@@ -121,7 +121,7 @@ class Attention(Layer):
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context
     ) -> torch.Tensor:
-        from nanovllm.kernels.paged_own import own_decode
+        from nanovllm.kernels.attention.fused_decode import own_decode
 
         tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
         where = cache, self.build.dtype, tables, lens, longest

@@ -19,7 +19,7 @@ from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.experts import ExpertWeights
+    from nanovllm.kernels.products.experts import ExpertWeights
 
 
 def _facts(config: ModelConfig) -> ExpertConfig:
@@ -41,7 +41,7 @@ class Router(ReplicatedLinear):
         """
         logits = self(x)
         if self.build.fused:
-            from nanovllm.kernels.routing import route
+            from nanovllm.kernels.products.routing import route
 
             return route(logits, self.k, self.norm)
         logits, experts = logits.float().sort(dim=-1, descending=True, stable=True)
@@ -95,7 +95,7 @@ class Experts(Layer):
         group = self.build.group
         if not self.build.fused:
             return sum_over_ranks(self._by_expert(x, experts, weights), group)
-        from nanovllm.kernels.experts import gated_experts
+        from nanovllm.kernels.products.experts import gated_experts
 
         out = gated_experts(x, self._weights(), experts, weights)
         if group.size == 1 or group.can_exchange(x):  # the norm behind it sums
@@ -103,7 +103,7 @@ class Experts(Layer):
         return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
 
     def _weights(self) -> "ExpertWeights":
-        from nanovllm.kernels.experts import ExpertWeights
+        from nanovllm.kernels.products.experts import ExpertWeights
 
         gate_up, down = (
             weight.codes if isinstance(weight, Fp8Weight) else weight.data

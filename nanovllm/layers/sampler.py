@@ -37,7 +37,7 @@ class Sampler(nn.Module):
 
     Drawing is the Gumbel-max trick: `argmax(logits / temperature - log E)` with E ~ Exp(1) draws
     in proportion to the exponentials, exactly and without cumulative sums. On a GPU a span of the
-    vocabulary is drawn first, by its sum (`kernels/sampling.py`).
+    vocabulary is drawn first, by its sum (`kernels/sampling/draw.py`).
 
     The noise of a row depends on its request's key and the token's position alone, so a request
     draws the same tokens whatever it shares a batch with. Each rank takes the best of its part of
@@ -58,7 +58,7 @@ class Sampler(nn.Module):
         slot, 0 for `NO_TOKEN`: the next step may embed it before the host has seen it.
         """
         if runs_kernels(logits):
-            from nanovllm.kernels.sampling import sample
+            from nanovllm.kernels.sampling.draw import sample
 
             peers = self.group.peers if self.group.can_exchange(logits) else None
             start, span = self.vocab.start, vocab_span(self.vocab_size)

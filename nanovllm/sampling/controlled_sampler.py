@@ -79,9 +79,9 @@ class ControlledSampler:
         last_tokens: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> torch.Tensor:
-        from nanovllm.kernels import controls as kernels
-        from nanovllm.kernels.sampling import sample
-        from nanovllm.kernels.thresholds import thresholds
+        from nanovllm.kernels.sampling import controls as kernels
+        from nanovllm.kernels.sampling.draw import sample
+        from nanovllm.kernels.sampling.thresholds import thresholds
 
         top_k, top_p, min_p, penalties, mask_rows, starts, edit_tokens, biases = upload(
             logits.device,
@@ -172,7 +172,7 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
     if runs_kernels(logits):
-        from nanovllm.kernels.logprobs import logprobs
+        from nanovllm.kernels.sampling.logprobs import logprobs
 
         return Logprobs(*logprobs(logits, tokens, num_logprobs))
     raw = logits.float()

@@ -4,7 +4,8 @@ In 8 bits, what a head has of a token is FP8 (e4m3) times a power of two of its 
 which its largest number fits. So no number is clipped, nothing is calibrated, what is cached does
 not depend on what else a step computes, and the product, of 4 significant bits, is exact in
 bfloat16, float32, and float16 below its largest number. Kernels compute the same
-(`kernels.kv_cache`). Scales that a checkpoint has are not read: one for a whole layer is coarser.
+(`kernels.attention.kv_cache`). Scales that a checkpoint has are not read: one for a whole layer is
+coarser.
 
 A power of two for several numbers: OCP Microscaling Formats, 2023.
 """

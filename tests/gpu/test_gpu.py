@@ -38,7 +38,8 @@ from nanovllm.compiling.rehearsal import Rehearsal
 from nanovllm.engine import model_runner
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kernels import hopper, paged_decode
+from nanovllm.kernels import device_features as hopper
+from nanovllm.kernels.attention import decode as paged_decode
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.weights.int8 import Int8Weight
 from nanovllm.utils.device import (
@@ -146,7 +147,7 @@ def test_steps_with_prompts_replay_graphs(
     """Prompts of other lengths than the captured ones, alone and beside decodes, with prefix hits;
     in an FP8 cache as without graphs, also where eager steps gather what is cached.
     """
-    from nanovllm.kernels import paged_prefill
+    from nanovllm.kernels.attention import prefill as paged_prefill
 
     prompts = make_prompts()
     options = {**SMALL, "max_num_batched_tokens": 1024, "kvcache_block_size": block_size}

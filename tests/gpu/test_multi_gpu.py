@@ -112,7 +112,7 @@ def test_log_probabilities_of_large_and_small_steps(
     three bits of mantissa, where bf16 has seven, within 16 times as much.
     """
     from nanovllm.kernels import activation
-    from nanovllm.kernels.hopper import has_own_kernels
+    from nanovllm.kernels.device_features import has_own_kernels
     from nanovllm.kernels.peers import sums_by_owner
 
     rng = random.Random(SEED)

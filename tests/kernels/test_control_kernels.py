@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import rare
-from nanovllm.kernels import controls as kernels
-from nanovllm.kernels import logprobs as logprobs_kernels
-from nanovllm.kernels import thresholds as thresholds_kernels
-from nanovllm.kernels.logprobs import logprobs
-from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.thresholds import thresholds
+from nanovllm.kernels.sampling import controls as kernels
+from nanovllm.kernels.sampling import logprobs as logprobs_kernels
+from nanovllm.kernels.sampling import thresholds as thresholds_kernels
+from nanovllm.kernels.sampling.draw import sample
+from nanovllm.kernels.sampling.logprobs import logprobs
+from nanovllm.kernels.sampling.thresholds import thresholds
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.sampling.controlled_sampler import filter_logits, logprobs_of, process_logits
 from nanovllm.sampling.controls import IN_PROMPT, MAX_COUNT, Controls

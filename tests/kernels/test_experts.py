@@ -11,8 +11,8 @@ from checkpoints import rare
 pytest.importorskip("triton")
 
 from nanovllm.compiling.rehearsal import ROWS
-from nanovllm.kernels import experts as experts_kernels
-from nanovllm.kernels.experts import (
+from nanovllm.kernels.products import experts as experts_kernels
+from nanovllm.kernels.products.experts import (
     FEW,
     LARGE_STEP,
     MANY,
@@ -22,7 +22,7 @@ from nanovllm.kernels.experts import (
     choose_tiles,
     gated_experts,
 )
-from nanovllm.kernels.routing import SORTED, route
+from nanovllm.kernels.products.routing import SORTED, route
 from nanovllm.tensors.fp8 import FP8, Codes
 
 SEED = 3

@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 from held_codes import HeldCodes, count_rehearsed, record_launches
 
 from checkpoints import rare
-from nanovllm.kernels import fp8_half, fp8_linear, fp8_row
-from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul, quantized_act_and_mul
+from nanovllm.kernels.device_features import can_describe
 from nanovllm.kernels.fp8 import empty_codes, quantize
-from nanovllm.kernels.fp8_linear import choose_tiles, linear, multiply_into
-from nanovllm.kernels.hopper import can_describe
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.products import fp8_half, fp8_linear, fp8_row
+from nanovllm.kernels.products import linear as kernels_linear
+from nanovllm.kernels.products.fp8_linear import choose_tiles, linear, multiply_into
 from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 
 SEED = 8

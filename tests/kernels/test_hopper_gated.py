@@ -14,9 +14,11 @@ from attention_cases import DEVICE, needs_hopper
 
 from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.compiling.rehearsal import ROWS
-from nanovllm.kernels import activation, gated_hopper, hopper
+from nanovllm.kernels import activation
+from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.products import hopper_gated as gated_hopper
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import FP8, Codes

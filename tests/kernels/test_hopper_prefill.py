@@ -14,7 +14,8 @@ from attention_cases import Case, close, needs_hopper
 
 from nanovllm import LLM, TINY, SamplingParams
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.kernels import hopper, paged_prefill
+from nanovllm.kernels import device_features as hopper
+from nanovllm.kernels.attention import prefill as paged_prefill
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 
@@ -96,7 +97,7 @@ def test_hopper_prefill(
 @needs_hopper
 def test_more_programs_than_tiles_and_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes what is left, until nothing is."""
-    from nanovllm.kernels import paged_hopper
+    from nanovllm.kernels.attention import hopper_prefill as paged_hopper
 
     case = make_case(False, torch.bfloat16, **CASES["cached"])
     for number in (1, 7, 100, 100_000):
@@ -126,7 +127,7 @@ def test_an_engine_takes_it_with_graphs_and_without(monkeypatch: pytest.MonkeyPa
     """A shape is computed when it first comes, captured, replayed. Eager steps take it, too; and
     the other kernel agrees.
     """
-    from nanovllm.kernels import paged_hopper
+    from nanovllm.kernels.attention import hopper_prefill as paged_hopper
 
     calls, hopper_prefill = [], paged_hopper.hopper_prefill
 

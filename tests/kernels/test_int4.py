@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 from held_codes import HeldCodes, count_rehearsed, record_launches
 
 from checkpoints import rare
-from nanovllm.kernels import int4_linear, int4_row
-from nanovllm.kernels import linear as kernels_linear
 from nanovllm.kernels.activation import act_and_mul
-from nanovllm.kernels.hopper import has_room
-from nanovllm.kernels.int4_linear import (
+from nanovllm.kernels.device_features import has_room
+from nanovllm.kernels.products import int4_linear, int4_row
+from nanovllm.kernels.products import linear as kernels_linear
+from nanovllm.kernels.products.int4_linear import (
     can_multiply,
     choose_tiles,
     linear,

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from held_codes import count_rehearsed, record_launches
 
 from nanovllm.compiling.rehearsal import ROWS
-from nanovllm.kernels import int8_linear
-from nanovllm.kernels.hopper import has_room
-from nanovllm.kernels.int8_linear import (
+from nanovllm.kernels.device_features import has_room
+from nanovllm.kernels.products import int8_linear
+from nanovllm.kernels.products.int8_linear import (
     MOST_INPUTS,
     can_multiply,
     choose_tiles,

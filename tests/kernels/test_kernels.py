@@ -41,16 +41,18 @@ from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.compiling.mends import hash_callees_first, keep_apart, mend
 from nanovllm.distributed.bulk import Gathered
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import hopper, paged_decode, paged_prefill
-from nanovllm.kernels import linear as linear_kernels
-from nanovllm.kernels import row as row_kernels
+from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.activation import act_and_mul
-from nanovllm.kernels.hopper import can_describe, describe, spare_rows
-from nanovllm.kernels.linear import choose_tiles, linear
+from nanovllm.kernels.attention import decode as paged_decode
+from nanovllm.kernels.attention import prefill as paged_prefill
+from nanovllm.kernels.attention.decode import decode_tiles
+from nanovllm.kernels.attention.rope import qk_norm_rope_store
+from nanovllm.kernels.attention.splits import choose_num_splits
+from nanovllm.kernels.device_features import can_describe, describe, spare_rows
 from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.kernels.paged_decode import decode_tiles
-from nanovllm.kernels.paged_splits import choose_num_splits
-from nanovllm.kernels.rope import qk_norm_rope_store
+from nanovllm.kernels.products import linear as linear_kernels
+from nanovllm.kernels.products import row as row_kernels
+from nanovllm.kernels.products.linear import choose_tiles, linear
 from nanovllm.kernels.tokens import fill_in
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm

@@ -26,7 +26,7 @@ from triton import knobs
 
 from checkpoints import rare
 from nanovllm import LLM, TINY, SamplingParams
-from nanovllm.kernels.hopper import TRITONS, VERSION
+from nanovllm.kernels.device_features import TRITONS, VERSION
 
 ROOT = Path(__file__).parents[2]
 ROOMY = ("9.0", "10.0")

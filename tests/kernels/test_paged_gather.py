@@ -11,9 +11,9 @@ from attention_cases import DEVICE, DTYPES, HAS_CUDA, Case, close, run_case
 
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels import paged_prefill
-from nanovllm.kernels.paged_gather import gather_keys
-from nanovllm.kernels.paged_prefill import heads_at_once
+from nanovllm.kernels.attention import prefill as paged_prefill
+from nanovllm.kernels.attention.gather import gather_keys
+from nanovllm.kernels.attention.prefill import heads_at_once
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from checkpoints import rare
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.kernels.paged_decode import paged_decode
-from nanovllm.kernels.paged_prefix import members_of_tile, paged_prefix
+from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.prefix import members_of_tile, paged_prefix
 from nanovllm.scheduling.prefixes import find_shared_prefixes
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import dequantize, quantize

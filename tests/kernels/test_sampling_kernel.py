@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from draws import interpreted, oracle_draw, philox
 
-from nanovllm.kernels.sampling import sample
+from nanovllm.kernels.sampling.draw import sample
 from nanovllm.layers.embed_head import vocab_span
 from nanovllm.sampling_params import NO_TOKEN
 

@@ -313,7 +313,7 @@ def test_fused_layers_with_fp8_weights(
     neighbour, a number differs by 2 ** -3: that is seldom, but layers behind would amplify it.
     """
     pytest.importorskip("triton")
-    from nanovllm.kernels import fp8_linear
+    from nanovllm.kernels.products import fp8_linear
 
     quantize, shapes = fp8_linear.quantize, []
     monkeypatch.setattr(
@@ -335,7 +335,7 @@ def test_fused_layers_with_experts_in_fp8(
     experts, which no dequantised numbers replace.
     """
     pytest.importorskip("triton")
-    from nanovllm.kernels import experts
+    from nanovllm.kernels.products import experts
 
     gated_experts, taken = experts.gated_experts, []
     monkeypatch.setattr(
@@ -377,7 +377,7 @@ def compared_layers(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Hidden states of a prefill and of a decode step, by plain layers and by fused ones."""
     pytest.importorskip("triton")
-    from nanovllm.kernels import paged_own
+    from nanovllm.kernels.attention import fused_decode as paged_own
 
     config, own = ModelConfig.from_pretrained(str(path)), (paged_own, "own_decode")
     states: list[list[torch.Tensor]] = []

@@ -123,7 +123,7 @@ def test_tokens_are_those_of_the_same_numbers(way: str, family: str, tmp_path: P
 def test_without_triton_the_numbers_are_multiplied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nanovllm.kernels.fp8_linear", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.products.fp8_linear", None)
     quantised, exact = checkpoints(tmp_path, "rows")
     with LLM(quantised, **SMALL) as llm:
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))

@@ -107,7 +107,7 @@ class Fp8Weight(QuantizedWeight):
         counts = [-(-n // size) for n, size in zip((num_rows, num_cols), self.block, strict=True)]
         self.scales = nn.Parameter(torch.empty(counts, dtype=torch.float32), False)
         if fused:
-            from nanovllm.kernels import fp8_half, fp8_linear
+            from nanovllm.kernels.products import fp8_half, fp8_linear
 
             if fp8_linear.can_multiply(self.codes, dtype):
                 self.kernels, self.x_block = fp8_linear, fp8_linear.x_block_of(self.codes)

@@ -176,7 +176,7 @@ class Int4Weight(QuantizedWeight):
         scales = torch.empty(-(-num_cols // group), num_rows, 2, dtype=dtype)
         self.data, self.scales = nn.Parameter(data, False), nn.Parameter(scales, False)
         if fused:
-            from nanovllm.kernels import int4_linear
+            from nanovllm.kernels.products import int4_linear
 
             if int4_linear.can_multiply(self.codes, dtype):
                 self.kernels = int4_linear

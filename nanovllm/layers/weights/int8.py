@@ -57,7 +57,7 @@ class Int8Weight(Weight):
     def multiply_into(
         self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
     ) -> None:
-        from nanovllm.kernels.int8_linear import linear_into
+        from nanovllm.kernels.products.int8_linear import linear_into
 
         assert isinstance(x, torch.Tensor) and bias is None
         linear_into(out, x, self.codes)
@@ -69,7 +69,7 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
     """
     if not build.fused or build.quantization != WHILE_LOADING:
         return None
-    from nanovllm.kernels.int8_linear import can_multiply
+    from nanovllm.kernels.products.int8_linear import can_multiply
 
     fits = can_multiply(torch.empty(0).device, build.dtype, num_cols)
     return Int8Weight(num_rows, num_cols, build.dtype) if fits else None

@@ -20,7 +20,7 @@ NO_KERNELS = "it is dequantised behind loading"
 
 
 class Kernels(Protocol):
-    """What the module of a format's kernels has; see `kernels.fp8_linear`."""
+    """What the module of a format's kernels has; see `kernels.products.fp8_linear`."""
 
     @property
     def one_row(self) -> Callable[..., torch.Tensor] | None: ...

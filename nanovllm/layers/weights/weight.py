@@ -68,7 +68,7 @@ class Weight(nn.Module):
         """
         assert isinstance(x, torch.Tensor), NO_CODES
         if self.fused:
-            from nanovllm.kernels.linear import linear
+            from nanovllm.kernels.products.linear import linear
 
             return linear(x, self.data, bias, partial)
         return F.linear(x, self.data, bias)
@@ -103,8 +103,8 @@ class Weight(nn.Module):
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
     ) -> torch.Tensor | None:
         """`multiply_gated` of a single row by a kernel of its own, if there is one."""
-        from nanovllm.kernels.linear import HALF
-        from nanovllm.kernels.row import one_row
+        from nanovllm.kernels.products.linear import HALF
+        from nanovllm.kernels.products.row import one_row
 
         return one_row(x, self.data, bias, gated=True, gelu=gelu) if x.dtype in HALF else None
 

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import exponents_at, numbers_of
-from nanovllm.kernels.paged_attention import metadata
+from nanovllm.kernels.attention.common import metadata
+from nanovllm.kernels.attention.kv_cache import exponents_at, numbers_of
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     can_describe,
     describe,
     has_room,
@@ -23,8 +23,8 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.kernels.int4_row import larger
-from nanovllm.kernels.linear import HALF
+from nanovllm.kernels.products.int4_row import larger
+from nanovllm.kernels.products.linear import HALF
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2

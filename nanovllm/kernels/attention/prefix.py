@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import has_room, launch_dependents, pdl_options, wait
-from nanovllm.kernels.paged_attention import LOG2E, LOWEST, across, before_keys, metadata
-from nanovllm.kernels.paged_prefill import describe_tiles, prefill_span
+from nanovllm.kernels.attention.common import LOG2E, LOWEST, across, before_keys, metadata
+from nanovllm.kernels.attention.prefill import describe_tiles, prefill_span
+from nanovllm.kernels.device_features import has_room, launch_dependents, pdl_options, wait
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

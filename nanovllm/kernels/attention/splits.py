@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import spare_rows
-from nanovllm.kernels.paged_attention import LOWEST
+from nanovllm.kernels.attention.common import LOWEST
+from nanovllm.kernels.device_features import spare_rows
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 PROGRAMS = 1024  # some eight a multiprocessor; measured by benchmarks/decode_attention.py

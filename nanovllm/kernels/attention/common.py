@@ -10,7 +10,7 @@ Letters: B sequences, Hq/Hkv heads, G = Hq / Hkv, D head size, S block size, W t
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.kv_cache import exponents_at, power_of_two
+from nanovllm.kernels.attention.kv_cache import exponents_at, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # of a maximum of scores

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import halves_to_fp8, load_heads, store_halves
+from nanovllm.kernels.attention.kv_cache import halves_to_fp8, load_heads, store_halves
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.kernels.norm import weighted
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.qk_norm_rope import QKNormRope

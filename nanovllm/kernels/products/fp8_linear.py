@@ -12,9 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8 import quantize
-from nanovllm.kernels.fp8_row import one_row
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
@@ -23,7 +21,9 @@ from nanovllm.kernels.hopper import (
     prefetch_weights,
     wait,
 )
-from nanovllm.kernels.linear import BLOCK_N, HALF, SPLITS, Tiles, empty_parts
+from nanovllm.kernels.fp8 import quantize
+from nanovllm.kernels.products.fp8_row import one_row
+from nanovllm.kernels.products.linear import BLOCK_N, HALF, SPLITS, Tiles, empty_parts
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.utils.device import FP8_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2

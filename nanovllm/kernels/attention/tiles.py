@@ -1,13 +1,13 @@
 """Tiles of keys and values, as decode kernels go through them.
 
-Letters: G queries of a KV head, and G_PAD rows for them; others see `paged_attention.py`.
+Letters: G queries of a KV head, and G_PAD rows for them; others see `common.py`.
 """
 
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.kv_cache import from_fp8
-from nanovllm.kernels.paged_attention import across, exponents_ahead, load_tile, slots_of, weigh
+from nanovllm.kernels.attention.common import across, exponents_ahead, load_tile, slots_of, weigh
+from nanovllm.kernels.attention.kv_cache import from_fp8
 
 
 @triton.jit

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.controls import clean
-from nanovllm.kernels.sampling import LOG2E, has_nan
+from nanovllm.kernels.sampling.controls import clean
+from nanovllm.kernels.sampling.draw import LOG2E, has_nan
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 SPAN = 4096  # columns that a program reads

@@ -1,5 +1,5 @@
 """Attention of single tokens that are as their projection left them: what `rope.py` does to many
-tokens, and then `paged_decode.py`, in one kernel.
+tokens, and then `decode.py`, in one kernel.
 
 Keys and values of its first tile are read before it waits for the projection: no kernel of the step
 writes them, as each token is of another sequence. The first split has the token's own, and of
@@ -13,25 +13,25 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import (
+from nanovllm.kernels.attention.common import LOG2E, before_keys, metadata, weigh
+from nanovllm.kernels.attention.decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
+from nanovllm.kernels.attention.kv_cache import (
     exponents_at,
     halves_to_fp8,
     load_heads,
     store_halves,
     to_queries,
 )
-from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata, weigh
-from nanovllm.kernels.paged_decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
-from nanovllm.kernels.paged_splits import (
+from nanovllm.kernels.attention.rope import norm_rope
+from nanovllm.kernels.attention.splits import (
     choose_num_splits,
     combining,
     empty_outputs,
     finish,
     span,
 )
-from nanovllm.kernels.paged_tiles import decode_span, decode_tile, masked_tile
-from nanovllm.kernels.rope import norm_rope
+from nanovllm.kernels.attention.tiles import decode_span, decode_tile, masked_tile
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.qk_norm_rope import QKNormRope

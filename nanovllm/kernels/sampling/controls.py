@@ -1,13 +1,13 @@
 """Controls of sampling: masks, edits and penalties, in one pass over the vocabulary.
 
-The pass keeps the largest logit of each block of columns, for `kernels/thresholds.py`.
+The pass keeps the largest logit of each block of columns, for `kernels/sampling/thresholds.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
+from nanovllm.kernels.sampling.draw import BLOCK, LOG2E, MIN_TEMPERATURE
 from nanovllm.utils.integers import cdiv
 
 BLOCKS = 32  # blocks of a program of `process`
@@ -106,7 +106,7 @@ def process(
 
     Returns:
         [n, V] float32; the largest of each block of columns, [n, blocks] float32; and for
-        `nanovllm.kernels.sampling.sample` the weights of spans of `SPAN` columns.
+        `nanovllm.kernels.sampling.draw.sample` the weights of spans of `SPAN` columns.
     """
     n, V = logits.shape
     tiles = cdiv(V, SPAN)

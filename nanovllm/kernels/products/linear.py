@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
@@ -24,7 +24,7 @@ from nanovllm.kernels.hopper import (
     prefetch_weights,
     wait,
 )
-from nanovllm.kernels.row import one_row
+from nanovllm.kernels.products.row import one_row
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 HALF = (torch.bfloat16, torch.float16)

@@ -1,14 +1,14 @@
 """The least logit that top_k, top_p and min_p keep, without sorting.
 
-The largest logit of each block of columns is known (`kernels/controls.py`). Those say which blocks
-can hold what is kept, so little more than these tokens is read.
+The largest logit of each block of columns is known (`controls.py`). Those say which blocks can hold
+what is kept, so little more than these tokens is read.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.sampling import BLOCK, LOG2E, MIN_TEMPERATURE
+from nanovllm.kernels.sampling.draw import BLOCK, LOG2E, MIN_TEMPERATURE
 from nanovllm.utils.integers import next_power_of_2
 
 CHUNK = 32  # blocks that are gathered from at once

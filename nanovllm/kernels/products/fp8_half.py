@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8_linear import BLOCK, knows_blocks, x_block_of
-from nanovllm.kernels.hopper import load_tile
-from nanovllm.kernels.linear import HALF, multiply_parts
+from nanovllm.kernels.device_features import load_tile
+from nanovllm.kernels.products.fp8_linear import BLOCK, knows_blocks, x_block_of
+from nanovllm.kernels.products.linear import HALF, multiply_parts
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import FP8_CAPABILITY, MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2

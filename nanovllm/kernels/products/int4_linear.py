@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     TILE_ROWS,
     can_describe,
     describe,
@@ -24,9 +24,9 @@ from nanovllm.kernels.hopper import (
     pdl_options,
     wait,
 )
-from nanovllm.kernels.int4 import ROWS, numbers_of, unpack_pair
-from nanovllm.kernels.int4_row import one_row
-from nanovllm.kernels.linear import HALF, SPLITS, empty_parts, multiply_parts
+from nanovllm.kernels.products.int4 import ROWS, numbers_of, unpack_pair
+from nanovllm.kernels.products.int4_row import one_row
+from nanovllm.kernels.products.linear import HALF, SPLITS, empty_parts, multiply_parts
 from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2

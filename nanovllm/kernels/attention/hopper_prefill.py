@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm.kernels.paged_attention import LOG2E, LOWEST
+from nanovllm.kernels.attention.common import LOG2E, LOWEST
 from nanovllm.kernels.rings import async_load, leave, make_ring, tiles_of, wait_full, wait_left
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from nanovllm.kernels.hopper import VERSION, has_room, launch_dependents, pdl_options, wait
-from nanovllm.kernels.kv_cache import load_queries
-from nanovllm.kernels.paged_attention import LOG2E, before_keys, metadata
-from nanovllm.kernels.paged_prefix import Seen, go_on, paged_prefix
-from nanovllm.kernels.paged_splits import (
+from nanovllm.kernels.attention.common import LOG2E, before_keys, metadata
+from nanovllm.kernels.attention.kv_cache import load_queries
+from nanovllm.kernels.attention.prefix import Seen, go_on, paged_prefix
+from nanovllm.kernels.attention.splits import (
     PROGRAMS,
     choose_num_splits,
     combining,
@@ -19,7 +18,8 @@ from nanovllm.kernels.paged_splits import (
     finish,
     span,
 )
-from nanovllm.kernels.paged_tiles import decode_span
+from nanovllm.kernels.attention.tiles import decode_span
+from nanovllm.kernels.device_features import VERSION, has_room, launch_dependents, pdl_options, wait
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -1,6 +1,6 @@
 """Attention of prompts, of any lengths, over the paged KV cache.
 
-Long ones on Hopper have a kernel of their own, `paged_hopper.py`, where it can take them.
+Long ones on Hopper have a kernel of their own, `hopper_prefill.py`, where it can take them.
 """
 
 from collections.abc import Hashable
@@ -10,17 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import (
-    can_describe,
-    describe,
-    has_own_kernels,
-    has_room,
-    launch_dependents,
-    pdl_options,
-    wait,
-)
-from nanovllm.kernels.kv_cache import numbers_of
-from nanovllm.kernels.paged_attention import (
+from nanovllm.kernels.attention.common import (
     LOG2E,
     before_keys,
     exponents_ahead,
@@ -29,7 +19,17 @@ from nanovllm.kernels.paged_attention import (
     slots_of,
     weigh,
 )
-from nanovllm.kernels.paged_gather import gather_keys
+from nanovllm.kernels.attention.gather import gather_keys
+from nanovllm.kernels.attention.kv_cache import numbers_of
+from nanovllm.kernels.device_features import (
+    can_describe,
+    describe,
+    has_own_kernels,
+    has_room,
+    launch_dependents,
+    pdl_options,
+    wait,
+)
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring
@@ -321,7 +321,7 @@ def _attend(
     """
     S = 0 if block_tables is None else keys.k.shape[1]
     if takes_hopper_kernel(q, keys, S, max_seqlen_q):
-        from nanovllm.kernels.paged_hopper import hopper_prefill
+        from nanovllm.kernels.attention.hopper_prefill import hopper_prefill
 
         hopper_prefill(q, keys, block_tables, cu_seqlens_q, cu_seqlens_k, scoring, shared, out)
         return

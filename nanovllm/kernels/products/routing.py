@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.utils.integers import next_power_of_2
 
 SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together

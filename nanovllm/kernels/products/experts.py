@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.activation import activate_and_mul
-from nanovllm.kernels.hopper import (
+from nanovllm.kernels.device_features import (
     can_describe,
     describe,
     has_room,
@@ -25,9 +25,9 @@ from nanovllm.kernels.hopper import (
     spare_rows,
     wait,
 )
-from nanovllm.kernels.linear import HALF
-from nanovllm.kernels.routing import sort_pairs
-from nanovllm.kernels.row import one_row, stored
+from nanovllm.kernels.products.linear import HALF
+from nanovllm.kernels.products.routing import sort_pairs
+from nanovllm.kernels.products.row import one_row, stored
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

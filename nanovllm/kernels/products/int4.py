@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.hopper import launch_dependents, pdl_options, wait
+from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.tensors.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
 
 ROWS = 16  # of a program of `_numbers_kernel`

@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache, and what is done to queries, keys and values before it."""

@@ -1,0 +1,1 @@
+"""Logits to tokens: controls, thresholds, log-probabilities, and the draw."""
