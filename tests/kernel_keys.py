@@ -21,7 +21,7 @@ if __name__ == "__main__":
         import_without_torch()
     kernels = importlib.import_module("nanovllm.kernels")
     functions = {}
-    for found in pkgutil.iter_modules(kernels.__path__, "nanovllm.kernels."):
+    for found in pkgutil.walk_packages(kernels.__path__, "nanovllm.kernels."):
         for value in vars(importlib.import_module(found.name)).values():
             if isinstance(value, jit.JITCallable):
                 functions[f"{value.__module__}.{value.__name__}"] = value
