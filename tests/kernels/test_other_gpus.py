@@ -190,7 +190,7 @@ def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path
 
 def written() -> set[str]:
     """The names of all kernels."""
-    sources = (path.read_text() for path in (ROOT / "nanovllm" / "kernels").glob("*.py"))
+    sources = (path.read_text() for path in (ROOT / "nanovllm" / "kernels").rglob("*.py"))
     return set(re.findall(r"^def (_\w+_kernel)\(", "".join(sources), re.MULTILINE))
 
 
