@@ -152,7 +152,7 @@ def test_without_triton_the_numbers_are_multiplied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("int4", "int4_linear", "int4_row"):
-        monkeypatch.setitem(sys.modules, f"nanovllm.kernels.{module}", None)
+        monkeypatch.setitem(sys.modules, f"nanovllm.kernels.products.{module}", None)
     quantised, exact = checkpoints(tmp_path, "gptq")
     with LLM(quantised, **SMALL) as llm:
         assert_right(exact, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
