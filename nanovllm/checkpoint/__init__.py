@@ -1,4 +1,5 @@
-"""What the files of a checkpoint say: its family, sizes, rotation, formats, defaults and tokenizer.
+"""Readers of a checkpoint's files: family, sizes, rotation, formats, defaults and tokenizer.
 
-Doors: `ModelConfig.from_pretrained`, `find_model` and `load_tokenizer`.
+Doors: `ModelConfig.from_pretrained`, `checkpoint_directory`, `read_sampling_params` and
+`load_tokenizer`.
 """

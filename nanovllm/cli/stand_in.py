@@ -200,7 +200,7 @@ class RehearsedError(Exception):
 
 
 class Rehearsing(ModelRunner):
-    """Compiles what it would launch, and ends in a `RehearsedError`. Weights stay empty.
+    """A runner that compiles its kernels and ends in a `RehearsedError`. Weights stay empty.
 
     Args:
         rank: the one to play.

@@ -57,9 +57,9 @@ def _load_driver() -> None:
 
 
 def num_processes(num_ranks: int) -> int:
-    """Processes that compile for one of so many ranks on this machine: half of what it calls cores,
-    which are halves of cores as a rule: beside a process on each, the largest kernel takes half as
-    long again (docs/experiments.md, 51). No more than a container's quota of CPUs.
+    """Number of compiling processes for each of the machine's ranks: half of its logical cores, and
+    at most a container's quota of CPUs. Two logical cores share one as a rule: with a process on
+    each, the largest kernel takes half as long again (docs/experiments.md, 51).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     usable = int(min((cores or 2) // 2, cgroup.cpus()))

@@ -191,8 +191,8 @@ def serve(asks: Connection, most: int) -> None:
 
 
 def _length(job: Job) -> int:
-    """The length of a job's source; 0 if its module is not imported here, or it is no plain kernel:
-    other processes import whatever it is.
+    """The length of a job's source; 0 if its module is not imported here, which is left to other
+    processes, or if it is no plain kernel.
     """
     from triton.runtime.jit import JITFunction
 

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
         eos_token_ids: tokens that end a text.
         num_blocks: of the KV pool (of several engines the smallest).
         own: the scheduler and the model of this process; None where others have them.
-        remarks: what else there is to know of it, in short.
+        remarks: further facts for `repr`, in short.
     """
 
     core: Core[Any]
@@ -59,7 +59,7 @@ class Parts(NamedTuple):
 
 
 class Entrance(NamedTuple):
-    """What requests come in by.
+    """The way in for requests.
 
     Attributes:
         intake: checks what callers pass.

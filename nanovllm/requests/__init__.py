@@ -1,4 +1,4 @@
-"""What callers pass, checked, and the text that they get.
+"""Requests: checked input, and the text of their output.
 
 Doors: `intake`, `inputs`, `request`, `news`, `text`, `chat` and `beam_search`.
 """

@@ -1,4 +1,4 @@
-"""What is decided at the start: formats, kernels, and how much memory is for what.
+"""Decisions of the start: formats, kernels, and how much memory each part gets.
 
 Doors: `build`, `memory`, `activations` and `model_size`.
 """
