@@ -54,7 +54,7 @@ class LLM(LLMEngine):
     def _assemble(self) -> Parts:
         if not isinstance(self.executor, Replicas):
             return super()._assemble()
-        facts = self.executor.start(beside=self._load_tokenizer)
+        facts = self.executor.start(beside=self._prepare_text)
         entrance = self._make_entrance(facts.max_model_len, facts.num_blocks)
         return replica_assembly.assemble(self.executor, facts, self.config, entrance)
 

@@ -70,8 +70,8 @@ class ThreadedExecutor(Executor):
     def launch(self) -> None:
         """No processes here."""
 
-    def start(self, beside: Callable[[], None]) -> ModelRunner:
-        beside()
+    def start(self, beside: Callable[[bool], None]) -> ModelRunner:
+        beside(False)
         size = self._config.tensor_parallel_size
         groups = connected_groups(size)
         self.runners = on_all_ranks(

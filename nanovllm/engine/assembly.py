@@ -13,6 +13,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.requests.intake import CheckedRequest, Intake
 from nanovllm.requests.request import Listener
+from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -41,7 +42,6 @@ class Parts(NamedTuple):
         make: the request that was checked, with a pooling and a listener, for the core.
         describe: what took effect, see `ModelRunner.describe`.
         max_model_len: the most tokens of prompt and output, also by the pool.
-        eos_token_ids: tokens that end a text.
         num_blocks: of the KV pool (of several engines the smallest).
         own: the scheduler and the model of this process; None where others have them.
         remarks: further facts for `repr`, in short.
@@ -52,7 +52,6 @@ class Parts(NamedTuple):
     make: Callable[[CheckedRequest, str | None, Listener | None], Any]
     describe: Callable[[], dict[str, Any]]
     max_model_len: int
-    eos_token_ids: set[int]
     num_blocks: int
     own: tuple[Scheduler, ModelRunner] | None
     remarks: tuple[str, ...] = ()
@@ -80,7 +79,9 @@ def make_entrance(
     config: Config,
     model_config: ModelConfig,
     tokenizer: Any,
+    eos_token_ids: set[int],
     default: SamplingParams,
+    grammars: GrammarCompiler,
 ) -> Entrance:
     """The entrance of an engine.
 
@@ -90,17 +91,17 @@ def make_entrance(
         config: the engine's options.
         model_config: the checkpoint's facts.
         tokenizer: of transformers, None if the checkpoint has none.
+        eos_token_ids: tokens that end a text.
         default: sampling parameters of requests without.
+        grammars: compiles the forms of structured outputs.
     """
-    eos_token_ids = set(model_config.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos_token_ids.add(tokenizer.eos_token_id)
     pool_tokens = num_blocks * config.kvcache_block_size
     intake = Intake(
         tokenizer,
         model_config.vocab_size,
         eos_token_ids,
         default,
+        grammars,
         max_model_len=max_model_len,
         pool_tokens=pool_tokens,
         block_size=config.kvcache_block_size,
@@ -138,7 +139,6 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         make=entrance.intake.make,
         describe=runner.describe,
         max_model_len=entrance.max_model_len,
-        eos_token_ids=entrance.eos_token_ids,
         num_blocks=runner.num_blocks,
         own=(scheduler, runner),
     )

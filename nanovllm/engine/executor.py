@@ -69,11 +69,11 @@ class Executor:
                 on_failure=self._group.abort,
             )
 
-    def start(self, beside: Callable[[], None]) -> ModelRunner:
+    def start(self, beside: Callable[[bool], None]) -> ModelRunner:
         """Build rank 0, and with all ranks whatever takes them all.
 
         Args:
-            beside: is called while other processes compile kernels.
+            beside: see `ModelRunner`.
 
         Raises:
             WorkerError: if a worker dies meanwhile.

@@ -26,6 +26,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
 from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
 from nanovllm.requests.request import Listener
+from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
@@ -91,7 +92,7 @@ class LLMEngine:
     def _assemble(self) -> Parts:
         """Start what computes, and put the rest before it."""
         assert isinstance(self.executor, Executor)
-        runner = self.executor.start(beside=self._load_tokenizer)
+        runner = self.executor.start(beside=self._prepare_text)
         entrance = self._make_entrance(runner.max_model_len, runner.num_blocks)
         return assemble(self.executor, runner, self.config, entrance)
 
@@ -102,7 +103,9 @@ class LLMEngine:
             self.config,
             self.model_config,
             self.tokenizer,
+            self.eos_token_ids,
             self._default_params,
+            self._grammars,
         )
 
     def _start(self) -> None:
@@ -110,7 +113,6 @@ class LLMEngine:
         parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
-        self.eos_token_ids = parts.eos_token_ids
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
         chosen = self._describe()
@@ -121,9 +123,17 @@ class LLMEngine:
             *parts.remarks,
         ]
 
-    def _load_tokenizer(self) -> None:
+    def _prepare_text(self, has_time: bool) -> None:
+        """Load the tokenizer, and if there is time for it what only structured outputs need."""
         # In this thread: an interrupt amid its own imports would let those of others wait for ever.
-        self.tokenizer = load_tokenizer(self.config.model)
+        tokenizer = self.tokenizer = load_tokenizer(self.config.model)
+        self.eos_token_ids = set(self.model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self.eos_token_ids.add(tokenizer.eos_token_id)
+        vocab_size = self.model_config.vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
+        if has_time:
+            self._grammars.prepare()
 
     def _facts(self) -> dict[str, Any]:
         """For a recording."""

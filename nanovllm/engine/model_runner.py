@@ -71,7 +71,7 @@ class ModelRunner:
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over; this is one of them.
         connect: meets the other ranks, if the group has not.
-        beside: is called while kernels are compiled.
+        beside: is called while other processes compile kernels, and told whether any do.
 
     Attributes:
         num_blocks: KV blocks of the pool.
@@ -87,7 +87,7 @@ class ModelRunner:
         model_config: ModelConfig,
         group: Group,
         connect: Callable[[], None] = lambda: None,
-        beside: Callable[[], None] = lambda: None,
+        beside: Callable[[bool], None] = lambda has_time: None,
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -138,7 +138,7 @@ class ModelRunner:
         finally:
             preparing.join()
 
-    def _build(self, connect: Callable[[], None], beside: Callable[[], None]) -> None:
+    def _build(self, connect: Callable[[], None], beside: Callable[[bool], None]) -> None:
         """Model, sampler, pool and graphs, while kernels are compiled beside."""
         config, model_config, group = self.config, self.model_config, self.group
         on_cpu = self.device.type == "cpu"
@@ -164,7 +164,7 @@ class ModelRunner:
         as_built = not is_to_be_plain(self.model)
         if as_built:
             self._rehearse()
-        beside()
+        beside(self.compiler is not None and self.compiler.num_pending > 0)
         self.load()
         if not as_built:
             self._rehearse()

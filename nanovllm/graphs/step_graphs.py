@@ -3,6 +3,7 @@
 import bisect
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,10 @@ from nanovllm.utils.integers import cdiv
 from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
+
+# Steps of decodes with shared prefixes that a graph of up to twice as many decodes replays, before
+# they have one of their size: sizes that come and go are not worth the 30 ms of a capture.
+PATIENCE = 32
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -44,8 +49,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class StepGraphs:
     """Captures steps, from the tokens' embedding to the next tokens, and replays them.
 
-    Decodes alone are captured at the start, and with shared prefixes when they first come. Shapes
-    with prompts, of which many come once, are computed kernel by kernel then, from the same padded
+    Decodes alone are captured at the start, and with shared prefixes when they first come, unless a
+    larger graph will do for a while. Shapes with prompts, of which many come once, are computed kernel by kernel then, from the same padded
     inputs, and captured when they come again, as long as there is memory.
 
     Args:
@@ -79,6 +84,7 @@ class StepGraphs:
         self._inputs = StaticInputs(device, max_num_seqs, table_width, self._most_tokens)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._seen: set[Shape] = set()
+        self._num_padded: Counter[Shape] = Counter()  # steps that a larger shape's graph replayed
         self._is_full = False
         self._pool: Any = None
         # Largest first: the others fit into its memory.
@@ -147,12 +153,29 @@ class StepGraphs:
             return None
         return Shape(self._coarse[bisect.bisect_left(self._coarse, n)], tokens, shares)
 
+    def _larger(self, shape: Shape) -> Shape:
+        """The shape whose graph replays a step: another until its own has come often enough."""
+        if shape.tokens or shape in self._graphs or self._num_padded[shape] == PATIENCE:
+            return shape
+        fitting = [
+            each
+            for each in self._graphs
+            if each[1:] == shape[1:] and shape.decodes < each.decodes <= 2 * shape.decodes
+        ]
+        if not fitting:
+            return shape
+        self._num_padded[shape] += 1
+        return min(fitting)
+
     def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
         """What the step computes for a batch, until the next replay; None if no graph has room for
         it. `timer` is told when the device begins.
         """
         shape = self.shape_of(batch)
-        if shape is None or not (shape in self._graphs or self._has_room(shape)):
+        if shape is None:
+            return None
+        shape = self._larger(shape)
+        if not (shape in self._graphs or self._has_room(shape)):
             return None
         if shape not in self._graphs:
             self._capture_if_due(shape)

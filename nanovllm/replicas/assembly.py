@@ -26,7 +26,6 @@ def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entranc
         make=partial(remote, entrance.intake),
         describe=facts.describe,
         max_model_len=entrance.max_model_len,
-        eos_token_ids=entrance.eos_token_ids,
         num_blocks=facts.num_blocks,
         own=None,
         remarks=(f"{config.data_parallel_size} replicas",),

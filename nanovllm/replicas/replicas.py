@@ -131,17 +131,17 @@ class Replicas:
         for number in range(len(self._shares)):
             self._start(number)
 
-    def start(self, beside: Callable[[], None]) -> Facts:
+    def start(self, beside: Callable[[bool], None]) -> Facts:
         """Wait until all replicas are ready. Returns what holds for all of them.
 
         Args:
-            beside: is called first.
+            beside: is called while they start, and told that there is time.
 
         Raises:
             TypeError, ValueError: for a mistake of the caller's that only they can find.
             WorkerError: if one dies otherwise.
         """
-        beside()
+        beside(True)
         while len(self.ready) < len(self._shares):
             self.wait(None)
             number, message = self.pop()

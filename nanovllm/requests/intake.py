@@ -74,6 +74,7 @@ class Intake:
         vocab_size: V; token ids must be below it.
         eos_token_ids: tokens that end a text.
         default: what None stands for as sampling parameters.
+        grammars: compiles the forms of structured outputs.
         max_model_len: the most tokens of prompt and output, by the model and the options.
         pool_tokens: tokens that the KV pool holds.
         block_size: tokens of a KV block.
@@ -89,6 +90,7 @@ class Intake:
         vocab_size: int,
         eos_token_ids: Collection[int],
         default: SamplingParams,
+        grammars: GrammarCompiler,
         *,
         max_model_len: int,
         pool_tokens: int,
@@ -100,7 +102,7 @@ class Intake:
         self._eos_token_ids, self._default = eos_token_ids, default
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
         self._block_size, self._seed = block_size, seed
-        self._compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self._grammar_compiler = grammars
         self._num_requests = self._num_seqs = 0  # that have a number
 
     # -- checks ---------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class Intake:
         """One for each of so many completions, which follows its own."""
         if (form := params.structured_outputs) is None:
             return [None] * count
-        return [self._compiler.compile(form, params.ignore_eos) for _ in range(count)]
+        return [self._grammar_compiler.compile(form, params.ignore_eos) for _ in range(count)]
 
     # -- requests -------------------------------------------------------------------------------
 

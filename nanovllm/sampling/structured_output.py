@@ -25,6 +25,7 @@ import textwrap
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -219,8 +220,15 @@ class GrammarCompiler:
         self._forms: OrderedDict[tuple[str, Any], _Form] = OrderedDict()  # the latest last
         self._lock = threading.Lock()  # of `_forms`: callers check their requests side by side
 
+    def prepare(self) -> None:
+        """Read the tokenizer, if forms can be compiled at all: takes up to a second, for which the
+        interpreter's lock is held. Otherwise the first `compile` does it, or says why it cannot.
+        """
+        with suppress(ImportError, ValueError):
+            self._ll_tokenizer  # noqa: B018
+
     def compile(self, params: StructuredOutputsParams, ignore_eos: bool = False) -> Grammar:
-        """The grammar of a new completion. The first call takes a second, for the tokenizer.
+        """The grammar of a new completion.
 
         JSON has its properties in the order of the schema, and at most 40 blanks in a row, unless
         the schema says otherwise under "x-guidance" (see llguidance). Regular expressions are

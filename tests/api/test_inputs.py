@@ -30,6 +30,7 @@ from checkpoints import (
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.requests.inputs import bad_word_tokens, name_prompts, spread_sampling_params
 from nanovllm.requests.intake import Intake
+from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import StructuredOutputsParams
 
 MAX_MODEL_LEN, POOL_TOKENS = 12, 16
@@ -64,7 +65,8 @@ DEFAULT = SamplingParams()
 
 def make_intake(tokenizer, vocab_size, default=DEFAULT, max_model_len=MAX_MODEL_LEN):
     sizes = {"max_model_len": max_model_len, "pool_tokens": POOL_TOKENS, "block_size": 16}
-    return Intake(tokenizer, vocab_size, (), default, seed=0, **sizes)
+    grammars = GrammarCompiler(tokenizer, vocab_size, ())
+    return Intake(tokenizer, vocab_size, (), default, grammars, seed=0, **sizes)
 
 
 def read_all(intake, prompts):

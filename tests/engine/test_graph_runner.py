@@ -366,6 +366,7 @@ def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
     graph = Mock(replay=lambda: calls.append("replay")), computed
     graphs.sizes, graphs._coarse, graphs._most_tokens = [2], [0], TOKENS
     graphs._seen, graphs.num_replays, graphs._has_room = set(), 0, lambda _: True
+    graphs._num_padded = Counter()
     graphs._graphs = {} if is_new else {shape: graph}
     graphs._views = Mock()
     graphs._inputs = Mock(fill=lambda *_: calls.append("fill"))
@@ -391,6 +392,22 @@ def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
         before = ["capture"]  # many come once
     assert calls == [*before, "fill", "begin", "replay"]
     assert graphs.num_replays == 1
+
+
+def test_a_size_that_comes_and_goes_takes_a_larger_graph(monkeypatch):
+    """Decodes that share prefixes: one of up to twice their number, and of the same kind."""
+    monkeypatch.setattr(graph_runner, "PATIENCE", 3)
+    graphs = object.__new__(StepGraphs)
+    graphs._num_padded = Counter()
+    graphs._graphs = dict.fromkeys(
+        [Shape(32), Shape(96, 0, True), Shape(64, 0, True), Shape(48, TOKENS, True)]
+    )
+    assert graphs._larger(Shape(32)) == Shape(32)
+    assert graphs._larger(Shape(16, TOKENS, True)) == Shape(16, TOKENS, True)
+    assert graphs._larger(Shape(16, 0, True)) == Shape(16, 0, True), "64 is too large"
+    turns = [graphs._larger(Shape(48, 0, True)).decodes for _ in range(5)]
+    assert turns == [64, 64, 64, 48, 48]
+    assert graphs._larger(Shape(32, 0, True)) == Shape(64, 0, True), "each for itself"
 
 
 def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.sampling import control_table
 from nanovllm.sampling.structured_output import GrammarCompiler, accept_tokens, fill_masks
 from nanovllm.scheduling.admission import LengthEstimator
@@ -548,3 +550,19 @@ def test_models_without_text(checkpoint: Any) -> None:
             with pytest.raises(ValueError, match="is about text, but the model directory has no"):
                 call([1, 2], guided(choice=["a"]))
         assert_idle(llm)
+
+
+@pytest.mark.parametrize("num_pending", [0, 1])
+def test_a_start_that_waits_for_kernels_reads_the_tokenizer(
+    num_pending: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then, or else at the first form: the interpreter's lock is held for it."""
+    read = Mock(side_effect=llguidance.LLTokenizer)
+    monkeypatch.setattr(llguidance, "LLTokenizer", read)
+    monkeypatch.setattr(ModelRunner, "_start_compiler", lambda _: Mock(num_pending=num_pending))
+    monkeypatch.setattr(ModelRunner, "_rehearse", lambda _: None)
+    with LLM(str(TINY), **OPTIONS) as llm:
+        assert read.call_count == num_pending
+        [output] = llm.generate(["1+1="], guided(8, regex="[0-9]{3}"), use_tqdm=False)
+        assert re.fullmatch("[0-9]{3}", output["text"])
+    assert read.call_count == 1

@@ -771,6 +771,12 @@ def test_missing_package_is_named(monkeypatch):
         compiler.compile(StructuredOutputsParams(regex="a"))
 
 
+def test_nothing_is_read_ahead_without_the_means(monkeypatch):
+    GrammarCompiler(None, 272, [258]).prepare()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    GrammarCompiler(get_tokenizer("tiny"), 272, [258]).prepare()
+
+
 def test_threads_compile_side_by_side(monkeypatch):
     """Requests are checked before they wait for their turn: "OrderedDict mutated during iteration"
     came out of `chat`.
