@@ -700,7 +700,8 @@ def test_activations_measured_without_launches(
     """By few layers, and as many bytes as all layers take where kernels are launched."""
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
     heads = {"head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32000}
-    model = make_checkpoint(tmp_path, family, dtype="bfloat16", **shape, **heads)
+    experts = {"num_experts": 8, "num_local_experts": 8}  # of those families that have any
+    model = make_checkpoint(tmp_path, family, dtype="bfloat16", **shape, **heads, **experts)
     measure, found = ModelRunner._measure, list[tuple[int, int]]()
 
     def both(runner: ModelRunner) -> int:
