@@ -20,9 +20,9 @@ from nanovllm.utils.progress import startup_bar
 
 logger = logging.getLogger(__name__)
 
-# Steps of decodes with shared prefixes that a graph of up to twice as many decodes replays, before
-# they have one of their size: sizes that come and go are not worth the 30 ms of a capture.
-PATIENCE = 32
+# Steps of decodes with shared prefixes that a graph of up to four times as many decodes replays
+# before they have one of their size: sizes that come and go are not worth the 30 ms of a capture.
+PATIENCE, MOST_PADDING = 32, 4
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -50,8 +50,9 @@ class StepGraphs:
     """Captures steps, from the tokens' embedding to the next tokens, and replays them.
 
     Decodes alone are captured at the start, and with shared prefixes when they first come, unless a
-    larger graph will do for a while. Shapes with prompts, of which many come once, are computed kernel by kernel then, from the same padded
-    inputs, and captured when they come again, as long as there is memory.
+    larger graph will do for a while. Shapes with prompts, of which many come once, are computed
+    kernel by kernel then, from the same padded inputs, and captured when they come again, as long
+    as there is memory.
 
     Args:
         compute: the step: its inputs -> what it computes for b sequences.
@@ -160,7 +161,8 @@ class StepGraphs:
         fitting = [
             each
             for each in self._graphs
-            if each[1:] == shape[1:] and shape.decodes < each.decodes <= 2 * shape.decodes
+            if each[1:] == shape[1:]
+            and shape.decodes < each.decodes <= MOST_PADDING * shape.decodes
         ]
         if not fitting:
             return shape
