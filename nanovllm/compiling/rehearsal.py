@@ -83,7 +83,9 @@ class Rehearsal:
         self._max_model_len, self._members = max_model_len, members
         self._budget = config.max_num_batched_tokens
         width = cdiv(max_model_len, config.kvcache_block_size)
-        self._inputs = StaticInputs(device, config.max_num_seqs, width, max(TOKENS, most_tokens))
+        self._inputs = StaticInputs(
+            device, config.max_num_seqs, width, members, max(TOKENS, most_tokens)
+        )
         most = config.max_num_seqs
         powers = (1 << i for i in range(most.bit_length()))
         self._batches = sorted({most, *powers})  # by which decodes choose their splits
@@ -148,7 +150,7 @@ class Rehearsal:
 
     def _decodes(self, shape: Shape) -> None:
         """As CUDA graphs have them."""
-        self._compute(self._inputs.views(shape, self._members))
+        self._compute(self._inputs.view(shape))
 
     def _controls(self) -> None:
         """Tokens drawn with controls, log-probabilities and embeddings, of a row."""

@@ -146,9 +146,7 @@ class ModelRunner:
         if not group.minimum(int(self.compiler is not None)):  # ranks do alike
             self._close_compiler()
         self.build_model()
-        self.pool = KVCachePool(
-            self.model, config, model_config, group, self.device, self.cache_dtype
-        )
+        self.pool = KVCachePool(self.model, config, group, self.device)
         # [max_num_seqs, V of this rank]: on a GPU, of the last step, outside of the graphs.
         self.logits: torch.Tensor | None = None
         if not on_cpu:
@@ -247,11 +245,6 @@ class ModelRunner:
 
     def _weight_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())  # a tied weight appears once
-
-    @property
-    def kv_cache(self) -> torch.Tensor:
-        """[2, L, N, S, Hkv, D] of `cache_dtype`."""
-        return self.pool.tensor
 
     def allocate_kv_cache(self) -> None:
         """Allocate the pool and give each layer its part."""
@@ -367,7 +360,9 @@ class ModelRunner:
         input_ids, rows = inputs.input_ids, inputs.sample_rows
         context = dataclasses.replace(inputs.context, longest=self.max_model_len)
         if context.num_decodes:
-            input_ids = fill_in(input_ids, inputs.decode_slots, self.last_tokens)
+            assert context.slots is not None
+            decode_slots = context.slots[: context.num_decodes]
+            input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
         with use_context(context):
             hidden = states = self.model(input_ids, inputs.positions)
         if rows is not None and context.kept_rows is None:

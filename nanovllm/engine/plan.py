@@ -1,23 +1,52 @@
-"""A step on the host: from what is scheduled, through what the ranks are told, to flat arrays.
+"""A step on the host: from the scheduler's choice, through the ranks' orders, to flat arrays.
 
-`plan_step` makes the `StepPlan` that all ranks receive, with only what has changed since the last;
-on each of them a `SlotTable` keeps what they were told, and `build_batch` lays the step out as the
-arrays of a `Batch`. numpy only: knows no device.
+`plan_step` makes the `StepPlan` that all ranks receive, with the changes since the last alone; on
+each of them a `SlotTable` keeps what they were told, and `build_batch` lays the step out as the
+arrays of a `Batch`. What is true of a sequence as long as it runs is declared once, in `FACTS`.
+numpy only: knows no device.
 
 Letters: T tokens of the step, B sequences, P those of them that prefill, W blocks of the longest,
 S block size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.scheduling.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.utils.arrays import Int32
+
+
+class Fact(NamedTuple):
+    """A fact of a sequence that does not change while it runs. Each rank is told once, and the
+    device has it in every step, in an array of its own (see `step_layout.LAYOUT`).
+
+    Attributes:
+        dtype: a numpy dtype of 4 bytes, or of such words with their number: `(np.uint32, 2)`.
+        of: reads it.
+        samples: True: rows that sample have it, as a field of `SamplingMetadata`. False: all
+            sequences, in `Context.facts`.
+    """
+
+    dtype: Any
+    of: Callable[[Sequence], Any]
+    samples: bool = False
+
+
+FACTS = {
+    "temperatures": Fact(np.float32, lambda seq: seq.sampling_params.temperature, samples=True),
+    # With a position, the noise of a token.
+    "random_keys": Fact((np.uint32, 2), lambda seq: seq.random_key, samples=True),
+}
+
+
+def fact_dtype() -> np.dtype[np.void]:
+    """All facts of a sequence."""
+    return np.dtype([(name, fact.dtype) for name, fact in FACTS.items()])
 
 
 class StepPlan(NamedTuple):
@@ -37,8 +66,7 @@ class StepPlan(NamedTuple):
     token_ids: Int32  # [T], -1 where a decode's token is known to the device only
     new_blocks: Int32  # [3, n]: slot, column and block id of what was added to block tables
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
-    temperatures: NDArray[np.float32]  # [J]
-    random_keys: Int32  # [2, J], two words for each sequence (uint32 in the bits of int32)
+    facts: NDArray[np.void]  # [J] of `fact_dtype`
 
     @property
     def has_extras(self) -> bool:
@@ -82,8 +110,9 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
         new_blocks=np.array(added, np.int32).reshape(-1, 3).T,
         joined=np.array([seq.slot for seq in joined], np.int32),
-        temperatures=np.array([seq.sampling_params.temperature for seq in joined], np.float32),
-        random_keys=_words([seq.random_key for seq in joined]),
+        facts=np.array(
+            [tuple(fact.of(seq) for fact in FACTS.values()) for seq in joined], fact_dtype()
+        ),
     )
 
 
@@ -102,10 +131,6 @@ def _prompt_logprobs(i: int, item: ScheduledSequence) -> tuple[int, int, int, in
     return i, count, following, seq.sampling_params.prompt_logprobs
 
 
-def _words(keys: list[tuple[int, int]]) -> Int32:
-    return np.array(keys, np.uint32).reshape(-1, 2).T.view(np.int32)
-
-
 def mark_sent(scheduled: Iterable[ScheduledSequence]) -> None:
     """The ranks have the plan of `scheduled`."""
     for item in scheduled:
@@ -114,8 +139,8 @@ def mark_sent(scheduled: Iterable[ScheduledSequence]) -> None:
 
 def max_plan_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
     """Bytes that no plan exceeds: a row of each array for all sequences, all their blocks new."""
-    words = max_num_batched_tokens + max_num_seqs * (14 + 3 * max_blocks)
-    return 4 * words
+    words = max_num_batched_tokens + max_num_seqs * (11 + 3 * max_blocks)
+    return 4 * words + max_num_seqs * fact_dtype().itemsize
 
 
 class Batch(NamedTuple):
@@ -132,11 +157,10 @@ class Batch(NamedTuple):
     block_tables: Int32  # [B, W], zeros past a sequence's blocks
     cu_seqlens_q: Int32  # [P + 1]
     cu_seqlens_k: Int32  # [P + 1]
-    slots: Int32  # [B], the sequences' rows in the device's table of last tokens
+    slots: Int32  # [B], the sequences' rows in what the device keeps of them
     samples: NDArray[np.bool_]  # [B], whether the sequence's next token is sampled
     sample_rows: Int32  # [n], rows of [T] of those n sequences
-    temperatures: NDArray[np.float32]  # [B]
-    random_keys: Int32  # [2, B], two words for each sequence (uint32 in the bits of int32)
+    facts: NDArray[np.void]  # [B] of `fact_dtype`
     prefixes: SharedPrefixes | None = None  # of the decodes
 
     @property
@@ -155,15 +179,13 @@ class SlotTable:
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.temperatures = np.zeros(max_num_seqs, np.float32)
-        self.random_keys = np.zeros((2, max_num_seqs), np.int32)
+        self.facts = np.zeros(max_num_seqs, fact_dtype())
 
     def update(self, plan: StepPlan) -> None:
         """Take in what has changed. Doing it twice does no harm."""
         slots, columns, blocks = plan.new_blocks
         self.block_tables[slots, columns] = blocks
-        self.temperatures[plan.joined] = plan.temperatures
-        self.random_keys[:, plan.joined] = plan.random_keys
+        self.facts[plan.joined] = plan.facts
 
 
 def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int = 0) -> Batch:
@@ -198,8 +220,7 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
         slots=plan.slots,
         samples=samples,
         sample_rows=(ends[samples] - 1).astype(np.int32),
-        temperatures=table.temperatures[plan.slots],
-        random_keys=table.random_keys[:, plan.slots],
+        facts=table.facts[plan.slots],
         prefixes=prefixes,
     )
 

@@ -22,9 +22,9 @@ from operator import attrgetter
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
-from nanovllm.engine.stopping import NOT_NUMBERS, ends, fail
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.scheduling.admission import AdmissionControl, LengthEstimator
+from nanovllm.scheduling.stopping import NOT_NUMBERS, ends, fail
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from nanovllm.engine.plan import Batch
+from nanovllm.engine.plan import FACTS, Batch
+from nanovllm.engine.step_layout import LAYOUT, Size, divide, lay_out, num_words
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.utils.context import Context, Prefixes
-from nanovllm.utils.device import runs_kernels, to_host, upload
+from nanovllm.utils.device import runs_kernels, to_host
 
 if TYPE_CHECKING:
     from nanovllm.sampling.extra_results import ExtraResults
@@ -26,62 +26,78 @@ class StepInputs(NamedTuple):
         input_ids: [T] int32; -1 where a decode's token is in the table of last tokens.
         positions: [T] int32.
         context: the attention metadata.
-        decode_slots: [num_decodes] int32, the decodes' rows in the table of last tokens.
-        sample_rows: [n] int32, rows of [T] that sample; None for all.
+        sample_rows: [N] int32, rows of [T] that sample; None for all.
         sampling: how they sample.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     context: Context
-    decode_slots: torch.Tensor
     sample_rows: torch.Tensor | None
     sampling: SamplingMetadata
 
 
-def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> StepInputs:
-    """The batch on the device, in one copy.
+def view(
+    parts: Mapping[str, torch.Tensor],
+    size: Size,
+    *,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    num_keys: int = 0,
+    every_row: bool = False,
+) -> StepInputs:
+    """The inputs that lie in a buffer on the device.
 
     Args:
+        parts: its arrays.
+        size: their room.
+        max_seqlen_q, max_seqlen_k, num_keys: see `Context`.
         every_row: the hidden states of rows that sample nothing are wanted, too.
     """
-    ids, positions, slots, lens, tables, decode_slots, cu_q, cu_k, rows, *rest = upload(
-        device,
-        batch.input_ids,
-        batch.positions,
-        batch.slot_mapping,
-        batch.context_lens,
-        batch.block_tables,
-        batch.slots[: batch.num_decodes],
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k,
-        batch.sample_rows,
-        *sampling_arrays(batch, batch.samples),
-        *(batch.prefixes or ()),
+    parts = {
+        name: part.view(torch.float32) if LAYOUT[name].dtype == np.float32 else part
+        for name, part in parts.items()
+    }
+    rows = None if size.samples == size.decodes + size.tokens else parts["sample_rows"]
+    prefixes = None
+    if size.sharing:
+        prefixes = Prefixes(*(parts[f"prefix_{name}"] for name in Prefixes._fields))
+    context = Context(
+        num_decodes=size.decodes,
+        slot_mapping=parts["slot_mapping"],
+        context_lens=parts["context_lens"],
+        block_tables=parts["block_tables"],
+        cu_seqlens_q=parts["cu_seqlens_q"] if size.prompts else None,
+        cu_seqlens_k=parts["cu_seqlens_k"] if size.prompts else None,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_keys=num_keys,
+        slots=parts["slots"],
+        facts={name: parts[name] for name, fact in FACTS.items() if not fact.samples},
+        # Where no row samples, all are computed: kernels want some.
+        kept_rows=None if every_row or not size.samples else rows,
+        prefixes=prefixes,
     )
-    sampling, prefixes = rest[:4], Prefixes(*rest[4:]) if batch.prefixes else None
-    sample_rows = None if len(rows) == len(ids) else rows
-    # Where no row samples, all are computed: kernels want some.
-    kept = None if every_row or not len(rows) else sample_rows
-    context = Context(batch.num_decodes, slots, lens, tables, kept_rows=kept, prefixes=prefixes)
-    if len(batch.cu_seqlens_q) > 1:  # some prefill
-        context = dataclasses.replace(
-            context,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=int(np.diff(batch.cu_seqlens_q).max()),
-            max_seqlen_k=int(np.diff(batch.cu_seqlens_k).max()),
-            num_keys=int(batch.cu_seqlens_k[-1]),
-        )
+    sampling = {name: parts[f"sample_{name}"] for name in SamplingMetadata._fields}
     return StepInputs(
-        ids, positions, context, decode_slots, sample_rows, SamplingMetadata(*sampling)
+        parts["input_ids"], parts["positions"], context, rows, SamplingMetadata(**sampling)
     )
 
 
-def sampling_arrays(batch: Batch, which: NDArray[np.bool_]) -> tuple[NDArray[Any], ...]:
-    """The arrays of `SamplingMetadata` for the sequences that `which`: [B] names."""
-    keys = np.ascontiguousarray(batch.random_keys[:, which])
-    return batch.temperatures[which], keys, batch.context_lens[which], batch.slots[which]
+def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> StepInputs:
+    """The batch on the device, in one copy; `every_row`: see `view`."""
+    size = Size.of(batch)
+    host = torch.empty(num_words(size), dtype=torch.int32, pin_memory=device.type == "cuda")
+    lay_out(divide(host.numpy(), size), size, batch, spare=0)
+    lens_q, lens_k = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
+    return view(
+        divide(host.to(device, non_blocking=True), size),
+        size,
+        max_seqlen_q=int(lens_q.max(initial=0)),
+        max_seqlen_k=int(lens_k.max(initial=0)),
+        num_keys=int(batch.cu_seqlens_k[-1]),
+        every_row=every_row,
+    )
 
 
 def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

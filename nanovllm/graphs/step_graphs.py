@@ -80,9 +80,9 @@ class StepGraphs:
         self.sizes, self._coarse = bucket_sizes(max_num_seqs), coarse_sizes(max_num_seqs)
         self.num_replays = 0
         self._compute, self._prepare = compute, prepare or compute
-        self._device, self._members = device, members
+        self._device = device
         self._most_tokens, self._spare = most_tokens, spare + RESERVE
-        self._inputs = StaticInputs(device, max_num_seqs, table_width, self._most_tokens)
+        self._inputs = StaticInputs(device, max_num_seqs, table_width, members, self._most_tokens)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._seen: set[Shape] = set()
         self._num_padded: Counter[Shape] = Counter()  # steps that a larger shape's graph replayed
@@ -98,18 +98,15 @@ class StepGraphs:
         """The shapes that have a graph."""
         return list(self._graphs)
 
-    def _views(self, shape: Shape) -> StepInputs:
-        return self._inputs.views(shape, self._members)
-
     def _capture_unseen(self, shape: Shape) -> None:
         """Compute a shape for nobody, and capture it."""
         self._inputs.fill(NOTHING, shape)
-        self._prepare(self._views(shape))
+        self._prepare(self._inputs.view(shape))
         self._capture(shape)
 
     def _capture(self, shape: Shape) -> None:
         """Capture a shape that has been computed before."""
-        inputs = self._views(shape)  # its `Context.shared` is the graph's own
+        inputs = self._inputs.view(shape)  # its `Context.shared` is the graph's own
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
         # Other threads, those that watch the workers, may use CUDA meanwhile.
         mode = "thread_local"
@@ -189,7 +186,7 @@ class StepGraphs:
             graph.replay()
             self.num_replays += 1
         else:
-            computed = self._compute(self._views(shape))
+            computed = self._compute(self._inputs.view(shape))
             self._seen.add(shape)
         n = len(batch.sample_rows)
         return Computed(*(part[:n] for part in computed))

@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.attention.base import QKV
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.layers.base import Build, Layer
+from nanovllm.layers.base import Build, State, StatefulLayer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, local_kv_heads
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -33,12 +33,12 @@ def members_of_tile(config: ModelConfig, build: Build) -> int:
     )
 
 
-class Attention(Layer):
+class Attention(StatefulLayer):
     """Causal attention over the paged KV cache of one layer.
 
     Queries and keys are normalised and rotated, keys and values stored, by one kernel if `fused`;
     the backend attends. A few decodes have one kernel for all of it. The layer is bound to its part
-    of the cache once (`bind_kv_cache`); what changes from step to step is in the step's `Context`.
+    of the pool once; what changes from step to step is in the step's `Context`.
 
     Args:
         heads: the projection, which has Hq and Hkv heads on this rank.
@@ -69,9 +69,18 @@ class Attention(Layer):
         can_own = build.fused and rope.query_scale is None and build.decode_tokens == 1
         self.most_own = build.backend.most_own_decodes(head_dim) if can_own else 0
 
-    def bind_kv_cache(self, cache: KVCache) -> None:
-        """Use this cache from now on."""
-        self.cache = cache
+    def states(self) -> dict[str, State]:
+        """The fields of a `KVCache`."""
+        S, Hkv, dtype = self.build.block_size, self.head_counts[1], self.build.cache_dtype
+        cached = State((S, Hkv, self.head_dim), dtype or self.build.dtype)
+        if dtype != FP8:
+            return {"k": cached, "v": cached}
+        exponents = State((Hkv, S), torch.int8)
+        return {"k": cached, "v": cached, "k_exponents": exponents, "v_exponents": exponents}
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Keep keys and values in a `KVCache` of these fields."""
+        self.cache = KVCache(**tensors)
 
     def forward(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
         """The outputs of the heads, for the tokens of a step.

@@ -1,5 +1,6 @@
 """What layers are told when they are built, and what they tell the loader and the runner."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -54,6 +55,40 @@ class Layer(nn.Module):
         """
         for name, param in self.named_parameters(recurse=False):
             yield f"{path}.{name}", Shard.whole(param.data)
+
+
+class State(NamedTuple):
+    """A tensor that a layer keeps from step to step.
+
+    Attributes:
+        shape: of what it keeps of one KV block, or of one sequence.
+        dtype: torch.dtype of the tensor.
+        by_sequence: False: a row for each KV block, [N, *shape]. True: one for each slot, the last
+            for padding, [max_num_seqs + 1, *shape]; see `Context.slots`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    by_sequence: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block or a sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StatefulLayer(Layer):
+    """A layer that keeps tensors from step to step. The engine's pool asks for them, and binds them
+    before the first step. Rows are never cleared: whatever reads one has written it.
+    """
+
+    def states(self) -> dict[str, State]:
+        """What it keeps, by name."""
+        raise NotImplementedError
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Use these tensors of its `states` from now on."""
+        raise NotImplementedError
 
 
 class MLP(nn.Module):

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
-from nanovllm.engine.stopping import NOT_NUMBERS
 from nanovllm.sampling.controlled_sampler import Logprobs
+from nanovllm.scheduling.stopping import NOT_NUMBERS
 from nanovllm.utils.device import to_host
 
 

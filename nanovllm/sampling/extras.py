@@ -13,7 +13,8 @@ from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Batch, StepPlan
-from nanovllm.engine.step_inputs import Computed, sampling_arrays
+from nanovllm.engine.step_inputs import Computed
+from nanovllm.engine.step_layout import sampling_arrays
 from nanovllm.layers.embed_head import local_vocab
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.sampling.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
@@ -89,8 +90,9 @@ class Extras:
         """
         logits = computed.logits
         own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
-        rows, *sampling = upload(logits.device, own, *sampling_arrays(batch, controlled))
-        metadata = SamplingMetadata(*sampling)
+        arrays = sampling_arrays(batch, controlled)
+        rows, *sampling = upload(logits.device, own, *(array.T for array in arrays.values()))
+        metadata = SamplingMetadata(**dict(zip(arrays, sampling, strict=True)))
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None

@@ -1,4 +1,4 @@
-"""Helpers of the scheduler: whether one more may start, and what running sequences share.
+"""Helpers of the scheduler: when one more may start, why one ends, what running sequences share.
 
-Doors: `admission` and `prefixes`.
+Doors: `admission`, `stopping` and `prefixes`.
 """

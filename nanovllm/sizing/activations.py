@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.plan import Batch, running_sum
+from nanovllm.engine.plan import Batch, fact_dtype, running_sum
 from nanovllm.engine.step_inputs import StepInputs, to_device
 from nanovllm.utils.device import capturing, wait_for_device
 from nanovllm.utils.integers import cdiv
@@ -78,6 +78,5 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
         slots=np.arange(num_seqs, dtype=np.int32),
         samples=np.ones(num_seqs, np.bool_),
         sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
-        temperatures=np.ones(num_seqs, np.float32),
-        random_keys=np.zeros((2, num_seqs), np.int32),
+        facts=np.zeros(num_seqs, fact_dtype()),
     )

@@ -8,20 +8,6 @@ CPU_TOKENS = 2**17  # the same, for small models, whose process would grow for p
 RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
 
 
-def kv_block_bytes(
-    num_layers: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    has_exponents: bool = False,
-) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in all layers, and a byte for the
-    exponent of each head and token.
-    """
-    return 2 * num_layers * block_size * num_kv_heads * (head_dim * itemsize + has_exponents)
-
-
 def num_blocks_for_cuda(
     block_bytes: int, total: int, free: int, own_now: int, own_peak: int, utilization: float
 ) -> int:

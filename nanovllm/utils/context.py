@@ -6,7 +6,7 @@ several engines that run at once) sees its own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,9 @@ class Context:
         max_seqlen_k: longest context of a prefilling sequence.
         num_keys: the context lengths of prefilling sequences, summed; 0 in a CUDA graph, where
             they change.
+        slots: [B] int32, each sequence's row in whatever the device keeps by sequence, from its
+            start to its end; of padding the row past the last of `max_num_seqs`.
+        facts: by name: [B] or [words, B], see `nanovllm.engine.plan.FACTS`.
         kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
         prefixes: what several decodes begin with, if that is to be read once.
         longest: tokens that a sequence may have, by which decodes choose how to split their keys:
@@ -64,6 +67,8 @@ class Context:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     num_keys: int = 0
+    slots: torch.Tensor | None = None
+    facts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
     longest: int = 0

@@ -57,7 +57,7 @@ def test_bar_of_a_load_that_fails_is_closed(monkeypatch, tmp_path, capfd, no_del
 
 def test_every_graph_is_counted(monkeypatch, capfd, no_delay):
     """Without CUDA: what is captured stands in for itself."""
-    stub = SimpleNamespace(fill=lambda *args: None, views=lambda shape, members: shape.decodes)
+    stub = SimpleNamespace(fill=lambda *args: None, view=lambda shape: shape.decodes)
     monkeypatch.setattr(graph_runner, "StaticInputs", lambda *args: stub)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)

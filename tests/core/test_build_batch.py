@@ -46,12 +46,12 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert batch.samples.tolist() == [item.samples for item in scheduled]
     assert batch.slots.tolist() == [seq.slot for seq, *_ in scheduled]
     temperatures = [seq.sampling_params.temperature for seq, *_ in scheduled]
-    assert batch.temperatures.tolist() == temperatures
+    assert batch.facts["temperatures"].tolist() == temperatures
     keys = [seq.random_key for seq, *_ in scheduled]
-    assert batch.random_keys.view(np.uint32).T.tolist() == [list(key) for key in keys]
-    floats = ("samples", "temperatures", "num_decodes", "prefixes")
+    assert batch.facts["random_keys"].tolist() == [list(key) for key in keys]
+    others = ("samples", "facts", "num_decodes", "prefixes")
     assert batch.prefixes is None
-    assert all(x.dtype == np.int32 for k, x in batch._asdict().items() if k not in floats)
+    assert all(x.dtype == np.int32 for k, x in batch._asdict().items() if k not in others)
     assert len(set(slots)) == len(slots), "two tokens in one slot"
 
 
@@ -123,4 +123,4 @@ def test_warmup_batch(num_seqs, num_tokens, max_model_len, lens):
     assert np.diff(batch.cu_seqlens_q).tolist() == np.diff(batch.cu_seqlens_k).tolist() == lens
     assert batch.sample_rows.tolist() == (np.cumsum(lens) - 1).tolist()
     assert batch.samples.all()
-    assert len(batch.temperatures) == len(batch.slots) == batch.random_keys.shape[1] == num_seqs
+    assert len(batch.facts) == len(batch.slots) == num_seqs

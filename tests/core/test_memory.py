@@ -8,7 +8,6 @@ from nanovllm.sizing import memory
 from nanovllm.sizing.memory import (
     GIB,
     RESERVE,
-    kv_block_bytes,
     num_blocks_for_cpu,
     num_blocks_for_cuda,
     num_blocks_for_limit,
@@ -16,12 +15,6 @@ from nanovllm.sizing.memory import (
 from nanovllm.utils import cgroup
 
 MIB = GIB // 1024
-
-
-def test_kv_block_bytes():
-    """Qwen3-0.6B: 28 layers x 8 heads x 128, bf16: 112 KiB per token."""
-    assert kv_block_bytes(28, 256, 8, 128, 2) == 256 * 112 * 1024
-    assert kv_block_bytes(1, 1, 1, 1, 1) == 2
 
 
 def test_share_of_an_empty_gpu():

@@ -171,6 +171,6 @@ def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
     seq, batch = batches[1]
     assert batch.block_tables.tolist() == [[2]]
     assert batch.slot_mapping.tolist() == [8, 9, 10, 11]
-    assert batch.temperatures.tolist() == [0.5]
-    assert batch.random_keys.view(np.uint32)[:, 0].tolist() == list(seq.random_key)
+    assert batch.facts["temperatures"].tolist() == [0.5]
+    assert batch.facts["random_keys"].tolist() == [list(seq.random_key)]
     assert seq.random_key != batches[0][0].random_key

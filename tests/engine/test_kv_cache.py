@@ -1,4 +1,4 @@
-"""The pool of KV blocks: each layer has its own part, and the device says how many fit."""
+"""The pool: each layer has its own part, and the device says how many blocks fit."""
 
 import pytest
 import torch
@@ -10,72 +10,117 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
-from nanovllm.layers.base import Build
+from nanovllm.layers.base import Build, State, StatefulLayer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sizing import memory
 from nanovllm.sizing.memory import CPU_TOKENS, GIB, RESERVE
+from nanovllm.tensors.fp8 import FP8
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def make_pool(checkpoint, model):
-    """A pool for a checkpoint of two layers and two KV heads of 32 values."""
-    model_config = ModelConfig.from_pretrained(str(checkpoint))
-
-    def make_pool(device=CPU, group=None, **options):
-        config = Config(str(checkpoint), kvcache_block_size=16, **options)
-        group = group or Group()
-        return KVCachePool(model, config, model_config, group, device, torch.float16)
-
-    return make_pool
-
-
-@pytest.fixture
-def model(checkpoint):
-    """Its attention layers."""
+def attentions(checkpoint, group=None, dtype=torch.float16, cache_dtype=None) -> nn.ModuleList:
+    """The attention layers of a checkpoint of two layers and two KV heads of 32 values."""
     config = ModelConfig.from_pretrained(str(checkpoint))
-    build = Build(torch.float16, False, Group(), TorchBackend(), 64)
+    build = Build(dtype, False, group or Group(), TorchBackend(), 64, 16, cache_dtype)
     layers = Qwen3ForCausalLM(config, build).model.layers
     return nn.ModuleList(layer.self_attn.attn for layer in layers)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_each_layer_has_its_part(make_pool, model, size):
-    heads = 2 // size
-    pool = make_pool(group=Group(0, size))
-    assert pool.block_bytes == 2 * 2 * 16 * heads * 32 * 2
+@pytest.fixture
+def make_pool(checkpoint):
+    """A pool for these, or other layers."""
+
+    def make_pool(model=None, device=CPU, **options):
+        config = Config(str(checkpoint), kvcache_block_size=16, **options)
+        model = attentions(checkpoint) if model is None else model
+        return KVCachePool(model, config, Group(), device)
+
+    return make_pool
+
+
+@pytest.mark.parametrize(
+    ("size", "cache_dtype", "head_bytes"), [(1, None, 64), (2, None, 64), (2, FP8, 33)]
+)
+def test_each_layer_has_its_part(checkpoint, make_pool, size, cache_dtype, head_bytes):
+    """Of its own, full of zeros, whatever was there before."""
+    model, heads = attentions(checkpoint, Group(0, size), cache_dtype=cache_dtype), 2 // size
+    pool = make_pool(model)
+    assert pool.block_bytes == 2 * 2 * 16 * heads * head_bytes
     for num_blocks in (1, 5, 3):
         pool.allocate(num_blocks)
-        assert pool.tensor.shape == (2, 2, num_blocks, 16, heads, 32)
-        assert pool.tensor.dtype == torch.float16
-        assert pool.tensor.nbytes == num_blocks * pool.block_bytes
-        assert not pool.tensor.any()
-        for layer, attention in enumerate(model):
-            attention.cache.k.fill_(2 * layer + 1)
-            attention.cache.v.fill_(2 * layer + 2)
-        found = pool.tensor.flatten(2)
-        assert found.amin(2).tolist() == found.amax(2).tolist() == [[1, 3], [2, 4]]
+        caches = [layer.cache for layer in model]
+        parts = [part for cache in caches for part in cache if part is not None]
+        for cache in caches:
+            assert cache.k.shape == cache.v.shape == (num_blocks, 16, heads, 32)
+            assert cache.k.dtype == (cache_dtype or torch.float16)
+            assert (cache.k_exponents is None) == (cache_dtype is None)
+        assert sum(part.nbytes for part in parts) == pool.num_blocks * pool.block_bytes
+        assert not any(part.view(torch.uint8).any() for part in parts)
+        for i, part in enumerate(parts):
+            part.view(torch.uint8).fill_(i + 1)
+        assert [part.view(torch.uint8).unique().tolist() for part in parts] == [
+            [i + 1] for i in range(len(parts))
+        ]
     pool.free()
-    assert pool.tensor.numel() == 0
-    assert all(part.numel() == 0 for attention in model for part in attention.cache[:2])
+    assert pool.num_blocks == 0
+    assert all(part.numel() == 0 for layer in model for part in layer.cache if part is not None)
 
 
-def test_a_pool_that_does_not_fit_leaves_none(make_pool, model):
-    pool = make_pool()
+class Recurrent(StatefulLayer):
+    """Keeps two tensors of each sequence."""
+
+    def states(self):
+        last = State((3, 5), torch.float16, by_sequence=True)
+        return {"last": last, "sums": State((7,), torch.float32, by_sequence=True)}
+
+    def bind(self, **tensors):
+        self.kept = tensors
+
+
+def test_a_layer_keeps_what_it_declares(checkpoint, make_pool, monkeypatch):
+    """Of sequences as well as of blocks; how many blocks fit minds both."""
+    model = nn.ModuleList([Recurrent(), *attentions(checkpoint), Recurrent()])
+    pool, plain = make_pool(model, max_num_seqs=3), make_pool(max_num_seqs=3)
+    assert pool.sequence_bytes == 2 * (15 * 2 + 7 * 4) and not plain.sequence_bytes
+    assert pool.block_bytes == plain.block_bytes
+    pool.allocate(2)
+    for i, layer in enumerate((model[0], model[-1])):
+        assert layer.kept["last"].shape == (4, 3, 5) and layer.kept["sums"].shape == (4, 7)
+        assert layer.kept["sums"].dtype == torch.float32
+        layer.kept["last"].fill_(i + 1)
+        layer.kept["sums"].fill_(i + 3)
+    assert [float(x.mean()) for x in (*model[0].kept.values(), *model[-1].kept.values())] == [
+        *(1, 3, 2, 4)
+    ]
+    assert not model[1].cache.k.any() and len(model[1].cache.k) == 2
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 2000 * pool.block_bytes)
+    options = {"max_num_seqs": 512, "enable_prefix_caching": True}
+    with_states, without = make_pool(model, **options), make_pool(**options)
+    states = 513 * pool.sequence_bytes
+    assert without.how_many_fit(64, 0, 0) == 1000
+    assert with_states.how_many_fit(64, 0, 0) == (2000 * pool.block_bytes - states) // (
+        2 * pool.block_bytes
+    )
+
+
+def test_a_pool_that_does_not_fit_leaves_none(checkpoint, make_pool):
+    model = attentions(checkpoint)
+    pool = make_pool(model)
     pool.allocate(1)
     with pytest.raises((MemoryError, ValueError)):
         pool.allocate(1 << 50)
-    assert pool.tensor.numel() == model[0].cache.k.numel() == 0
+    assert pool.num_blocks == model[0].cache.k.numel() == 0
 
 
 def test_how_many_fit_a_gpu(make_pool, monkeypatch):
     """What this engine holds now is free for it; its peak, and the reserve, are not."""
     free, total = 30 * GIB + RESERVE, 100 * GIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
-    pool = make_pool(torch.device("cuda"), gpu_memory_utilization=0.5)
+    pool = make_pool(device=torch.device("cuda"), gpu_memory_utilization=0.5)
     assert pool.how_many_fit(64, 4 * GIB, 6 * GIB) == 28 * GIB // pool.block_bytes
     assert pool.how_many_fit(64, 4 * GIB, 26 * GIB) == 8 * GIB // pool.block_bytes
-    pool = make_pool(torch.device("cuda"), gpu_memory_utilization=0.2)
+    pool = make_pool(device=torch.device("cuda"), gpu_memory_utilization=0.2)
     assert pool.how_many_fit(64, 4 * GIB, 6 * GIB) == 14 * GIB // pool.block_bytes
 
 

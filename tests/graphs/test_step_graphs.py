@@ -19,30 +19,29 @@ from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, toke
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.engine import model_runner
+from nanovllm.engine import model_runner, step_layout
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.plan import Batch
+from nanovllm.engine.plan import FACTS, Batch, Fact, fact_dtype
 from nanovllm.engine.step_inputs import Computed, to_device
+from nanovllm.engine.step_layout import Array, divide, lay_out, num_words
 from nanovllm.graphs import static_inputs
 from nanovllm.graphs import step_graphs as graph_runner
 from nanovllm.graphs.static_inputs import (
     NOTHING,
     PROMPTS,
     TOKENS,
-    Parts,
     Shape,
     StaticInputs,
-    divide,
-    lay_out,
     most_tokens,
-    room_for,
 )
 from nanovllm.graphs.step_graphs import StepGraphs, bucket_sizes, coarse_sizes
+from nanovllm.layers.attention import Attention
 from nanovllm.scheduling.prefixes import SharedPrefixes, most_tiles
 from nanovllm.sizing.memory import RESERVE
 from nanovllm.sizing.model_size import weights
 from nanovllm.tracing.step_timer import StepTimer
 from nanovllm.utils import device
+from nanovllm.utils.context import get_context
 
 B, W = 12, 10
 
@@ -66,35 +65,42 @@ def test_defect_3_every_batch_size_has_a_bucket(max_num_seqs):
     assert all(b - a <= 64 for a, b in pairwise(coarse))
 
 
-def check_layout(parts: Parts, batch: Batch, shape: Shape) -> None:
+def check_layout(parts: dict[str, np.ndarray], batch: Batch, shape: Shape) -> None:
     """By the definitions, row by row: what is there, and that nothing else is."""
     n, D, count = batch.num_decodes, shape.decodes, len(batch.sample_rows)
     T, P = len(batch.input_ids) - n, len(batch.context_lens) - n
     rows = {i if i < n else i - n + D: i for i in range(n + T)}
     for name, padding in (("input_ids", 0), ("positions", 0), ("slot_mapping", -1)):
-        values, part = getattr(batch, name), getattr(parts, name)
+        values, part = getattr(batch, name), parts[name]
         assert part.tolist() == [
             values[rows[i]] if i in rows else padding for i in range(D + shape.tokens)
         ]
     rows = {i if i < n else i - n + D: i for i in range(n + P)}
     for i in range(D + shape.prompts):
         table = batch.block_tables[rows[i]].tolist() if i in rows else []
-        assert parts.block_tables[i].tolist() == [*table, *[0] * (W - len(table))], "stale columns"
-        assert parts.context_lens[i] == (batch.context_lens[rows[i]] if i in rows else 0)
-    assert parts.input_ids[parts.sample_rows[:count]].tolist() == [
+        assert parts["block_tables"][i].tolist() == [*table, *[0] * (W - len(table))], (
+            "stale columns"
+        )
+        assert parts["context_lens"][i] == (batch.context_lens[rows[i]] if i in rows else 0)
+        assert parts["slots"][i] == (batch.slots[rows[i]] if i in rows else B)
+    sample_rows = parts["sample_rows"]
+    assert parts["input_ids"][sample_rows[:count]].tolist() == [
         batch.input_ids[row] for row in batch.sample_rows
     ]
-    assert [row < D for row in parts.sample_rows[:count]] == [i < n for i in range(count)]
-    rest = len(parts.slots) - count
-    assert parts.slots.tolist() == [*batch.slots, *[B] * rest]
-    assert parts.lens.tolist() == [*batch.context_lens, *[0] * rest]
-    assert parts.temperatures[:count].view(np.float32).tolist() == batch.temperatures.tolist()
-    assert parts.random_keys[:, :count].tolist() == batch.random_keys.tolist()
-    assert not parts.temperatures[count:].any() and not parts.sample_rows[count:].any()
+    assert [row < D for row in sample_rows[:count]] == [i < n for i in range(count)]
+    rest = len(sample_rows) - count
+    assert parts["sample_slots"].tolist() == [*batch.slots, *[B] * rest]
+    assert parts["sample_positions"].tolist() == [*batch.context_lens, *[0] * rest]
+    temperatures, keys = parts["sample_temperatures"], parts["sample_random_keys"]
+    assert temperatures[:count].view(np.float32).tolist() == batch.facts["temperatures"].tolist()
+    assert keys[:, :count].view(np.uint32).T.tolist() == batch.facts["random_keys"].tolist()
+    assert not temperatures[count:].any() and not sample_rows[count:].any()
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         values = getattr(batch, name).tolist()
-        assert getattr(parts, name).tolist() == values + [values[-1]] * (shape.prompts - P)
-    for part, values in zip(parts[-4:], batch.prefixes or [[]] * 4, strict=True):
+        assert parts[name].tolist() == values + [values[-1]] * (shape.prompts - P)
+    shared = batch.prefixes or [[]] * 4
+    for name, values in zip(SharedPrefixes._fields, shared, strict=True):
+        part = parts[f"prefix_{name}"]
         assert part.tolist() == [*values, *[0] * (len(part) - len(values))]
 
 
@@ -108,7 +114,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
     model, seen = FakeModel(scheduler), set()
     graphs = object.__new__(StepGraphs)  # its constructor captures
     graphs.sizes, graphs._coarse, graphs._most_tokens = bucket_sizes(B), [0, 3, 7, B], 32
-    room = room_for(Shape(B, 32, True), W, B)
+    room = num_words(Shape(B, 32, True).size(W, B, 4))
     for _ in range(200):
         if rng.random() < 0.15:
             for _ in range(rng.randint(1, 8)):
@@ -128,12 +134,13 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
             batch = batch._replace(prefixes=SharedPrefixes(*lens[:2], *lens[2:, : n // 2]))
         if shape := graphs.shape_of(batch):
             buffer = noise.integers(-999, 999, room, np.int32)
-            before, used = buffer.copy(), room_for(shape, W, B)
-            parts = divide(buffer, shape, W, B)
-            lay_out(parts, shape, batch, B)
+            size = shape.size(W, B, 4)
+            before, used = buffer.copy(), num_words(size)
+            parts = divide(buffer, size)
+            lay_out(parts, size, batch, B)
             check_layout(parts, batch, shape)
             assert used <= room and (buffer[used:] == before[used:]).all()
-            assert all(part.ctypes.data % 16 == buffer.ctypes.data % 16 for part in parts)
+            assert all(part.ctypes.data % 16 == buffer.ctypes.data % 16 for part in parts.values())
             seen.add((n, len(batch.input_ids) - n, shape))
         scheduler.advance(scheduled)
         scheduler.postprocess(scheduled, drawn)
@@ -143,7 +150,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
     assert any(n < shape.decodes for n, _, shape in seen)
     assert any(0 < num_tokens < shape.tokens for _, num_tokens, shape in seen)
     assert {shape.shares for *_, shape in seen} == {False, True}
-    lay_out(parts, shape, NOTHING, B)
+    lay_out(parts, size, NOTHING, B)
     check_layout(parts, NOTHING, shape)
 
 
@@ -175,13 +182,14 @@ def test_what_no_graph_has_room_for():
 @pytest.mark.parametrize("shape", [Shape(5), Shape(5, 0, True), Shape(5, 256), Shape(B, 128, True)])
 def test_what_a_graph_reads_has_the_size_of_its_shape(shape):
     """Sizes that a graph keeps are the largest that may come, not those of its capture."""
-    views = Unpinned(torch.device("cpu"), B, W, 4 * TOKENS).views(shape, 4)
+    views = Unpinned(torch.device("cpu"), B, W, 4, 4 * TOKENS).view(shape)
     context, sampling = views.context, views.sampling
     rows, N = shape.decodes + shape.tokens, min(shape.decodes + shape.prompts, B)
     assert len(views.input_ids) == len(views.positions) == len(context.slot_mapping) == rows
     assert len(context.context_lens) == shape.decodes + shape.prompts
     assert context.block_tables.shape == (shape.decodes + shape.prompts, W)
-    assert context.num_decodes == len(views.decode_slots) == shape.decodes
+    assert len(context.slots) == shape.decodes + shape.prompts
+    assert context.num_decodes == shape.decodes
     assert len(sampling.slots) == len(sampling.temperatures) == len(sampling.positions) == N
     assert sampling.random_keys.shape == (2, N)
     assert (context.prefixes is not None) == shape.shares
@@ -199,7 +207,7 @@ def test_what_a_graph_reads_has_the_size_of_its_shape(shape):
 
 
 def test_a_twin_is_filled_when_its_last_copy_is_done():
-    inputs, calls = Unpinned(torch.device("cpu"), B, W, 0), []
+    inputs, calls = Unpinned(torch.device("cpu"), B, W, 0, 0), []
     for name, event in zip("ab", inputs._copied, strict=True):
         event.synchronize.side_effect = lambda name=name: calls.append(f"wait {name}")
         event.record.side_effect = lambda name=name: calls.append(f"copy {name}")
@@ -242,10 +250,12 @@ class Replayed:
 class Unpinned(StaticInputs):
     """Full of numbers that mean nothing."""
 
-    def __init__(self, device: torch.device, max_num_seqs: int, width: int, most: int) -> None:
-        self._B, self._W, self._turn = max_num_seqs, width, 0
-        room = room_for(Shape(max_num_seqs, most, True), width, max_num_seqs)
-        self._device, *self._twins = torch.full((3, room), 7, dtype=torch.int32)
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, width: int, members: int, most: int
+    ) -> None:
+        self._spare, self._room, self._turn = max_num_seqs, (width, max_num_seqs, members), 0
+        words = num_words(self.size(Shape(max_num_seqs, most, members > 0)))
+        self._device, *self._twins = torch.full((3, words), 7, dtype=torch.int32)
         self._copied, self._divided = [Mock(), Mock()], {}
 
 
@@ -262,7 +272,7 @@ class OnCpu(StepGraphs):
             super().__init__(runner.run_model, runner.device, *sizes, 0, most, spare)
 
     def _capture(self, shape: Shape) -> None:
-        graph = Replayed(lambda: self._compute(self._views(shape)))
+        graph = Replayed(lambda: self._compute(self._inputs.view(shape)))
         self._graphs[shape] = graph, graph
 
     @property
@@ -297,6 +307,48 @@ def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkey
         captured = {shape for shape in graphs.captured if shape.tokens}
         assert captured == {shape for shape in often if often[shape] > 1}, "when it comes again"
         assert any(shape.decodes for shape in beside) == (most_tokens > 0)
+    assert tokens(outputs) == [
+        reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("most_tokens", [0, 24], ids=["decodes", "prompts"])
+def test_a_fact_of_sequences_is_declared_once(most_tokens, checkpoint, monkeypatch):
+    """And is in the context of every step, with graphs and without, in the order of its rows."""
+    facts = {
+        "sevenfold": Fact(np.int32, lambda seq: 7 * seq.slot),
+        "pair": Fact((np.float32, 2), lambda seq: (seq.slot, seq.slot + 0.5)),
+    }
+    for name, fact in facts.items():
+        monkeypatch.setitem(FACTS, name, fact)
+        monkeypatch.setitem(step_layout.LAYOUT, name, Array.of_fact(fact))
+    nothing = NOTHING._replace(facts=np.zeros(0, fact_dtype()))
+    monkeypatch.setattr(graph_runner, "NOTHING", nothing)
+    set_tokens(monkeypatch, 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
+    forward, kinds = Attention.forward, set()
+
+    def checked(layer: Attention, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        context = get_context()
+        real = context.context_lens > 0
+        slots = context.slots[real]
+        assert torch.equal(context.facts["sevenfold"][real], 7 * slots)
+        assert torch.equal(context.facts["pair"][:, real], torch.stack([slots, slots + 0.5]))
+        assert len(slots.unique()) == len(slots)
+        kinds.add((context.num_decodes > 0, context.is_prefill, bool((~real).any())))
+        return forward(layer, positions, qkv)
+
+    monkeypatch.setattr(Attention, "forward", checked)
+    step_layout.places.cache_clear()
+    prompts = [[i, *range(n)] for i, n in enumerate([3, 20, 6, 2, 5, 9, 12, 4])]
+    lengths = [18, 9, 25, 1, 12, 7, 3, 8]
+    with LLM(checkpoint, **{**SMALL, "max_num_seqs": 3}) as llm:
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, most_tokens, monkeypatch)
+        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
+    step_layout.places.cache_clear()
+    assert {(True, False), (True, True)} <= {kind[:2] for kind in kinds}
+    assert any(is_padded for *_, is_padded in kinds)
+    assert graphs.num_replays > 5 and bool(graphs.replayed) == (most_tokens > 0)
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
@@ -368,7 +420,6 @@ def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
     graphs._seen, graphs.num_replays, graphs._has_room = set(), 0, lambda _: True
     graphs._num_padded = Counter()
     graphs._graphs = {} if is_new else {shape: graph}
-    graphs._views = Mock()
     graphs._inputs = Mock(fill=lambda *_: calls.append("fill"))
     graphs._prepare = lambda _: calls.append("prepare")
     graphs._compute = lambda _: calls.append("compute") or computed

@@ -1,0 +1,243 @@
+"""The layout of a step: all its arrays in one buffer of int32, which is copied at once.
+
+`LAYOUT` declares them. `divide` cuts a buffer into them, and `lay_out` fills them with a batch. A
+step that is launched kernel by kernel has a buffer of its size; CUDA graphs have one that stays,
+with room for more (`graphs.static_inputs`). No torch here.
+
+Letters: T tokens, B sequences, D decodes, P sequences that prefill, N sequences that sample, W
+blocks of the longest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.plan import FACTS, Batch, Fact
+from nanovllm.utils.integers import cdiv
+
+ALIGNMENT = 4  # words, of where an array begins: kernels are compiled for 16 bytes
+
+
+class Size(NamedTuple):
+    """Room that the arrays of a step have.
+
+    Attributes:
+        decodes: D
+        tokens: tokens of prompts; T = D + tokens.
+        prompts: P; B = D + P.
+        samples: N, sequences that sample.
+        width: W, blocks of the longest sequence.
+        sharing: D if decodes share prefixes, else 0.
+        members: decodes of all tiles of `SharedPrefixes`.
+        tiles: number of these tiles.
+    """
+
+    decodes: int
+    tokens: int
+    prompts: int
+    samples: int
+    width: int
+    sharing: int = 0
+    members: int = 0
+    tiles: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch) -> Size:
+        """Room for a batch, and none for padding."""
+        n, (B, W) = batch.num_decodes, batch.block_tables.shape
+        size = cls(n, len(batch.input_ids) - n, B - n, len(batch.sample_rows), W)
+        if batch.prefixes is None:
+            return size
+        _, rows, begins, _ = batch.prefixes
+        return size._replace(sharing=n, members=len(rows), tiles=len(begins))
+
+
+class Rows(Enum):
+    """Kinds of rows that an array may have."""
+
+    TOKENS = auto()  # [T], those of prompts from D on
+    SEQUENCES = auto()  # [B], prompts from D on
+    SAMPLES = auto()  # [N]
+    BOUNDS = auto()  # [P + 1]
+    SHARING = auto()  # of decodes that share prefixes, as the next two
+    MEMBERS = auto()
+    TILES = auto()
+
+    @staticmethod
+    def counts(size: Size) -> dict[Rows, int]:
+        """How many there are of each kind."""
+        return {
+            Rows.TOKENS: size.decodes + size.tokens,
+            Rows.SEQUENCES: size.decodes + size.prompts,
+            Rows.SAMPLES: size.samples,
+            Rows.BOUNDS: size.prompts + 1,
+            Rows.SHARING: size.sharing,
+            Rows.MEMBERS: size.members,
+            Rows.TILES: size.tiles,
+        }
+
+
+class Array(NamedTuple):
+    """An array of a step: [rows].
+
+    Attributes:
+        rows: kind of its rows.
+        padding: what rows without a value have: a number, the last value, or the slot of nobody.
+        dtype: of 4 bytes.
+        words: values of a row; not 0: the array is [words, rows].
+        is_table: whether it is [rows, W].
+    """
+
+    rows: Rows
+    padding: int | Literal["last", "spare"] = 0
+    dtype: Any = np.int32
+    words: int = 0
+    is_table: bool = False
+
+    @classmethod
+    def of_fact(cls, fact: Fact) -> Array:
+        """The array of a fact of sequences."""
+        dtype = np.dtype(fact.dtype)
+        return cls(Rows.SAMPLES if fact.samples else Rows.SEQUENCES, 0, dtype.base, *dtype.shape)
+
+
+WITH_DECODES = Rows.TOKENS, Rows.SEQUENCES
+# Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads nothing,
+# and what is sampled goes to the row past the last of the table of last tokens. Tokens after those
+# of the prompts belong to none, so attention leaves them any numbers.
+LAYOUT = {
+    "input_ids": Array(Rows.TOKENS),
+    "positions": Array(Rows.TOKENS),
+    "slot_mapping": Array(Rows.TOKENS, padding=-1),
+    "context_lens": Array(Rows.SEQUENCES),
+    "slots": Array(Rows.SEQUENCES, padding="spare"),
+    "block_tables": Array(Rows.SEQUENCES, is_table=True),
+    "sample_rows": Array(Rows.SAMPLES),
+    "sample_positions": Array(Rows.SAMPLES),
+    "sample_slots": Array(Rows.SAMPLES, padding="spare"),
+    "cu_seqlens_q": Array(Rows.BOUNDS, padding="last"),
+    "cu_seqlens_k": Array(Rows.BOUNDS, padding="last"),
+    "prefix_lens": Array(Rows.SHARING),
+    "prefix_rows": Array(Rows.MEMBERS),
+    "prefix_begins": Array(Rows.TILES),
+    "prefix_ends": Array(Rows.TILES),
+    **{
+        f"sample_{name}" if fact.samples else name: Array.of_fact(fact)
+        for name, fact in FACTS.items()
+    },
+}
+
+
+class Place(NamedTuple):
+    """Where an array lies in a buffer, and its shape."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def places(size: Size) -> dict[str, Place]:
+    """Where all arrays lie: each begins at a multiple of `ALIGNMENT`, the first at 0."""
+    found: dict[str, Place] = {}
+    end, counts = 0, Rows.counts(size)
+    for name, array in LAYOUT.items():
+        shape: tuple[int, ...] = (counts[array.rows],)
+        if array.is_table:
+            shape = *shape, size.width
+        elif array.words:
+            shape = array.words, *shape
+        begin = cdiv(end, ALIGNMENT) * ALIGNMENT
+        end = begin + math.prod(shape)
+        found[name] = Place(begin, end, shape)
+    return found
+
+
+def num_words(size: Size) -> int:
+    """Words of int32 that a buffer needs."""
+    return list(places(size).values())[-1].end
+
+
+def divide(buffer: Any, size: Size) -> dict[str, Any]:
+    """The arrays of a buffer of int32, of numpy or of PyTorch, by name."""
+    parts = {}
+    for name, place in places(size).items():
+        part = buffer[place.begin : place.end]
+        parts[name] = part if len(place.shape) == 1 else part.reshape(place.shape)
+    return parts
+
+
+def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, spare: int) -> None:
+    """Write a batch over the one before.
+
+    Args:
+        parts: the arrays, on the host.
+        size: their room.
+        batch: fits it.
+        spare: the slot of no sequence.
+    """
+    values, n, D = _values(batch, size), batch.num_decodes, size.decodes
+    for name, (rows, padding, _, words, is_table) in LAYOUT.items():
+        part, new = parts[name], values[name]
+        if words:
+            part = part.T
+        if is_table:
+            width = new.shape[1]
+            part[:, width:] = 0
+            part = part[:, :width]
+        count = len(new)
+        if count == len(part):  # no padding, and so none between decodes and prompts
+            part[:] = new
+            continue
+        head = n if rows in WITH_DECODES else count
+        part[:head] = new[:head]
+        if padding == "last":
+            part[head:] = new[-1]
+        else:
+            part[head:] = spare if padding == "spare" else padding
+        if count > head:
+            part[D : D + count - head] = new[head:]
+
+
+def _values(batch: Batch, size: Size) -> dict[str, NDArray[Any]]:
+    """The rows of each array of the layout, in words of int32."""
+    rows, n = batch.sample_rows, batch.num_decodes
+    lens, members, begins, ends = batch.prefixes or [rows[:0]] * 4
+    samples = sampling_arrays(batch, batch.samples)
+    facts = {name: batch.facts[name] for name, fact in FACTS.items() if not fact.samples}
+    return {
+        "input_ids": batch.input_ids,
+        "positions": batch.positions,
+        "slot_mapping": batch.slot_mapping,
+        "context_lens": batch.context_lens,
+        "slots": batch.slots,
+        "block_tables": batch.block_tables,
+        "sample_rows": np.where(rows < n, rows, rows + (size.decodes - n)),
+        "cu_seqlens_q": batch.cu_seqlens_q,
+        "cu_seqlens_k": batch.cu_seqlens_k,
+        "prefix_lens": lens,
+        "prefix_rows": members,
+        "prefix_begins": begins,
+        "prefix_ends": ends,
+        **{name: part.view(np.int32) for name, part in facts.items()},
+        **{f"sample_{name}": part.view(np.int32) for name, part in samples.items()},
+    }
+
+
+def sampling_arrays(batch: Batch, which: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+    """The fields of `SamplingMetadata` for the n sequences that `which`: [B] names, as [n] or
+    [n, words].
+    """
+    facts = batch.facts[which]
+    return {
+        **{name: facts[name] for name, fact in FACTS.items() if fact.samples},
+        "positions": batch.context_lens[which],
+        "slots": batch.slots[which],
+    }
