@@ -241,7 +241,7 @@ class Compilations:
 def settle(llm: LLM) -> None:
     """Wait until no kernel is compiled in the background."""
     runner = getattr(llm, "model_runner", None)  # replicas have theirs elsewhere
-    compiler = None if runner is None else runner.compiler
+    compiler = None if runner is None else runner.built.compiler
     if compiler is not None:
         compiler.wait_for_all()
 

@@ -146,7 +146,7 @@ sys.meta_path.insert(0, Finder())
 SERVE = "nanovllm.ranks.worker:_serve"
 CONNECT = "nanovllm.distributed.group:Group.connect"
 CONNECT_NCCL = "nanovllm.distributed.nccl:Nccl.connect"
-LOAD = "nanovllm.engine.model_runner:ModelRunner.load"
+LOAD = "nanovllm.startup.builder:Builder.load"
 SIZE = "nanovllm.engine.kv_pool:KVCachePool.how_many_fit"
 RUN = "nanovllm.engine.model_runner:ModelRunner.run"
 

@@ -23,6 +23,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.startup.builder import Builder
 
 T = TypeVar("T")
 PATIENCE = 60  # seconds, after which a rank that waits for one that failed gives up
@@ -74,13 +75,15 @@ class ThreadedExecutor(Executor):
         beside(False)
         size = self._config.tensor_parallel_size
         groups = connected_groups(size)
-        self.runners = on_all_ranks(
-            size, lambda rank: ModelRunner(self._config, self._model_config, groups[rank])
-        )
+        self.runners = on_all_ranks(size, lambda rank: self._build(groups[rank]))
         for runner in self.runners:
-            self.samplers.append(RecordingSampler(runner.sampler))
-            runner.sampler = self.samplers[-1]  # type: ignore[assignment]
+            step = runner.built.step
+            self.samplers.append(RecordingSampler(step.sampler))
+            step.sampler = self.samplers[-1]  # type: ignore[assignment]
         return self.runners[0]
+
+    def _build(self, group: Group) -> ModelRunner:
+        return ModelRunner(self._config, Builder(self._config, self._model_config, group).build())
 
     def run(self, scheduled: list[ScheduledSequence], newest: InFlightStep | None) -> PendingTokens:
         plan = plan_step(scheduled)

@@ -22,7 +22,7 @@ import torch
 import triton
 
 from nanovllm.cli.stand_in import CARDS, CPU, GPU, META, OnCard, put_in
-from nanovllm.engine import model_runner
+from nanovllm.startup import builder
 
 VOCAB = 151936
 SHAPES = {  # M, I, Hq, Hkv, tied embedding
@@ -200,7 +200,7 @@ def count_kernels(
         into[-1].add((fn.name, compile["specialization_data"]))
         return True
 
-    model_runner.Compiler = Listening
+    builder.Compiler = Listening
     triton.knobs.runtime.jit_cache_hook = hear
     with tempfile.TemporaryDirectory() as directory:
         config = SHAPES[shape] | {"num_hidden_layers": num_layers}
@@ -246,6 +246,6 @@ KINDS: dict[str, Callable[..., Any]] = {
 if __name__ == "__main__":
     card = CARDS[sys.argv[1]]
     put_in(card)
-    model_runner.Compiler = AtOnce
+    builder.Compiler = AtOnce
     with OnCard(CPU if sys.argv[1] == "7.5" else META):
         print(json.dumps([KINDS[job.pop("kind")](**job) for job in json.loads(sys.argv[2])]))

@@ -19,8 +19,10 @@ from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.compiler import Compiler, num_processes
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.base import Build
 from nanovllm.layers.weights.quantized import dequantize
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import MIN_CAPABILITY
 from nanovllm.utils.progress import startup_bar
 
@@ -140,9 +142,10 @@ def put_in(card: Card) -> None:
     from triton.runtime import driver
 
     from nanovllm.distributed import bulk, peer_memory
-    from nanovllm.engine import executor, model_runner
+    from nanovllm.engine import executor
     from nanovllm.engine.executor import Executor
     from nanovllm.sampling import controlled_sampler
+    from nanovllm.startup import builder
 
     driver.set_active(AbsentGPU(card.target))
     if card.target.backend == "hip":
@@ -169,9 +172,9 @@ def put_in(card: Card) -> None:
     cuda.Stream = Stream
     stand_ins: list[tuple[Any, str, Any]] = [
         (executor, "without_modes", contextlib.nullcontext),  # `OnCard` is one
-        (model_runner, "load_dummy", lambda model, seed: None),
-        (model_runner, "prepare_device", lambda device: MagicMock()),  # which is not there
-        (model_runner, "num_processes", lambda num_ranks: num_processes(1)),  # one by one
+        (builder, "load_dummy", lambda model, seed: None),
+        (builder, "prepare_device", lambda device: MagicMock()),  # which is not there
+        (builder, "num_processes", lambda num_ranks: num_processes(1)),  # one by one
         (
             *(controlled_sampler, "upload_beside"),
             lambda device, array: torch.from_numpy(array).to(device),
@@ -199,32 +202,34 @@ class RehearsedError(Exception):
         self.compiler = compiler
 
 
-class Rehearsing(ModelRunner):
-    """A runner that compiles its kernels and ends in a `RehearsedError`. Weights stay empty.
+class Rehearsing(Builder):
+    """A builder that compiles a rank's kernels and ends in a `RehearsedError`. Weights stay empty.
 
     Args:
         rank: the one to play.
-        others: of `ModelRunner`.
+        config, model_config, group: of `Builder`.
     """
 
-    def __init__(
-        self, rank: int, config: Config, model_config: ModelConfig, group: Group, *others: Any
-    ) -> None:
+    def __init__(self, rank: int, config: Config, model_config: ModelConfig, group: Group) -> None:
         group.rank = rank
-        super().__init__(config, model_config, group, *others)
+        super().__init__(config, model_config, group)
 
-    def load(self) -> None:
-        dequantize(self.model)
-
-    def _rehearse(self) -> None:
+    def build_model(self, build: Build) -> Qwen3ForCausalLM:
         if self.compiler is None:
             raise ValueError("no process can be started that compiles")
-        if self.backend.name == "torch":
+        if build.backend.name == "torch":
             raise ValueError(
                 "kernels cannot be compiled ahead with `attention_backend` torch, which reads what "
-                f"is computed, and here nothing is ({self._backend_reason})"
+                "is computed, and here nothing is"
             )
-        super()._rehearse()
+        return super().build_model(build)
+
+    def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
+        dequantize(model)
+
+    def rehearse(self, *args: Any) -> None:
+        assert self.compiler is not None
+        super().rehearse(*args)
         with startup_bar(list(self.compiler.rehearsed), "Compiling kernels", "kernel") as bar:
             for job in bar:
                 self.compiler.wait(job)
@@ -247,7 +252,7 @@ def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> list[Com
     own: Any = executor
     compilers = []
     for rank in range(options.get("tensor_parallel_size") or 1):
-        own.ModelRunner = partial(Rehearsing, rank)
+        own.Builder = partial(Rehearsing, rank)
         with OnCard(META):
             try:
                 LLMEngine(model, **{**options, **WITHOUT})

@@ -32,14 +32,12 @@ MOST_LOGPROBS = 20  # beside the token's own
 
 
 @contextmanager
-def distinct_layers(
-    model: Qwen3ForCausalLM, config: ModelConfig, of_each: int = 1
-) -> Iterator[None]:
+def distinct_layers(model: Qwen3ForCausalLM, of_each: int = 1) -> Iterator[None]:
     """Have a model compute the first of its layers of each kind, and the last, which is the only
     one to drop rows: these take all kernels that it takes. Two `of_each` kind take as much memory,
     too: the very first has nothing to add to.
     """
-    own, kinds = model.model, config.layers
+    own, kinds = model.model, model.config.layers
     whole = own.layers
     chosen = {len(kinds) - 1}
     for kind in set(kinds):
@@ -51,6 +49,17 @@ def distinct_layers(
         own.layers = whole
 
 
+def run_distinct_layers(
+    compute: Callable[[StepInputs], Computed],
+    model: Qwen3ForCausalLM,
+    inputs: StepInputs,
+    of_each: int = 1,
+) -> None:
+    """Compute a step of a model's distinct layers alone."""
+    with distinct_layers(model, of_each):
+        compute(inputs)
+
+
 class Rehearsal:
     """Steps of all kinds.
 
@@ -59,7 +68,6 @@ class Rehearsal:
         model: that it computes.
         pool: without blocks.
         config, model_config, group, device: of the engine.
-        max_model_len: tokens of the longest sequence.
         members: decodes of a tile of shared prefixes; 0: none share.
         most_tokens: of prompts in CUDA graphs.
     """
@@ -73,13 +81,14 @@ class Rehearsal:
         model_config: ModelConfig,
         group: Group,
         device: torch.device,
-        max_model_len: int,
+        *,
         members: int,
         most_tokens: int,
     ) -> None:
         self._compute, self._model, self._pool = compute, model, pool
         self._config, self._model_config, self._device = config, model_config, device
         self._group = group
+        max_model_len = config.longest(model_config.max_position_embeddings)
         self._max_model_len, self._members = max_model_len, members
         self._budget = config.max_num_batched_tokens
         width = cdiv(max_model_len, config.kvcache_block_size)
@@ -118,7 +127,7 @@ class Rehearsal:
     def _one_block(self) -> Iterator[None]:
         self._pool.allocate(1)
         try:
-            with distinct_layers(self._model, self._model_config):
+            with distinct_layers(self._model):
                 yield
         finally:
             self._pool.free()

@@ -110,21 +110,24 @@ def make_entrance(
     return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
 
 
-def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: Entrance) -> Parts:
+def assemble(
+    executor: Executor, runner: ModelRunner, config: Config, window: int, entrance: Entrance
+) -> Parts:
     """An engine of this process.
 
     Args:
         executor: started.
         runner: rank 0 of it.
         config: the engine's options.
+        window: tokens that all layers see, 0 for all: see `ModelConfig.window`.
         entrance: of the engine.
     """
     scheduler = Scheduler(
         BlockManager(
-            runner.num_blocks,
+            runner.built.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            runner.model_config.window,
+            window,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -132,13 +135,13 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         eos_token_ids=entrance.eos_token_ids,
         mixed_steps=config.mixed_steps,
     )
-    overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
+    overlap = runner.built.device.type == "cuda" if config.overlap is None else config.overlap
     return Parts(
         core=EngineCore(executor, scheduler, lookahead=int(overlap)),
         intake=entrance.intake,
         make=entrance.intake.make,
         describe=runner.describe,
         max_model_len=entrance.max_model_len,
-        num_blocks=runner.num_blocks,
+        num_blocks=runner.built.num_blocks,
         own=(scheduler, runner),
     )

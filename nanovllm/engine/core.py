@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from nanovllm.engine.metrics import Metrics
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.text import Decoder
+from nanovllm.tracing.metrics import Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.core import Core
 from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.requests.request import Request
+from nanovllm.tracing.metrics import Latencies
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from nanovllm.ranks.processes import WorkerError, clear_frames
 from nanovllm.ranks.workers import Workers
 from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
+from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import host_array, resolve_device
 from nanovllm.utils.forks import check_threads
 from nanovllm.utils.interrupts import uninterrupted
@@ -73,7 +74,7 @@ class Executor:
         """Build rank 0, and with all ranks whatever takes them all.
 
         Args:
-            beside: see `ModelRunner`.
+            beside: see `Builder.build`.
 
         Raises:
             WorkerError: if a worker dies meanwhile.
@@ -81,8 +82,10 @@ class Executor:
         with self._all_or_none(), without_modes():
             if self._device.type == "cpu":
                 check_threads()
+            # No name for what is half built: an error's frames would hold it.
             self.model_runner = ModelRunner(
-                self._config, self._model_config, self._group, self._connect, beside
+                self._config,
+                Builder(self._config, self._model_config, self._group).build(self._connect, beside),
             )
             if self._workers is not None:
                 self._workers.check()

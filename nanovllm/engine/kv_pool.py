@@ -1,4 +1,4 @@
-"""`KVCachePool`: the memory that layers keep from step to step on a rank; how many KV blocks fit."""
+"""`KVCachePool`: the memory that a rank's layers keep from step to step; how many blocks fit."""
 
 import logging
 

@@ -20,7 +20,6 @@ from nanovllm.checkpoint.tokenizer import load_tokenizer
 from nanovllm.config import FOREIGN_ARGUMENTS, Config, Options, our_options, takes_options
 from nanovllm.engine.assembly import AnyExecutor, Entrance, Parts, assemble, make_entrance
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.metrics import Progress
 from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
@@ -28,6 +27,7 @@ from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
 from nanovllm.requests.request import Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
 from nanovllm.utils.checks import check_bool, check_int, takes_foreign
 from nanovllm.utils.fair_lock import FairLock
@@ -93,8 +93,9 @@ class LLMEngine:
         """Start what computes, and put the rest before it."""
         assert isinstance(self.executor, Executor)
         runner = self.executor.start(beside=self._prepare_text)
-        entrance = self._make_entrance(runner.max_model_len, runner.num_blocks)
-        return assemble(self.executor, runner, self.config, entrance)
+        built = runner.built
+        entrance = self._make_entrance(built.build.max_model_len, built.num_blocks)
+        return assemble(self.executor, runner, self.config, self.model_config.window, entrance)
 
     def _make_entrance(self, max_model_len: int, num_blocks: int) -> Entrance:
         return make_entrance(

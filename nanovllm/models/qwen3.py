@@ -107,6 +107,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
+        self.config = config
         self.model = Qwen3Model(config, build, self.layer_class)
         self.lm_head = ParallelLMHead(config, build)
         if config.tie_word_embeddings:

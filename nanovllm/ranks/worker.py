@@ -49,6 +49,7 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     from nanovllm.distributed.group import Group
     from nanovllm.distributed.store import Store, arrival
     from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.startup.builder import Builder
     from nanovllm.utils.device import resolve_device
 
     logging.disable(logging.WARNING)  # rank 0 says it
@@ -60,7 +61,8 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     group.arrive(store, device)
     store.wait([arrival(0)])  # rank 0 is there when all are
     group.connect(store, device)
-    runner = ModelRunner(setup.config, setup.model_config, group)
+    built = Builder(setup.config, setup.model_config, group).build()
+    runner = ModelRunner(setup.config, built)
     channel = Channel(setup.channel_fd, size - 1, setup.channel_capacity)
     while sock.recv(1):
         method, args = pickle.loads(channel.read(setup.rank - 1))

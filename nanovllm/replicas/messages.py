@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.outputs import RequestOutput
+from nanovllm.tracing.metrics import Latencies, Metrics
 
 
 class Setup(NamedTuple):

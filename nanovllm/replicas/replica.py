@@ -46,8 +46,9 @@ class Replica(LLMEngine):
 
     def facts(self) -> Facts:
         """What the other process needs to know."""
-        runner = self.model_runner
-        return Facts(runner.max_model_len, runner.num_blocks, runner.describe())
+        built = self.model_runner.built
+        max_model_len = built.build.max_model_len
+        return Facts(max_model_len, built.num_blocks, self.model_runner.describe())
 
     def take(self, orders: list[Order]) -> None:
         """Queue requests."""

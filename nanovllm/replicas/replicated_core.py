@@ -12,13 +12,13 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.core import Core
-from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.outputs import RequestOutput
 from nanovllm.ranks.processes import how_ended
 from nanovllm.replicas.dispatcher import Dispatcher
 from nanovllm.replicas.messages import Ended, News
 from nanovllm.replicas.remote_request import MAX_LOSSES, Order, RemoteRequest
 from nanovllm.replicas.replicas import Replicas
+from nanovllm.tracing.metrics import Latencies, Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Write
 from nanovllm.utils.interrupts import uninterrupted
 

@@ -1,4 +1,4 @@
-"""Decisions of the start: formats, kernels, and how much memory each part gets.
+"""How much memory each part of an engine gets, and how large a model is.
 
-Doors: `build`, `memory`, `activations` and `model_size`.
+Doors: `memory`, `activations` and `model_size`.
 """

@@ -1,4 +1,4 @@
-"""Records of an engine's steps and requests, as a file for viewers of traces.
+"""Records of an engine's steps and requests: counters, and a file for viewers of traces.
 
-Doors: `recorder`, `timeline` and `step_timer`; `trace_events` for reports.
+Doors: `metrics`; `recorder`, `timeline` and `step_timer`; `trace_events` for reports.
 """

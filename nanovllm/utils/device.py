@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,17 @@ def prepare_device(device: torch.device) -> threading.Thread:
     thread = threading.Thread(target=prepare, name="nanovllm-prepare-device", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """No gradients, and this device as the current one (kernels run on the current one)."""
+    on_cuda = device.type == "cuda"
+    with (
+        torch.inference_mode(),
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def wait_for_device(device: torch.device) -> None:

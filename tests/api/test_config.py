@@ -164,7 +164,11 @@ def test_values_of_vllm_mean_the_same(name, value, plain, checkpoint):
     for each in (value, plain):
         with LLM(checkpoint, **{**SMALL, name: each}) as llm:
             facts.append(
-                (llm.model_runner.dtype, llm.max_model_len, llm.model_runner.max_model_len)
+                (
+                    llm.model_runner.built.build.dtype,
+                    llm.max_model_len,
+                    llm.model_runner.built.build.max_model_len,
+                )
             )
     assert facts[0] == facts[1]
 
@@ -352,7 +356,7 @@ SourceFileLoader.get_code = without_asserts
 
 PROBE = """
 import atexit, dis, json, sys
-atexit.register(lambda: print(len(vars(runner).keys() & {"graphs", "model", "pool"}), "left"))
+atexit.register(lambda: print(len(vars(runner).keys() & {"built"}), "left"))
 from nanovllm import LLM, SamplingParams
 small, path = json.loads(sys.argv[1]), sys.argv[2]
 llm = LLM(path, overlap=True, **small)

@@ -29,8 +29,8 @@ from checkpoints import (
 )
 from nanovllm import LLM, AsyncLLM, CompletionOutput, SamplingParams
 from nanovllm.engine import llm_engine
-from nanovllm.engine.metrics import Latencies
 from nanovllm.engine.step_inputs import PendingTokens
+from nanovllm.tracing.metrics import Latencies
 
 # -- outputs --------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def test_tqdm_disable_silences_every_bar(where, disable):
         if {where == "a notebook"}:
             tqdm.auto.tqdm = tqdm.notebook.tqdm
             tqdm.notebook.display = lambda bar: print(bar.pbar.desc)
-        from nanovllm.engine.metrics import Metrics, Progress
+        from nanovllm.tracing.metrics import Metrics, Progress
         from nanovllm.utils import progress
         progress.DELAY = 0
         list(progress.startup_bar(range(3), "start", "it"))

@@ -270,14 +270,14 @@ def test_logits_of_some_rows_at_a_time(
     """Logits of all tokens of a step would be gigabytes for a large vocabulary."""
     monkeypatch.setattr(extras, "ROWS", rows)
     with LLM(checkpoint, **{**SMALL, "max_num_batched_tokens": 100}) as llm:
-        compute = llm.model_runner.extras._compute_logits
+        compute = llm.model_runner.built.extras._compute_logits
         sizes: list[int] = []
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
             sizes.append(len(hidden))
             return compute(hidden)
 
-        monkeypatch.setattr(llm.model_runner.extras, "_compute_logits", record)
+        monkeypatch.setattr(llm.model_runner.built.extras, "_compute_logits", record)
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_right(checkpoint, outputs, PARAMS)
     assert max(sizes) == rows

@@ -82,8 +82,8 @@ def test_engines_on_cpus_look_after_their_threads(num_threads, monkeypatch):
         with LLM(TINY, device="cpu", num_kvcache_blocks=4) as llm:
             for owner, name in (
                 (llm.model_runner, "launch"),
-                (llm.model_runner, "run_model"),
-                (llm.model_runner.extras, "compute"),
+                (llm.model_runner.built.step, "run_model"),
+                (llm.model_runner.built.extras, "compute"),
             ):
                 note_calls(monkeypatch, owner, name, events)
             params = SamplingParams(max_tokens=3, logprobs=0)

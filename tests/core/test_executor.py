@@ -44,7 +44,7 @@ def test_graphs_are_dropped_when_the_device_has_nothing_to_do(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = object.__new__(ModelRunner)
-    runner.device, runner.graphs = torch.device("cuda", 0), Mock()
+    runner.built, runner.graphs = Mock(device=torch.device("cuda", 0)), Mock()
     held = []
 
     def synchronize(device: torch.device) -> None:

@@ -23,9 +23,9 @@ from checkpoints import (
     rare,
 )
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.metrics import Latencies, Metrics
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.outputs import RequestMetrics
+from nanovllm.tracing.metrics import Latencies, Metrics
 from nanovllm.utils.histogram import BOUNDS, Histogram
 
 RESOLUTION = 1.048  # of a percentile, as documented
@@ -284,7 +284,7 @@ def test_rates_are_true(name, overlap, checkpoint, monkeypatch):
     their time did not.
     """
     prompts, params = LOADS[name]
-    monkeypatch.setattr("nanovllm.engine.metrics.tqdm", Bar)
+    monkeypatch.setattr("nanovllm.tracing.metrics.tqdm", Bar)
     with LLM(checkpoint, overlap=overlap, **SMALL) as llm:
         clock, steps, ends = ScriptedSteps(monkeypatch, llm), [], []
         ended = iter(ends)

@@ -15,8 +15,9 @@ import torch
 
 from nanovllm import LLM, TINY
 from nanovllm.compiling.compiler import num_processes
-from nanovllm.engine import llm_engine, model_runner
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine import llm_engine
+from nanovllm.startup import builder
+from nanovllm.startup.builder import Builder
 from nanovllm.utils import cgroup
 
 triton = pytest.importorskip("triton")
@@ -74,16 +75,16 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
 ) -> None:
     """As where a program has embedded Python. Nothing is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(model_runner, "triton_refusal", lambda device: None)
-    monkeypatch.setattr(model_runner, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
+    monkeypatch.setattr(builder, "triton_refusal", lambda device: None)
+    monkeypatch.setattr(builder, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
     monkeypatch.setattr(sys, "executable", executable)
-    runner: Any = SimpleNamespace(
+    one: Any = SimpleNamespace(
         device=torch.device("cuda"),
         group=SimpleNamespace(size=1),
         config=SimpleNamespace(data_parallel_size=1),
     )
     with caplog.at_level(logging.WARNING):
-        assert ModelRunner._start_compiler(runner) is None
+        assert Builder.start_compiler(one) is None
     assert "no process that compiles kernels can be started (this program" in caplog.text
     assert not [*tmp_path.iterdir()]
 
@@ -123,14 +124,14 @@ def test_the_tokenizer_and_the_weights_are_loaded_while_kernels_compile(
         monkeypatch.setattr(owner, name, noted)
 
     for owner, name in (
-        (ModelRunner, "build_model"),
-        (ModelRunner, "_rehearse"),
+        (Builder, "build_model"),
+        (Builder, "rehearse"),
         (llm_engine, "load_tokenizer"),
-        (ModelRunner, "load"),
-        (ModelRunner, "allocate_kv_cache"),
+        (Builder, "load"),
+        (Builder, "allocate_kv_cache"),
     ):
         note(owner, name)
     with LLM(TINY, num_kvcache_blocks=4):
         pass
-    order = ["build_model", "_rehearse", "load_tokenizer", "load", "allocate_kv_cache"]
+    order = ["build_model", "rehearse", "load_tokenizer", "load", "allocate_kv_cache"]
     assert calls == order

@@ -92,7 +92,9 @@ def test_defect_8_a_chunk_attends_to_what_is_computed_only(tiny: str, reference:
     options: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 2}
     with LLM(tiny, kvcache_block_size=16, num_kvcache_blocks=32, **options) as llm:
         with torch.inference_mode():
-            llm.model_runner.kv_cache.fill_(1e4)  # whatever is not written yet would show
+            for layer in llm.model_runner.model.model.layers:  # what is not written yet would show
+                for part in layer.self_attn.attn.cache[:2]:
+                    part.fill_(1e4)
         output = llm.generate([prompt], GREEDY, False)[0]
         assert llm.metrics()["num_steps"] >= 150 // 32 + len(output["token_ids"])
     assert_greedy(reference, [prompt], [output["token_ids"]])

@@ -253,7 +253,7 @@ def test_memory_comes_back(end, checkpoint):
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     model = weakref.ref(llm.model_runner.model)
     runner = weakref.ref(llm.model_runner)
-    cache = weakref.ref(llm.model_runner.kv_cache)
+    cache = weakref.ref(llm.model_runner.model.model.layers[0].self_attn.attn.cache.k)
     if end == "del with requests":
         llm.add_request(PROMPT)
         llm.step()
@@ -274,8 +274,8 @@ def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):
     runners, ignored = [], []
     monkeypatch.setattr(sys, "unraisablehook", ignored.append)  # of __del__
     monkeypatch.setattr(
-        "nanovllm.engine.model_runner.ModelRunner.allocate_kv_cache",
-        lambda self: runners.append(weakref.ref(self)) or 1 / 0,
+        "nanovllm.startup.builder.Builder.allocate_kv_cache",
+        lambda self, *args: runners.append(weakref.ref(self)) or 1 / 0,
     )
     with pytest.raises(ZeroDivisionError):
         LLM(checkpoint, **SMALL)
@@ -305,7 +305,7 @@ def test_a_script_that_forgets_exit_ends_cleanly(end, checkpoint):
     """Engines close before Python tears modules down; a thread in a step aborted the process."""
     code = f"""
 import atexit, sys, threading
-atexit.register(lambda: print(len(vars(runner).keys() & {{"graphs", "model", "pool"}}), "left"))
+atexit.register(lambda: print(len(vars(runner).keys() & {{"built"}}), "left"))
 from nanovllm import LLM, SamplingParams
 llm = LLM({str(checkpoint)!r}, overlap=True, **{SMALL})
 runner = llm.model_runner

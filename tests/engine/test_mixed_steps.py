@@ -21,7 +21,7 @@ from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.plan import build_batch
 from nanovllm.layers.base import Build
 from nanovllm.scheduling.admission import LengthEstimator
-from nanovllm.sizing import build as choices
+from nanovllm.startup import build as choices
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
 

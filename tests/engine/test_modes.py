@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoints import PROMPT, SMALL, make_checkpoint, reference_logprobs
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step import Step
 
 RNG = random.Random(11)
 PROMPTS = [[RNG.randrange(256) for _ in range(n)] for n in (5, 40, 100, 17)]  # one is in two steps
@@ -205,7 +205,7 @@ def test_a_step_that_fails_leaves_the_modes_on(
     ):
         on = modes_on()
         with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "run_model", fails)
+            patch.setattr(Step, "run_model", fails)
             with pytest.raises(RuntimeError, match="out of memory"):
                 llm.generate(PROMPTS, use_tqdm=False)
         assert modes_on() == on

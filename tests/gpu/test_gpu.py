@@ -35,13 +35,13 @@ from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
 from nanovllm import LLM, CompletionOutput, SamplingParams
 from nanovllm.compiling import compiler
 from nanovllm.compiling.rehearsal import Rehearsal
-from nanovllm.engine import model_runner
 from nanovllm.engine.kv_pool import KVCachePool
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.attention import decode as paged_decode
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.weights.int8 import Int8Weight
+from nanovllm.startup import builder
+from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import (
     _side_stream,
     host_array,
@@ -646,10 +646,10 @@ def test_this_process_compiles_no_kernel(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (model_runner, "choose_build"),
-        (ModelRunner, "build_model"),
+        (builder, "choose_build"),
+        (Builder, "build_model"),
         (Rehearsal, "first_steps"),
-        (ModelRunner, "load"),
+        (Builder, "load"),
         (KVCachePool, "log"),
     ],
 )
@@ -702,17 +702,21 @@ def test_activations_measured_without_launches(
     heads = {"head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32000}
     experts = {"num_experts": 8, "num_local_experts": 8}  # of those families that have any
     model = make_checkpoint(tmp_path, family, dtype="bfloat16", **shape, **heads, **experts)
-    measure, found = ModelRunner._measure, list[tuple[int, int]]()
+    measure, found = Builder.measure, list[tuple[int, int]]()
 
-    def both(runner: ModelRunner) -> int:
-        rehearsed, compiling, few = measure(runner), runner.compiler, runner._run_distinct_layers
-        runner.compiler = None
-        runner._run_distinct_layers = lambda inputs, of_each: runner.run_model(inputs)
-        found.append((rehearsed, measure(runner)))
-        runner.compiler, runner._run_distinct_layers = compiling, few
+    def all_layers(compute: Any, model: Any, inputs: Any, of_each: int = 1) -> None:
+        compute(inputs)
+
+    def both(own: Builder, *args: Any) -> int:
+        rehearsed, compiling = measure(own, *args), own.compiler
+        own.compiler = None
+        with monkeypatch.context() as patch:
+            patch.setattr(builder, "run_distinct_layers", all_layers)
+            found.append((rehearsed, measure(own, *args)))
+        own.compiler = compiling
         return rehearsed
 
-    monkeypatch.setattr(ModelRunner, "_measure", both)
+    monkeypatch.setattr(Builder, "measure", both)
     with LLM(str(model), num_kvcache_blocks=64, **options):
         [(rehearsed, launched)] = found
     print(f"{family}: {rehearsed:,} bytes rehearsed, {launched:,} launched")
@@ -804,7 +808,8 @@ def test_another_device_than_the_current_one(tiny: str) -> None:
     assert torch.cuda.current_device() == 0
     with LLM(tiny, device="cuda:1", **SMALL) as llm:
         assert torch.cuda.current_device() == 0
-        assert llm.model_runner.kv_cache.device == torch.device("cuda:1")
+        cache = llm.model_runner.model.model.layers[0].self_attn.attn.cache
+        assert cache.k.device == torch.device("cuda:1")
         digits = dataclasses.replace(GREEDY, allowed_token_ids=llm.tokenizer.encode("0123456789"))
         prompts = ["127+345=", "reverse: hello =", "reverse: hello ="]
         outputs = llm.generate(prompts, [GREEDY, GREEDY, digits], use_tqdm=False)

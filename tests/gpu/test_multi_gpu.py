@@ -151,7 +151,7 @@ def test_log_probabilities_of_large_and_small_steps(
         [20] * 100,
     ]
     with LLM(wide, **{**options, "max_num_seqs": 128}) as llm:
-        peers = llm.model_runner.group.peers
+        peers = llm.model_runner.built.build.group.peers
         assert (mode != "nccl" and size > 2) == sums_by_owner(peers, 100)
         rows.clear()  # of warm-up
         for lengths in batches:

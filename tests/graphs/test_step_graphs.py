@@ -19,7 +19,7 @@ from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, toke
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.engine import model_runner, step_layout
+from nanovllm.engine import step_layout
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import FACTS, Batch, Fact, fact_dtype
 from nanovllm.engine.step_inputs import Computed, to_device
@@ -39,6 +39,8 @@ from nanovllm.layers.attention import Attention
 from nanovllm.scheduling.prefixes import SharedPrefixes, most_tiles
 from nanovllm.sizing.memory import RESERVE
 from nanovllm.sizing.model_size import weights
+from nanovllm.startup import builder
+from nanovllm.startup.builder import Builder
 from nanovllm.tracing.step_timer import StepTimer
 from nanovllm.utils import device
 from nanovllm.utils.context import get_context
@@ -269,7 +271,8 @@ class OnCpu(StepGraphs):
         monkeypatch.setattr(graph_runner, "StaticInputs", Unpinned)
         sizes = runner.config.max_num_seqs, 8
         with torch.inference_mode():
-            super().__init__(runner.run_model, runner.device, *sizes, 0, most, spare)
+            built = runner.built
+            super().__init__(built.step.run_model, built.device, *sizes, 0, most, spare)
 
     def _capture(self, shape: Shape) -> None:
         graph = Replayed(lambda: self._compute(self._inputs.view(shape)))
@@ -513,15 +516,12 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     captures, num_ranks, budget, most, tmp_path, monkeypatch
 ):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b"]))
-    runner, made = object.__new__(ModelRunner), Mock()
-    monkeypatch.setattr(model_runner, "StepGraphs", made)
-    monkeypatch.setattr(model_runner, "capability", lambda index: (9, 0))
-    runner.config = Mock(max_num_seqs=4, max_num_batched_tokens=budget)
-    runner.model_config = ModelConfig.from_pretrained(str(tmp_path))
-    runner.backend, runner.group = Mock(captures_prompts=captures), Mock(size=num_ranks)
-    runner.device, runner._max_blocks, runner._members = torch.device("cpu"), 7, 2
-    runner.capture_cudagraph(99)
-    assert made.call_args.args[2:] == (4, 7, 2, most, 99)
+    own = object.__new__(Builder)
+    monkeypatch.setattr(builder, "capability", lambda index: (9, 0))
+    own.config = Mock(max_num_batched_tokens=budget)
+    own.model_config = ModelConfig.from_pretrained(str(tmp_path))
+    own.group, own.device = Mock(size=num_ranks), torch.device("cpu")
+    assert own.most_prompt_tokens(Mock(backend=Mock(captures_prompts=captures))) == most
 
 
 def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_computes(tmp_path):

@@ -138,7 +138,7 @@ def test_a_pool_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
             path, dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_memory_bytes=2**20, **options
         ) as llm:
             counts[dtype] = llm.metrics()["num_kvcache_blocks"]
-            pool = llm.model_runner.pool
+            pool = llm.model_runner.built.pool
             assert (
                 counts[dtype] * pool.block_bytes <= 2**20 < (counts[dtype] + 1) * pool.block_bytes
             )

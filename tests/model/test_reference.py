@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_reference(
     with LLM(tiny, enable_prefix_caching=False, **options) as llm:
         for length in blocks:
             prompt = [rng.randrange(256) for _ in range(length)]
-            sampler = llm.model_runner.sampler = RecordingSampler()
+            sampler = llm.model_runner.built.step.sampler = RecordingSampler()
             params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
             output = llm.generate([prompt], params, use_tqdm=False)[0]
             with torch.no_grad():

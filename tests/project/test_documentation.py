@@ -22,7 +22,7 @@ from traces import MadeTrace, browse, chromium, write_trace
 import nanovllm.batch
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.cli.main import _parsers, main
-from nanovllm.engine.metrics import Latencies, Metrics
+from nanovllm.tracing.metrics import Latencies, Metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

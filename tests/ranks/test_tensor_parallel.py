@@ -19,6 +19,7 @@ from checkpoints import assert_greedy as assert_continued
 from checkpoints import reference as continuation
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.layers.embed_head import local_vocab
 from nanovllm.ranks.channel import Channel
@@ -308,12 +309,17 @@ def test_defect_2_ranks_agree_on_the_smallest_number_of_blocks(
     monkeypatch.setattr(KVCachePool, "how_many_fit", lambda self, *_: by_rank[self.group.rank])
     options = {**SMALL, "max_num_batched_tokens": 24, "num_kvcache_blocks": -1}
     with LLM(path, tensor_parallel_size=size, **options) as llm:
-        assert [runner.num_blocks for runner in ranks_of(llm).runners] == [9] * size
-        assert [runner.kv_cache.shape[2] for runner in ranks_of(llm).runners] == [9] * size
+        assert [runner.built.num_blocks for runner in ranks_of(llm).runners] == [9] * size
+        assert [len(keys_of(runner)[0]) for runner in ranks_of(llm).runners] == [9] * size
         assert llm.metrics()["num_kvcache_blocks"] == len(llm.scheduler.block_manager.blocks) == 9
         outputs = llm.generate(PROMPTS[2:8], PARAMS[2:8], use_tqdm=False)
         assert llm.metrics()["num_preemptions"] > 0
     assert_continued(path, PROMPTS[2:8], outputs)
+
+
+def keys_of(runner: ModelRunner) -> list[torch.Tensor]:
+    """The cached keys of each layer."""
+    return [layer.self_attn.attn.cache.k for layer in runner.model.model.layers]
 
 
 @pytest.mark.usefixtures("threads")
@@ -322,7 +328,7 @@ def test_kv_heads_are_divided_or_repeated(make: Any) -> None:
     for size, heads in ((1, 2), (2, 1), (4, 1)):
         with LLM(make("uneven"), tensor_parallel_size=size, **SMALL) as llm:
             for runner in ranks_of(llm).runners:
-                assert runner.kv_cache.shape == (2, 2, 32, 16, heads, 32)
+                assert [keys.shape for keys in keys_of(runner)] == [(32, 16, heads, 32)] * 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -59,12 +59,12 @@ from nanovllm import LLM, WorkerError
 from nanovllm.distributed import gloo, group
 from nanovllm.engine import llm_engine
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.ranks import workers as workers_module
 from nanovllm.ranks.channel import NUM_SLOTS
 from nanovllm.ranks.workers import Workers
+from nanovllm.startup.builder import Builder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
 
@@ -301,18 +301,18 @@ def test_death_between_two_calls(then, checkpoint, nothing_left):
 
 def test_error_keeps_no_half_built_engine(checkpoint, monkeypatch):
     """Frames of the traceback held what rank 0 had on its device."""
-    runners, init = [], ModelRunner.__init__
+    builders, init = [], Builder.__init__
 
     def recording(self, *args):
-        runners.append(weakref.ref(self))
+        builders.append(weakref.ref(self))
         init(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "__init__", recording)
+    monkeypatch.setattr(Builder, "__init__", recording)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError) as caught:
         LLM(checkpoint, **TP2)
     gc.collect()
-    assert [runner() for runner in runners] == [None]
+    assert [builder() for builder in builders] == [None]
     del caught  # not earlier
 
 
@@ -343,14 +343,14 @@ def test_mistake_in_a_checkpoint_is_a_plain_value_error(checkpoint, tmp_path, mo
     """All ranks meet it. That the death of another is noticed first must not matter."""
     path = copy_checkpoint(checkpoint, tmp_path / "broken")
     edit_tensors(path, model__norm__weight=None)
-    load, launch, executors = ModelRunner.load, Executor.launch, []
+    load, launch, executors = Builder.load, Executor.launch, []
     monkeypatch.setattr(Executor, "launch", lambda self: executors.append(self) or launch(self))
 
-    def late(runner):
+    def late(*args):
         wait_until(lambda: executors[0]._workers.failure)
-        load(runner)
+        load(*args)
 
-    monkeypatch.setattr(ModelRunner, "load", late)
+    monkeypatch.setattr(Builder, "load", late)
     with pytest.raises(ValueError, match=r"missing from the checkpoint: model\.norm\.weight"):
         LLM(path, **TP2)
     executors.clear()
@@ -420,13 +420,13 @@ def test_engine_is_usable_after_ctrl_c(shared, checkpoint, monkeypatch):
 
 INTERRUPTED = [
     (workers_module, "start_python", True),
-    (ModelRunner, "load", False),
+    (Builder, "load", False),
     rare(Executor, "_connect", False),
     rare(Scheduler, "__init__", False),
     rare(workers_module, "start_python", False),
     rare(Workers, "_start", True),
     rare(llm_engine, "load_tokenizer", False),
-    rare(ModelRunner, "allocate_kv_cache", True),
+    rare(Builder, "allocate_kv_cache", True),
 ]
 
 
@@ -487,7 +487,7 @@ from nanovllm import LLM, SamplingParams, WorkerError
 from nanovllm.distributed.group import Group
 from nanovllm.ranks import workers
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.startup.builder import Builder
 {children}
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 popen = workers.start_python
@@ -549,7 +549,7 @@ CRASHES = {
 MOMENTS = {
     "while workers start": "Executor._connect = lambda *args: reach(); build()",
     "while the ranks meet": "Group.connect = lambda *args: reach(); build()",
-    "while workers load": "ModelRunner.load = lambda self: reach(); build()",
+    "while workers load": "Builder.load = lambda *args: reach(); build()",
     "idle": "llm = build(); reach()",
     "within a step": """
 llm = build()

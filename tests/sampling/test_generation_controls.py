@@ -244,7 +244,9 @@ def test_a_rank_without_tokens(path: Path, oracle: Oracle, wanted: list[Completi
         check(output.outputs[0], oracle.complete(*plain), plain[1])
         for i, output in zip(few, generate(llm, [REQUESTS[i] for i in few]), strict=True):
             check(output.outputs[0], wanted[i], REQUESTS[i][1])
-        vocabularies = [len(runner.sampler.sampler.vocab) for runner in ranks_of(llm).runners]
+        vocabularies = [
+            len(runner.built.step.sampler.sampler.vocab) for runner in ranks_of(llm).runners
+        ]
     assert vocabularies[0] > 0 == vocabularies[-1]
 
 
@@ -550,7 +552,7 @@ def test_plain_requests_do_without(
     ]
     with LLM(path, **SMALL) as llm:
         outputs = generate(llm, requests)
-        assert llm.model_runner.extras.sampler.counts is None, "memory for nothing"
+        assert llm.model_runner.built.extras.sampler.counts is None, "memory for nothing"
         for i, (output, (prompt, params)) in enumerate(zip(outputs, requests, strict=True)):
             for completion in output.outputs:
                 want = oracle.complete(prompt, params, index=completion.index, unseeded=f"0 {i}")
@@ -615,7 +617,7 @@ def test_a_failed_step_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whether or not the device has counted the tokens of the step that failed."""
-    extras = llm.model_runner.extras
+    extras = llm.model_runner.built.extras
     owner = {"sample": extras, "_update_counts": extras.sampler, "_counts": control_table}
     ids = add_faulty(llm)
     calls = fail_at(monkeypatch, owner.get(point, llm.model_runner), point, k, error, after=after)

@@ -31,10 +31,10 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.sampling import control_table
 from nanovllm.sampling.structured_output import GrammarCompiler, accept_tokens, fill_masks
 from nanovllm.scheduling.admission import LengthEstimator
+from nanovllm.startup.builder import Builder
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -559,8 +559,8 @@ def test_a_start_that_waits_for_kernels_reads_the_tokenizer(
     """Then, or else at the first form: the interpreter's lock is held for it."""
     read = Mock(side_effect=llguidance.LLTokenizer)
     monkeypatch.setattr(llguidance, "LLTokenizer", read)
-    monkeypatch.setattr(ModelRunner, "_start_compiler", lambda _: Mock(num_pending=num_pending))
-    monkeypatch.setattr(ModelRunner, "_rehearse", lambda _: None)
+    monkeypatch.setattr(Builder, "start_compiler", lambda _: Mock(num_pending=num_pending))
+    monkeypatch.setattr(Builder, "rehearse", lambda *_: None)
     with LLM(str(TINY), **OPTIONS) as llm:
         assert read.call_count == num_pending
         [output] = llm.generate(["1+1="], guided(8, regex="[0-9]{3}"), use_tqdm=False)

@@ -1,0 +1,67 @@
+"""`Step`: the whole step on the device, from token ids to sampled tokens."""
+
+import dataclasses
+
+import torch
+
+from nanovllm.engine.step_inputs import Computed, StepInputs, fill_in
+from nanovllm.layers.base import Build
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.context import use_context
+
+
+class Step:
+    """Runs the model, and samples without controls. CUDA graphs capture it.
+
+    Args:
+        model: on its device.
+        build: of the model.
+        vocab_size: V
+        max_num_seqs: the most sequences that run at once.
+        device: of the model.
+
+    Attributes:
+        model: as given.
+        last_tokens: [max_num_seqs + 1] int32, each running sequence's last sampled token, by slot;
+            the row past the last is for padding.
+        logits: [max_num_seqs, V of this rank], on a GPU those of the last step, outside of graphs.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3ForCausalLM,
+        build: Build,
+        vocab_size: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self._group = model, build.group
+        self._max_model_len = build.max_model_len
+        self.sampler = Sampler(vocab_size, build.group)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.logits: torch.Tensor | None = None
+        if device.type != "cpu":
+            shape = max_num_seqs, len(model.lm_head.weight.data)
+            self.logits = torch.empty(shape, dtype=build.dtype, device=device)
+
+    def run_model(self, inputs: StepInputs) -> Computed:
+        """Compute a step."""
+        self._group.check()
+        input_ids, rows = inputs.input_ids, inputs.sample_rows
+        context = dataclasses.replace(inputs.context, longest=self._max_model_len)
+        if context.num_decodes:
+            assert context.slots is not None
+            decode_slots = context.slots[: context.num_decodes]
+            input_ids = fill_in(input_ids, decode_slots, self.last_tokens)
+        with use_context(context):
+            hidden = states = self.model(input_ids, inputs.positions)
+        if rows is not None and context.kept_rows is None:
+            states = hidden.index_select(0, rows)
+        n = len(states)
+        if not n:  # chunks of prompts only
+            return Computed(input_ids.new_empty(0), states, hidden)
+        out = None if self.logits is None else self.logits[:n]
+        logits = self.model.compute_logits(states, out)
+        tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
+        return Computed(tokens, logits, hidden)

@@ -1,0 +1,319 @@
+"""`Builder`: the start of a rank, and `Built`: what its steps need."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.compiling.compiler import Compiler, num_processes, target_of
+from nanovllm.compiling.rehearsal import Rehearsal, run_distinct_layers
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
+from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.engine.plan import SlotTable
+from nanovllm.engine.step import Step
+from nanovllm.graphs.static_inputs import most_tokens
+from nanovllm.graphs.step_graphs import StepGraphs
+from nanovllm.layers.attention import members_of_tile
+from nanovllm.layers.base import Build
+from nanovllm.layers.weights.onednn import can_use_onednn, use_onednn
+from nanovllm.layers.weights.quantized import dequantize, is_to_be_plain
+from nanovllm.models import model_class
+from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampling.extras import Extras
+from nanovllm.sizing import memory
+from nanovllm.sizing.activations import most_activations
+from nanovllm.sizing.model_size import weights
+from nanovllm.startup.build import choose_build
+from nanovllm.tensors.fp8 import FP8
+from nanovllm.utils.device import (
+    capability,
+    computing_on,
+    prepare_device,
+    resolve_device,
+    triton_refusal,
+)
+from nanovllm.utils.integers import cdiv
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """All that a rank's steps need.
+
+    Attributes:
+        device: torch.device of this rank.
+        build: what the layers are built with.
+        backend_reason: why attention has its backend.
+        members: decodes of a tile of shared prefixes; 0: none share.
+        step: the model and the sampler.
+        pool: the memory of the KV blocks.
+        num_blocks: KV blocks of the smallest rank's pool.
+        table: what the rank remembers of running sequences.
+        graphs: CUDA graphs of steps; None in eager mode.
+        extras: results of a step that only some requests ask for.
+        compiler: compiles kernels beside this process; None where none are.
+    """
+
+    device: torch.device
+    build: Build
+    backend_reason: str
+    members: int
+    step: Step
+    pool: KVCachePool
+    num_blocks: int
+    table: SlotTable
+    graphs: StepGraphs | None
+    extras: Extras
+    compiler: Compiler | None
+
+
+class Builder:
+    """Builds one rank: model, sampler, pool and graphs, while other processes compile kernels.
+
+    Args:
+        config: the engine's options.
+        model_config: the checkpoint's facts.
+        group: the ranks that the model is split over; this is one of them.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, group: Group) -> None:
+        self.config, self.model_config, self.group = config, model_config, group
+        self.device = resolve_device(config.device, group.rank, group.size)
+        self.compiler: Compiler | None = None
+
+    def build(
+        self,
+        connect: Callable[[], None] = lambda: None,
+        beside: Callable[[bool], None] = lambda has_time: None,
+    ) -> Built:
+        """Build everything.
+
+        Args:
+            connect: meets the other ranks, if the group has not.
+            beside: is called while other processes compile kernels, and told whether any do.
+
+        Raises:
+            ValueError: for an option that the device or the checkpoint does not allow, a checkpoint
+                that is not what its config says, and too little memory.
+        """
+        self.compiler = self.start_compiler()
+        try:
+            with computing_on(self.device):
+                return self._build(connect, beside)
+        except BaseException:
+            self.close_compiler()
+            raise
+
+    def _build(self, connect: Callable[[], None], beside: Callable[[bool], None]) -> Built:
+        config, model_config, group = self.config, self.model_config, self.group
+        build, reason = choose_build(config, model_config, group, self.device)
+        shares = config.share_prefixes and config.enable_prefix_caching
+        members = members_of_tile(model_config, build) if shares else 0
+        most_prompt_tokens = self.most_prompt_tokens(build)
+        connect()
+        if not group.minimum(int(self.compiler is not None)):  # ranks do alike
+            self.close_compiler()
+        model = self.build_model(build)
+        pool = KVCachePool(model, config, group, self.device)
+        step = Step(model, build, model_config.vocab_size, config.max_num_seqs, self.device)
+        extras = Extras(
+            model.compute_logits,
+            model_config.vocab_size,
+            config.max_num_seqs,
+            group,
+            step.last_tokens,
+        )
+        as_built = not is_to_be_plain(model)
+        rehearse = partial(self.rehearse, step, pool, members, most_prompt_tokens)
+        if as_built:
+            rehearse()
+        beside(self.compiler is not None and self.compiler.num_pending > 0)
+        self.load(model, build.dtype)
+        if not as_built:
+            rehearse()
+        activations = self.measure(step, pool, extras, build)
+        num_blocks = self.allocate_kv_cache(model, pool, activations, build.max_model_len)
+        longest = min(build.max_model_len, num_blocks * config.kvcache_block_size)
+        width = cdiv(longest, config.kvcache_block_size)
+        graphs = None
+        if self.can_capture(build):
+            graphs = self.capture_cudagraph(step, width, members, most_prompt_tokens, activations)
+        if self.compiler is not None:
+            self.compiler.load(self.device)
+        group.minimum(0)  # all ranks are there
+        return Built(
+            device=self.device,
+            build=build,
+            backend_reason=reason,
+            members=members,
+            step=step,
+            pool=pool,
+            num_blocks=num_blocks,
+            table=SlotTable(config.max_num_seqs, width),
+            graphs=graphs,
+            extras=extras,
+            compiler=self.compiler,
+        )
+
+    def start_compiler(self) -> Compiler | None:
+        """None where no kernels of ours run, and where no process can be started."""
+        if self.device.type != "cuda" or triton_refusal(self.device) is not None:
+            return None
+        preparing = prepare_device(self.device)
+        try:
+            num_ranks = self.group.size * self.config.data_parallel_size
+            return Compiler(target_of(self.device), num_processes(num_ranks))
+        except OSError as error:
+            logger.warning(
+                "no process that compiles kernels can be started (%s): they are compiled when they "
+                "are first launched, which takes longer",
+                error,
+            )
+            return None
+        finally:
+            preparing.join()
+
+    def close_compiler(self) -> None:
+        """Compile nothing more."""
+        if self.compiler is not None:
+            self.compiler.close()
+            self.compiler = None
+
+    def build_model(self, build: Build) -> Qwen3ForCausalLM:
+        """The model on its device, its weights uninitialised, and what lets kernels sum over the
+        ranks.
+        """
+        config, model = self.config, model_class(self.model_config.architecture)
+        if build.fused and self.group.size > 1 and not config.disable_custom_all_reduce:
+            self.group.open_peer_memory(
+                build.dtype,
+                self.model_config.hidden_size,
+                config.max_num_seqs,
+                0 if model.adds_behind_norms else config.max_num_batched_tokens,
+            )
+        with torch.device(self.device):
+            return model(self.model_config, build).eval()
+
+    def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
+        """Fill the weights."""
+        start = time.perf_counter()
+        if self.config.load_format == "dummy":
+            load_dummy(model, self.config.seed)
+        else:
+            is_part = self.model_config.is_part
+            load_model(model, Path(self.config.model), self.group.check, is_part=is_part)
+        dequantize(model)
+        if self.config.fused_kernels and can_use_onednn(self.device, dtype):
+            use_onednn(model)
+        logger.info(
+            "weights: %s, %.2f GiB in %s on %s, loaded in %.1f s",
+            self.model_config.architecture,
+            weight_bytes(model) / memory.GIB,
+            str(dtype).removeprefix("torch."),
+            self.device,
+            time.perf_counter() - start,
+        )
+
+    def rehearse(self, step: Step, pool: KVCachePool, members: int, most_tokens: int) -> None:
+        """Have kernels compiled, whatever the weights are."""
+        if self.compiler is None:
+            return
+        steps = Rehearsal(
+            step.run_model,
+            step.model,
+            pool,
+            self.config,
+            self.model_config,
+            self.group,
+            self.device,
+            members=members,
+            most_tokens=most_tokens,
+        )
+        for rehearse in (steps.first_steps, steps.other_steps):
+            with self.compiler.rehearsal():
+                rehearse()
+
+    def measure(self, step: Step, pool: KVCachePool, extras: Extras, build: Build) -> int:
+        """Bytes that activations take at most. With a compiler no kernel is waited for."""
+        if self.device.type == "cpu":
+            return 0
+        with nullcontext() if self.compiler is None else self.compiler.rehearsal():
+            most = most_activations(
+                partial(run_distinct_layers, step.run_model, step.model, of_each=2),
+                pool,
+                self.config,
+                build.max_model_len,
+                self.device,
+                extras.most_bytes,
+            )
+        if self.compiler is not None:
+            self.compiler.finish()
+        return most + (build.backend.most_gathered() if build.cache_dtype == FP8 else 0)
+
+    def allocate_kv_cache(
+        self, model: Qwen3ForCausalLM, pool: KVCachePool, activations: int, max_model_len: int
+    ) -> int:
+        """Allocate as many blocks as fit all ranks, and return their number."""
+        own = weight_bytes(model) + self.group.peer_bytes
+        num_blocks = self.group.minimum(pool.how_many_fit(max_model_len, own, own + activations))
+        try:
+            pool.allocate(num_blocks)
+        except (MemoryError, ValueError, torch.OutOfMemoryError):  # numpy's and torch's
+            size = num_blocks * pool.block_bytes / memory.GIB
+            raise ValueError(
+                f"a KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
+                "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
+            ) from None
+        pool.log(max_model_len)
+        return num_blocks
+
+    def can_capture(self, build: Build) -> bool:
+        """Whether CUDA graphs are wanted, and possible: plain experts wait for the device."""
+        if self.device.type == "cpu" or self.config.enforce_eager:
+            return False
+        return build.backend.supports_cuda_graph and (build.fused or not self.model_config.experts)
+
+    def capture_cudagraph(
+        self, step: Step, width: int, members: int, most_tokens: int, activations: int
+    ) -> StepGraphs:
+        """Capture the decode step for all buckets of batch sizes.
+
+        Args:
+            step: what to capture.
+            width: W, blocks of the longest sequence.
+            members: decodes of a tile of shared prefixes.
+            most_tokens: of prompts, for which graphs have room.
+            activations: bytes that the largest step needs.
+        """
+        return StepGraphs(
+            step.run_model,
+            self.device,
+            self.config.max_num_seqs,
+            width,
+            members,
+            most_tokens,
+            activations,
+            prepare=partial(run_distinct_layers, step.run_model, step.model),
+        )
+
+    def most_prompt_tokens(self, build: Build) -> int:
+        """Tokens of prompts that a CUDA graph has room for, beside decodes; 0: none has any."""
+        if not build.backend.captures_prompts or self.group.size > 1:  # several divide large steps
+            return 0
+        numbers = weights(self.model_config).of_token / len(self.model_config.layers)
+        most = most_tokens(numbers, capability(self.device.index))
+        return min(most, self.config.max_num_batched_tokens)
+
+
+def weight_bytes(model: Qwen3ForCausalLM) -> int:
+    """Bytes of the weights; a tied one counts once."""
+    return sum(p.nbytes for p in model.parameters())
