@@ -20,7 +20,7 @@ from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.products.fp8_linear import can_multiply
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import Gate, Weight
 
 SHAPES = {  # gates, inputs
     "0.6B": (3072, 1024),
@@ -54,7 +54,7 @@ def measure(weight: Weight, rows: int) -> dict[str, float]:
     found = {}
     for name, own in (("two kernels", False), ("one", True)):
         hopper.own_kernels = own
-        call = lambda: weight.multiply_gated(x, x_block=x_block)  # noqa: E731
+        call = lambda: weight.multiply(x, gate=Gate(next_block=x_block))  # noqa: E731
         found[name] = 1000 * triton.testing.do_bench_cudagraph(call, 20, return_mode="median")
     return found
 

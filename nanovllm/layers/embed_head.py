@@ -86,10 +86,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self, hidden: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight.data)] if it is given."""
-        if out is None:
-            out = self.weight.multiply(hidden)
-        else:
-            self.weight.multiply_into(out, hidden)
+        out = self.weight.multiply(hidden, out=out)
         if self.config.logits_scaling != 1.0:
             out.div_(self.config.logits_scaling)
         if cap := self.config.final_logit_softcapping:

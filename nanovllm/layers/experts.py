@@ -17,6 +17,7 @@ from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
+from nanovllm.tensors.int4 import Int4Codes
 
 if TYPE_CHECKING:
     from nanovllm.kernels.products.experts import ExpertWeights
@@ -105,12 +106,16 @@ class Experts(Layer):
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.products.experts import ExpertWeights
 
-        gate_up, down = (
-            weight.codes if isinstance(weight, Fp8Weight) else weight.data
-            for weight in (self.gate_up, self.down)
+        gate_up, down = self.gate_up.codes, self.down.codes
+        assert not isinstance(gate_up, Int4Codes) and not isinstance(down, Int4Codes)
+        return ExpertWeights(
+            gate_up,
+            down,
+            self.gate_up_bias,
+            self.own_bias,
+            self.gelu,
+            self.facts.swiglu_limit,
         )
-        biases = self.gate_up_bias, self.own_bias
-        return ExpertWeights(gate_up, down, *biases, self.gelu, self.facts.swiglu_limit)
 
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

@@ -18,7 +18,7 @@ from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.shard import Part, Shard, ZeroShard
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import Gate, Weight
 from nanovllm.tensors.fp8 import Codes
 
 
@@ -78,7 +78,7 @@ class LinearBase(Layer):
 
     def forward(self, x: torch.Tensor | Codes) -> torch.Tensor:
         """[T, in] -> [T, out]"""
-        return self.weight.multiply(x, self.own_bias, self.partial)
+        return self.weight.multiply(x, self.own_bias, partial=self.partial)
 
 
 class ReplicatedLinear(LinearBase):
@@ -97,7 +97,7 @@ class ColumnParallelLinear(LinearBase):
             return super().forward(x)
         out = x.new_empty(len(self.weight.data), self.build.dtype)
         for rows in x.parts():
-            self.weight.multiply_into(out[rows], x.rows[rows], self.bias)
+            self.weight.multiply(x.rows[rows], self.bias, out=out[rows])
         return out
 
 
@@ -131,12 +131,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def gated(self, x: Hidden) -> torch.Tensor | Codes:
         """`act(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
-            out = x.new_empty(len(self.weight.data) // 2, self.build.dtype)
+            out, gate = x.new_empty(len(self.weight.data) // 2, self.build.dtype), Gate(self.gelu)
             for rows in x.parts():
-                self.weight.multiply_gated(x.rows[rows], self.bias, self.gelu, out=out[rows])
+                self.weight.multiply(x.rows[rows], self.bias, gate=gate, out=out[rows])
             return out
         assert isinstance(x, (torch.Tensor, Codes)), "rows are normalised before they come here"
-        return self.weight.multiply_gated(x, self.bias, self.gelu, self.next_block)
+        return self.weight.multiply(x, self.bias, gate=Gate(self.gelu, self.next_block))
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -221,12 +221,12 @@ class RowParallelLinear(LinearBase):
         if bulk := group.bulk_for(x):
             return bulk.scatter(len(x), lambda rows, out: self._multiply_into(out, x[rows]))
         partial = group.size == 1 or group.can_exchange(x)  # the norm behind it sums
-        out = self.weight.multiply(x, bias, partial)
+        out = self.weight.multiply(x, bias, partial=partial)
         if self.multiplier != 1.0:
             out *= self.multiplier
         return out if out.dim() == 3 else sum_over_ranks(out, group)
 
     def _multiply_into(self, out: torch.Tensor, x: torch.Tensor | Codes) -> None:
-        self.weight.multiply_into(out, x, self.own_bias)
+        self.weight.multiply(x, self.own_bias, out=out)
         if self.multiplier != 1.0:
             out *= self.multiplier

@@ -16,6 +16,7 @@ from nanovllm.kernels.norm import add_rms_norm, rms_norm
 from nanovllm.kernels.products import fp8_half, fp8_linear, fp8_row
 from nanovllm.kernels.products import linear as kernels_linear
 from nanovllm.kernels.products.fp8_linear import choose_tiles, linear, multiply_into
+from nanovllm.layers.weights.weight import Gate
 from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 
 SEED = 8
@@ -245,7 +246,7 @@ def test_products_of_every_number_of_rows_are_rehearsed(
 @pytest.mark.parametrize("T", [1, 5])
 def test_gates(T: int, gelu: bool, x_block: int) -> None:
     x, weight, bias = randn(T, 512), weight_of(2 * 256, 512, x_block), randn(512, seed=4)
-    out = HeldCodes(weight, HALF, fp8_linear).multiply_gated(x, bias, gelu, x_block)
+    out = HeldCodes(weight, HALF, fp8_linear).multiply(x, bias, gate=Gate(gelu, x_block))
     given = x if T == 1 else quantize(x, x_block).numbers()
     gate, up = (given.double() @ weight.numbers().double().T + bias).chunk(2, 1)
     act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
@@ -292,5 +293,5 @@ def test_products_in_16_bits(
     bound = unit * wanted.abs() + (unit if T > fp8_half.MOST_ROWS else 2.0**-20) * most
     assert ((out.double() - wanted).abs() <= 1.1 * bound).all()
     if N % 128 == 0:
-        gated = HeldCodes(weight, HALF, fp8_half).multiply_gated(x, bias)
+        gated = HeldCodes(weight, HALF, fp8_half).multiply(x, bias, gate=Gate())
         assert isinstance(gated, torch.Tensor) and gated.equal(act_and_mul(out))

@@ -20,7 +20,7 @@ from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.products import hopper_gated as gated_hopper
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import Gate, Weight
 from nanovllm.tensors.fp8 import FP8, Codes
 
 SEED = 9
@@ -107,7 +107,7 @@ def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_hopper, "hopper_gated", spy)
     for rows, switched_on in ((len(x), True), (len(x), False), (len(x) - 1, True)):
         monkeypatch.setattr(hopper, "own_kernels", switched_on)
-        check = weight.multiply_gated(x[:rows])
+        check = weight.multiply(x[:rows], gate=Gate())
         torch.testing.assert_close(check, activation.act_and_mul(F.linear(x[:rows], weight.data)))
     assert calls == [len(x)]
 
@@ -121,7 +121,7 @@ def test_a_weight_of_codes_quantises_what_it_gates() -> None:
         weight = Fp8Weight(512, 256, torch.bfloat16, True, Fp8((1, 0), ""))
     weight.data.data, weight.scales.data = codes.codes, codes.scales
     x = quantize(randn(MANY, 256, seed=6, dtype=torch.bfloat16), 0)
-    numbers, gated = (weight.multiply_gated(x, x_block=x_block) for x_block in (None, 0))
+    numbers, gated = (weight.multiply(x, gate=Gate(next_block=x_block)) for x_block in (None, 0))
     assert isinstance(numbers, torch.Tensor) and isinstance(gated, Codes)
     check_gated(numbers, x, codes, False)
     least = 2.0**-10 * numbers.abs().amax(1, keepdim=True) / 448  # half a step of subnormal codes

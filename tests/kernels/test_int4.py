@@ -20,6 +20,7 @@ from nanovllm.kernels.products.int4_linear import (
     multiply_into,
     numbers_of,
 )
+from nanovllm.layers.weights.weight import Gate
 from nanovllm.tensors.int4 import OFFSETS, Int4Codes, pack, plane_size, unpack
 
 SEED = 4
@@ -161,7 +162,7 @@ def test_what_is_no_number_stays_none(value: float, T: int) -> None:
 def test_gated_products(T: int, gelu: bool, has_bias: bool) -> None:
     x, (weight, numbers) = randn(T, 256), weight_of(2 * 64, 256, 64)
     bias = randn(128, seed=5) if has_bias else None
-    out = HeldCodes(weight, HALF, int4_linear).multiply_gated(x, bias, gelu)
+    out = HeldCodes(weight, HALF, int4_linear).multiply(x, bias, gate=Gate(gelu))
     assert isinstance(out, torch.Tensor)
     if T > 1:
         assert out.equal(act_and_mul(linear(x, weight, HALF, bias), gelu))

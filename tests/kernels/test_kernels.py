@@ -62,7 +62,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import Gate, Weight
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize, rounded
@@ -275,9 +275,9 @@ def test_gated_linear(T: int, N: int, K: int, has_bias: bool) -> None:
         product += bias
     gate, up = product.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
-    out = holding(weight).multiply_gated(x, bias)
+    out = holding(weight).multiply(x, bias, gate=Gate())
     room = torch.full((T + 1, N), torch.nan, dtype=HALF, device=DEVICE)
-    assert holding(weight).multiply_gated(x, bias, out=room[:T]) is not None
+    assert holding(weight).multiply(x, bias, gate=Gate(), out=room[:T]) is not None
     for found in (out, room[:T]):
         assert isinstance(found, torch.Tensor)
         torch.testing.assert_close(found.double(), wanted, atol=3e-2, rtol=2e-2)
@@ -328,7 +328,7 @@ def test_fused_kernels_over_random_shapes(seed: int) -> None:
         torch.testing.assert_close(product.double(), wanted, atol=2e-2, rtol=1e-2)
     gate, up = wanted.chunk(2, -1)
     wanted = torch.nn.functional.silu(gate) * up
-    out = holding(matrix).multiply_gated(x)
+    out = holding(matrix).multiply(x, gate=Gate())
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out.double(), wanted, atol=3e-2, rtol=2e-2)
 

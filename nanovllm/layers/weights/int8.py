@@ -47,20 +47,20 @@ class Int8Weight(Weight):
     def codes(self) -> Codes:
         return Codes(self.data, self.scales, (1, self.num_cols))
 
-    def multiply(
-        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
+    def product(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        partial: bool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = torch.empty(len(x), len(self.data), dtype=self.dtype, device=self.data.device)
-        self.multiply_into(out, x, bias)
-        return out
-
-    def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
-    ) -> None:
         from nanovllm.kernels.products.int8_linear import linear_into
 
         assert isinstance(x, torch.Tensor) and bias is None
+        if out is None:
+            out = torch.empty(len(x), len(self.data), dtype=self.dtype, device=self.data.device)
         linear_into(out, x, self.codes)
+        return out
 
 
 def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:

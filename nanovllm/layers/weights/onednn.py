@@ -29,15 +29,15 @@ class OneDnnWeight(Weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
         self.data, self.fused = nn.Parameter(packed, False), False
 
-    def multiply(
-        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
+    def product(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        partial: bool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
-
-    def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
-    ) -> None:
-        out.copy_(self.multiply(x, bias))
+        found = torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
+        return found if out is None else out.copy_(found)
 
 
 def use_onednn(model: nn.Module) -> None:

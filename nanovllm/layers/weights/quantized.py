@@ -67,24 +67,25 @@ class QuantizedWeight(Weight):
         weight.data = nn.Parameter(numbers, False)
         return weight
 
-    def multiply(
-        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
+    def product(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        partial: bool,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert self.kernels is not None, NO_KERNELS
-        return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
+        if out is None:
+            return self.kernels.linear(x, self.codes, self.dtype, bias, partial)
+        self.kernels.multiply_into(out, x, self.codes, bias)
+        return out
 
-    def multiply_row_gated(
+    def gated_row(
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
     ) -> torch.Tensor | None:
         assert self.kernels is not None, NO_KERNELS
         row = self.kernels.one_row
         return None if row is None else row(x, self.codes, bias, gated=True, gelu=gelu)
-
-    def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
-    ) -> None:
-        assert self.kernels is not None, NO_KERNELS
-        self.kernels.multiply_into(out, x, self.codes, bias)
 
 
 def dequantize(model: nn.Module) -> None:

@@ -1,10 +1,12 @@
 """`Weight`: the matrix of a product. What knows how it is stored fills it and multiplies by it.
 
-Every product of a model goes through here. Another way to store a matrix is another class with
-these methods (`onednn.py`).
+Every product of a model goes through `Weight.multiply`. Another way to store a matrix is a subclass
+with a `product` of its own (`quantized.py`, `onednn.py`); what wraps a weight, and adds to each of
+its products, is one with a `multiply`.
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,19 @@ from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
 
 NO_CODES = "`x_block` is None"
+
+
+class Gate(NamedTuple):
+    """The end of the product of gate and up projections: `act(gate) * up`, where the first half of
+    the results is the gate.
+
+    Attributes:
+        gelu: activate by GELU (tanh), not SiLU.
+        next_block: see `Weight.x_block`, of the weight that the result is multiplied by.
+    """
+
+    gelu: bool = False
+    next_block: int | None = None
 
 
 class Weight(nn.Module):
@@ -54,66 +69,81 @@ class Weight(nn.Module):
         yield f"{module}.weight", Shard(target, (rows, cols))
 
     def multiply(
-        self, x: torch.Tensor | Codes, bias: torch.Tensor | None = None, partial: bool = False
-    ) -> torch.Tensor:
-        """`x @ weight.T + bias`.
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        *,
+        partial: bool = False,
+        gate: Gate | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        """`x @ weight.T + bias`: every product of a model, whatever its format, but for experts.
+
+        Formats say how in `product`, and may have a kernel of their own for `gated_row`.
 
         Args:
             x: [T, K]; `Codes` if `x_block` allows.
             bias: [N]
             partial: allow a result whose sum is left to the caller.
+            gate: what to do with the product of gate and up projections.
+            out: [T, N], or [T, N / 2] behind a gate: where to write the result, of many rows.
 
         Returns:
             [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
+            With a gate [T, N / 2], as `Codes` if it says so.
         """
+        if gate is None:
+            return self.product(x, bias, partial, out)
+        assert out is None or (self.fused and gate.next_block is None), "`out` wants our kernels"
+        if not self.fused:
+            return act_and_mul(self.product(x, bias, False, None), gate.gelu)
+        return self._gated(x, bias, gate, out)
+
+    def _gated(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        gate: Gate,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor | Codes:
+        """The gated product by our kernels."""
+        from nanovllm.kernels import activation
+        from nanovllm.kernels.fp8 import quantize
+
+        if len(x) == 1 and isinstance(x, torch.Tensor) and out is None:
+            row = self.gated_row(x, bias, gate.gelu)
+            if row is not None:
+                return row
+        gated = activation.gated_product(x, self.codes, self.dtype, bias, gate.gelu, out)
+        if gated is None:
+            both = self.product(x, bias, False, None)
+            return activation.gate(both, gate.gelu, gate.next_block, out)
+        return gated if gate.next_block is None else quantize(gated, gate.next_block)
+
+    def product(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        partial: bool,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `multiply`; with `out` by the library."""
         assert isinstance(x, torch.Tensor), NO_CODES
+        if out is not None:
+            if bias is None:
+                return torch.mm(x, self.data.T, out=out)
+            return torch.addmm(bias, x, self.data.T, out=out)
         if self.fused:
             from nanovllm.kernels.products.linear import linear
 
             return linear(x, self.data, bias, partial)
         return F.linear(x, self.data, bias)
 
-    def multiply_gated(
-        self,
-        x: torch.Tensor | Codes,
-        bias: torch.Tensor | None = None,
-        gelu: bool = False,
-        x_block: int | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor | Codes:
-        """`act(gate) * up`, where the first half of the product is the gate: [T, N / 2]; act is
-        SiLU, or GELU by tanh. The result may be as a weight with `x_block` likes it, or in `out`.
-        """
-        assert out is None or (self.fused and x_block is None), "`out` wants our kernels, no codes"
-        if not self.fused:
-            return act_and_mul(self.multiply(x, bias), gelu)
-        from nanovllm.kernels.activation import gate, gated_product
-        from nanovllm.kernels.fp8 import quantize
-
-        if len(x) == 1 and isinstance(x, torch.Tensor) and out is None:
-            row = self.multiply_row_gated(x, bias, gelu)
-            if row is not None:
-                return row
-        gated = gated_product(x, self.codes, self.dtype, bias, gelu, out)
-        if gated is None:
-            return gate(self.multiply(x, bias), gelu, x_block, out)
-        return gated if x_block is None else quantize(gated, x_block)
-
-    def multiply_row_gated(
+    def gated_row(
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
     ) -> torch.Tensor | None:
-        """`multiply_gated` of a single row by a kernel of its own, if there is one."""
+        """The gated product of a single row by a kernel of its own, if there is one."""
         from nanovllm.kernels.products.linear import HALF
         from nanovllm.kernels.products.row import one_row
 
         return one_row(x, self.data, bias, gated=True, gelu=gelu) if x.dtype in HALF else None
-
-    def multiply_into(
-        self, out: torch.Tensor, x: torch.Tensor | Codes, bias: torch.Tensor | None = None
-    ) -> None:
-        """`multiply` by the library, for many rows, into `out`: [T, N]."""
-        assert isinstance(x, torch.Tensor), NO_CODES
-        if bias is None:
-            torch.mm(x, self.data.T, out=out)
-        else:
-            torch.addmm(bias, x, self.data.T, out=out)
