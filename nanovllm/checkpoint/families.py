@@ -1,4 +1,4 @@
-"""The registry of architectures: the model behind each name in config.json. Imports no torch."""
+"""The registry of architectures, by their names in config.json. Imports no torch."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
