@@ -179,8 +179,8 @@ class Config:
             refused.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
-            process grows as blocks are first written to: by what sequences need at once, and by
-            cached prefixes up to the whole.
+            process grows as blocks are first written to: to the blocks that sequences need at once,
+            and with cached prefixes up to the whole.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
         share_prefixes: read a prefix that many running sequences share once for all of them, not
             once for each (Triton backend, CUDA).

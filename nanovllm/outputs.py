@@ -28,8 +28,8 @@ class Logprob(Record):
 
 
 class TokenLogprobs(Sequence[dict[int, Logprob]]):
-    """For each token of a text, a dictionary by token id: the token itself first, then the most
-    likely ones.
+    """Log-probabilities for each token of a text, as a dictionary by token id: the token itself
+    first, then the most likely ones.
 
     Reads like a list of dictionaries (None for the first token of a prompt), but holds arrays of
     numbers and makes a dictionary when it is asked for: hundreds of thousands of objects would slow

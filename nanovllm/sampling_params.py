@@ -145,8 +145,8 @@ class SamplingParams:
         min_p: leave out tokens less likely than this share of the most likely one.
         repetition_penalty: divisor of positive logits, and factor of negative ones, for tokens in
             the prompt or the output; 1: none (Keskar et al., 2019).
-        presence_penalty: number subtracted from the logits of tokens in the output.
-        frequency_penalty: number subtracted from these logits, once for each time that the output
+        presence_penalty: value subtracted from the logits of tokens in the output.
+        frequency_penalty: value subtracted from these logits, once for each time that the output
             has the token.
         seed: seed of the draws, which also depend on the position; None: they depend on the
             engine's seed and the place of the request among all. The same seed draws the same
@@ -162,7 +162,7 @@ class SamplingParams:
         logprobs: return the log-probability of each token, and of this many most likely ones, by
             the model alone: before all changes above. None: none.
         prompt_logprobs: return the same for the tokens of the prompt.
-        logit_bias: numbers added to the logits of tokens, by token id.
+        logit_bias: values added to the logits of tokens, by token id.
         allowed_token_ids: tokens that may be drawn; all others may not.
         bad_words: strings whose tokens are not generated; of several tokens the last is not.
         structured_outputs: form that the text must have; not with `min_tokens`,

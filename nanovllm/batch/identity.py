@@ -19,7 +19,7 @@ OPTIONS = (
     *("dtype", "quantization", "kv_cache_dtype", "seed", "max_model_len", "load_format"),
     "generation_config",
 )
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+SAMPLES, SAMPLE_BYTES = 64, 4096  # samples of each file of weights, and the size of one
 
 
 def default_params(config: Config, given: Mapping[str, Any]) -> SamplingParams:

@@ -61,7 +61,7 @@ class Parts:
             os.close(self._fd)
             raise
         (path / TEMPORARY).unlink(missing_ok=True)  # left by a process that was killed
-        self._schema: Any = None  # of the last file; all files get it
+        self._schema: Any = None  # schema of the last file, which all files get
         self._waiting: list[dict[str, Any]] = []
         self._due = 0.0
 

@@ -19,7 +19,7 @@ from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.benchmark import limits
 from nanovllm.utils.device import hardware_name
 
-ROOT = Path(__file__).parents[2]  # of a clone; otherwise the directory of installed packages
+ROOT = Path(__file__).parents[2]  # root of a clone; otherwise the directory of installed packages
 
 
 def workload(
@@ -127,10 +127,15 @@ def achieved(
     """
     metrics = llm.metrics()
     itemsize = 4 if metrics["dtype"] == "float32" else 2
-    lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     config = llm.model_config
     sizes = limits.itemsizes(config, itemsize, metrics["kv_cache_dtype"], metrics["quantization"])
-    work = limits.work(config, sizes, *lens, num_shared)
+    work = limits.work(
+        config,
+        sizes,
+        prompt_lens=[len(prompt) for prompt in prompts],
+        output_lens=num_new_tokens(params),
+        num_shared=num_shared,
+    )
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, bandwidth, flops)
     num_devices = metrics["data_parallel_size"] * metrics["tensor_parallel_size"]

@@ -33,7 +33,7 @@ class Hardware(NamedTuple):
         return Hardware(self.bandwidth * count, self.flops * count)
 
 
-HARDWARE = {"NVIDIA H200": Hardware(4.3e12, 790e12)}  # by torch.cuda.get_device_name()
+HARDWARE = {"NVIDIA H200": Hardware(4.3e12, 790e12)}  # keyed by torch.cuda.get_device_name()
 
 
 def hardware(

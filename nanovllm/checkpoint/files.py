@@ -12,7 +12,7 @@ T = TypeVar("T", int, float, bool)
 
 INDEX = "model.safetensors.index.json"  # maps each tensor to its shard
 MOST = 2**31 - 1  # tokens and positions are int32
-MAX_DEPTH = 50  # of JSON; real files have fewer than ten levels
+MAX_DEPTH = 50  # levels of nesting in JSON; real files have fewer than ten
 
 
 def has_file(path: Path) -> bool:

@@ -69,7 +69,7 @@ class ModelConfig:
     """Shape and numerics of a model. Names are those of Hugging Face's config.json."""
 
     architecture: str
-    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    dtype: str  # dtype of the checkpoint: "bfloat16", "float16" or "float32"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -86,19 +86,19 @@ class ModelConfig:
     norm_plus_one: bool  # norms multiply by 1 + weight
     qk_norm: str  # normalisation of queries and keys: by "head", over all heads ("whole"), or ""
     qkv_bias: bool
-    output_bias: bool  # of attention's output projection
+    output_bias: bool  # bias of attention's output projection
     mlp_bias: bool
     packed_qkv: bool  # one tensor in the checkpoint
     packed_gate_up: bool
     is_part: bool  # the checkpoint has other parts, such as one for images
-    attention_multiplier: float  # of scores
+    attention_multiplier: float  # factor of attention scores
     attention_sinks: bool  # see `Scoring`
     attn_logit_softcapping: float  # see `Scoring`; 0: none
     final_logit_softcapping: float  # soft-cap of logits; 0: none
     embedding_multiplier: float
-    residual_multiplier: float  # of the outputs of attention and MLP, before they are added
-    logits_scaling: float  # divides logits
-    quantization: Quantization | None  # of the matrices of linear layers
+    residual_multiplier: float  # factor of attention's and the MLP's outputs, before they are added
+    logits_scaling: float  # divisor of logits
+    quantization: Quantization | None  # format of the matrices of linear layers
     eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 

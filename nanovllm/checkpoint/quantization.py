@@ -223,8 +223,15 @@ def _read_awq(found: dict[str, Any]) -> Int4:
         raise _refusal("awq, without zero points")
     # AutoAWQ interleaves: an int32 holds, from its lowest bits up, rows 0 2 4 6 1 3 5 7.
     order = 0, 4, 1, 5, 2, 6, 3, 7
-    names = "qweight", "scales", "qzeros"
-    return Int4(_read_group(found), *names, along_rows=True, order=order, method="awq")
+    return Int4(
+        _read_group(found),
+        codes="qweight",
+        scales="scales",
+        zeros="qzeros",
+        along_rows=True,
+        order=order,
+        method="awq",
+    )
 
 
 def _read_gptq(found: dict[str, Any]) -> Int4:
@@ -234,9 +241,15 @@ def _read_gptq(found: dict[str, Any]) -> Int4:
     form = "marlin" if found.get("is_marlin_format") else form
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(f"gptq, {form}")
-    # The first version stores each zero point minus 1.
-    names = "qweight", "scales", "qzeros", "g_idx"
-    return Int4(_read_group(found), *names, added=int(form == "gptq"), method="gptq")
+    return Int4(
+        _read_group(found),
+        codes="qweight",
+        scales="scales",
+        zeros="qzeros",
+        groups="g_idx",
+        added=int(form == "gptq"),  # the first version stores each zero point minus 1
+        method="gptq",
+    )
 
 
 def _check_bits(found: dict[str, Any]) -> None:

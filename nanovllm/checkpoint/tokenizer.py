@@ -19,7 +19,7 @@ WHOLE = "tokenizer.json"  # all of a fast tokenizer
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
 SLOW = 2  # seconds
-FAST = "5.24"  # of transformers; older ones import for ten seconds (docs/experiments.md, 51)
+FAST = "5.24"  # version of transformers; older ones need ten seconds (docs/experiments.md, 51)
 FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 

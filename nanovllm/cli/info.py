@@ -1,4 +1,4 @@
-"""What is installed, and what it can run on here.
+"""Report the installation, and the devices that it can run on here.
 
 Versions, devices with their memory, the attention backends of each and the reason why any cannot
 run, and the extras with the command that installs them. For a report of a problem: --json.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
-HEAD_DIM, BLOCK_SIZE = 128, 256  # of the model for which backends are checked
+HEAD_DIM, BLOCK_SIZE = 128, 256  # sizes of the model for which backends are checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Memory on each GPU that the other ranks can write: `PeerRegion`, and `PeerMemory` for kernels.
 
 The memory is allocated and opened through the CUDA driver (`cuIpcGetMemHandle`,
-`cuIpcOpenMemHandle`), because PyTorch has no stable interface for it. Nothing is left behind: the
-driver frees it with the process.
+`cuIpcOpenMemHandle`), because PyTorch has no stable interface for it. The driver frees it with the
+process, so nothing remains.
 """
 
 import ctypes

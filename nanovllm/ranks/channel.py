@@ -1,7 +1,7 @@
 """`Channel`: messages from rank 0 to all workers, through shared memory. No torch here.
 
 The memory has no name: it is an anonymous file (`memfd_create`), and workers inherit its
-descriptor. So nothing can be left behind in /dev/shm, and engines cannot meet by accident.
+descriptor. So nothing can remain in /dev/shm, and engines cannot meet by accident.
 
     reader positions, a cache line each | slot 0 | slot 1 | ...        slot: length, message
 

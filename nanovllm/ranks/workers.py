@@ -68,9 +68,12 @@ class Workers:
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
         max_len = config.longest(model_config.max_position_embeddings)
-        sizes = config.max_num_seqs, config.max_num_batched_tokens
-        most_blocks = -(-max_len // config.kvcache_block_size)
-        message_bytes = max_plan_bytes(*sizes, most_blocks) + OVERHEAD
+        plan_bytes = max_plan_bytes(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_blocks=-(-max_len // config.kvcache_block_size),
+        )
+        message_bytes = plan_bytes + OVERHEAD
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:
@@ -162,7 +165,8 @@ class Workers:
         report = Report("", lost_contact=False)
         with contextlib.suppress(EOFError, OSError):  # it left no report
             while not isinstance(message := receive_object(sock), Report):
-                send_object(sock, self._tell(*message))
+                key, value = message
+                send_object(sock, self._tell(key, value))
             report = message
         if report.lost_contact:
             self._blamed.wait(BLAME_TIMEOUT)

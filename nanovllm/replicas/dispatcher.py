@@ -30,7 +30,7 @@ MAX_HOMES = 1 << 16  # remembered blocks of prompts
 
 
 class _Entry:
-    """A request, with what it is expected to cost.
+    """A request, with its expected cost.
 
     Attributes:
         num_seqs, num_tokens: sequences and KV tokens that it occupies in a replica at its end.
@@ -94,8 +94,8 @@ class Dispatcher:
 
     def reset(self) -> None:
         """Forget all requests, and the cached blocks of the replicas."""
-        self._homes: OrderedDict[int, int] = OrderedDict()  # replica by a block's hash
-        self._entries: dict[int, _Entry] = {}  # by the requests' ids
+        self._homes: OrderedDict[int, int] = OrderedDict()  # replicas by a block's hash
+        self._entries: dict[int, _Entry] = {}  # entries by request id
         self._arrived: list[_Entry] = []
         self._items: deque[deque[_Entry]] = deque()
         self._loads = [_Load() for _ in range(self._num_replicas)]

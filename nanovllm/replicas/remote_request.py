@@ -67,7 +67,7 @@ class RemoteRequest:
         self._ticket, self._pooling = ticket, pooling
         self._prompt_logprobs: TokenLogprobs | None = None
         self._result: RequestOutput | None = None
-        self._error: str | None = None  # of a completion
+        self._error: str | None = None  # error of a completion
         self.num_completion_tokens = 0
 
     @property

@@ -47,7 +47,7 @@ from nanovllm.utils.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 REPLICA = "nanovllm.replicas.replica"
-MAX_RESTARTS = 3  # of one replica, since it last finished a request
+MAX_RESTARTS = 3  # restarts of one replica, since it last finished a request
 ANSWER_SECONDS = 5.0
 
 

@@ -5,7 +5,7 @@ The rules look at shares of the time that engines had requests, and name a cause
 - from `NOTABLE`, a tenth, up if time is lost (a GPU that waits, sequences that wait for blocks):
   its remedy wins about as much, and smaller shares differ between two runs of the same;
 - from `MOST`, half, up if time goes into work that is wanted (prompts), or that more requests could
-  share (few sequences): a run is bound only by what takes most of its time.
+  share (few sequences): a run is bound only by the work that takes most of its time.
 
 A decode step reads all weights, however few its rows, so further sequences cost little until
 arithmetic takes as long as reading: on an H200, with 790e12 operations and 4.3e12 bytes a second,

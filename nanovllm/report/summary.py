@@ -110,7 +110,7 @@ class Summary:
 
     @cached_property
     def least_seconds(self) -> list[Floats] | None:
-        """For each engine, [steps] the least time of each step by the limits of its device; None
+        """The least time of each step, [steps] for each engine, by the limits of its device; None
         if these are not known.
         """
         found = [least_seconds(each, self.bandwidth, self.flops) for each in self.trace.engines]

@@ -282,7 +282,7 @@ class Detokenizer:
         return self._text.rest() if self._run is None else self._run.end()
 
     def _cut(self, certain: str, uncertain: str) -> tuple[str, str]:
-        """Certain and uncertain text, without what the prompt's text has already shown."""
+        """The certain and uncertain text, without the part that the prompt has already shown."""
         new = added_text(self._shown, certain)
         if new:
             self._shown = ""
@@ -304,7 +304,7 @@ class Detokenizer:
         return min(found, default=None)
 
     def _release(self) -> None:
-        """Release the certain text, and cut from the tail what cannot be part of a stop string."""
+        """Release certain text, and cut off the tail's part that cannot be in a stop string."""
         certain = self._tail[: self._num_certain]
         begin = max(len(certain) - self._max_stop_len + 1, 0)
         while begin < len(certain) and not self._begins_stop(certain[begin:]):

@@ -2,8 +2,8 @@
 
 An output is several objects, and Python's garbage collector counts those that exist at once: if
 outputs of all requests waited for their callers, it would look through all objects of the process
-once in some hundred steps, for a tenth of a second and more. So new output is added to what is
-already there, and an output object is made when its caller takes it.
+once in some hundred steps, for a tenth of a second and more. So new output is added to the output
+that already waits, and an output object is made when its caller takes it.
 """
 
 import io

@@ -34,7 +34,7 @@ LONG_WAIT = 1e-4  # seconds: such a wait ends when the device does; a shorter on
 Write: TypeAlias = Callable[[list[str]], None]
 Process: TypeAlias = tuple[int, str]
 ENGINE: Process = (0, "engine")
-_start, _num_tokens = itemgetter(1), itemgetter(2)  # of a ScheduledSequence
+_start, _num_tokens = itemgetter(1), itemgetter(2)  # fields of a ScheduledSequence
 
 
 class Launched(NamedTuple):
@@ -75,7 +75,7 @@ class Timeline:
         self._preempted: dict[int, list[float]] = {}  # times of preemption, by seq_id
         self._num_preemptions = scheduler.num_preemptions
         self._flushed_at = self._mark = self._began_at = time.perf_counter()
-        self._device_end = 0.0  # of the previous step
+        self._device_end = 0.0  # end of the previous step on the device
         self._is_closed = False
         self._pid, name = process
         tracks = (STEPS, HOST, DEVICE) if str(facts["device"]).startswith("cuda") else (STEPS, HOST)
@@ -102,10 +102,17 @@ class Timeline:
                 held_by = "tokens"  # the step had no room for it
             else:
                 held_by = "prefix"  # another sequence computes the beginning of its prompt
-        used, running = scheduler.block_manager.num_used_blocks, len(scheduler.running)
         self._mark = time.perf_counter()
-        paused, times = waited if waited[0] > self._began_at else None, (self._began_at, self._mark)
-        return Launched(*times, running, waiting, held_by, used, preempted, paused)
+        return Launched(
+            began_at=self._began_at,
+            launched_at=self._mark,
+            running=len(scheduler.running),
+            waiting=waiting,
+            held_by=held_by,
+            used_blocks=scheduler.block_manager.num_used_blocks,
+            preempted=preempted,
+            paused=waited if waited[0] > self._began_at else None,
+        )
 
     def book(
         self,
@@ -125,23 +132,35 @@ class Timeline:
             finished: sequences that it ended.
         """
         since, waited_at, booked_at = times
+        prefill, decode, sampled = tokens
         waits_at = min(self._mark, waited_at)
         manager = self._scheduler.block_manager
-        noted = step.noted
-        if noted is None:  # it was launched before the recording began
-            state = len(self._scheduler.running), len(self._scheduler.waiting)
-            used = manager.num_used_blocks
-            noted = Launched(step.launched_at, step.launched_at, *state, "", used, 0, None)
-        began_at, launched_at, running, waiting, held_by, used, preempted, paused = noted
+        noted = step.noted or self._not_noted(step)
+        keys, pairs = self._attention(step.scheduled, decode)
         device = step.tokens.device_seconds()
         self._records.append(
             StepRecord(
-                *(began_at, step.launched_at, launched_at, waits_at, waited_at, booked_at, since),
-                *(len(step.scheduled), *tokens),
-                *(running, waiting, held_by, used, len(manager.blocks) - used, preempted),
-                *self._attention(step.scheduled, tokens[1]),
-                device and self._place(step.launched_at, waits_at, waited_at, *device),
-                paused,
+                began_at=noted.began_at,
+                chosen_at=step.launched_at,
+                launched_at=noted.launched_at,
+                waits_at=waits_at,
+                waited_at=waited_at,
+                booked_at=booked_at,
+                since=since,
+                rows=len(step.scheduled),
+                prefill=prefill,
+                decode=decode,
+                sampled=sampled,
+                running=noted.running,
+                waiting=noted.waiting,
+                held_by=noted.held_by,
+                used_blocks=noted.used_blocks,
+                free_blocks=len(manager.blocks) - noted.used_blocks,
+                preempted=noted.preempted,
+                keys=keys,
+                pairs=pairs,
+                device=device and self._place(step.launched_at, waits_at, waited_at, *device),
+                paused=noted.paused,
             )
         )
         self._mark = booked_at
@@ -186,6 +205,19 @@ class Timeline:
                 times += [now] * (seq.num_preemptions - len(times))
         return count
 
+    def _not_noted(self, step: InFlightStep) -> Launched:
+        """The present state, for a step that was launched before the recording began."""
+        return Launched(
+            began_at=step.launched_at,
+            launched_at=step.launched_at,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            held_by="",
+            used_blocks=self._scheduler.block_manager.num_used_blocks,
+            preempted=0,
+            paused=None,
+        )
+
     def _attention(
         self, scheduled: list[ScheduledSequence], num_decodes: int
     ) -> tuple[list[int], list[int]]:
@@ -219,12 +251,18 @@ class Timeline:
     def _end(self, seq: Sequence, reason: str, ended_at: float) -> None:
         self._records.append(
             SequenceRecord(
-                *(seq.seq_id, seq.request_id, seq.index),
-                *(seq.arrived_at, seq.started_at, seq.first_token_at, ended_at),
-                *(seq.num_prompt_tokens, seq.num_cached_tokens),
-                seq.num_known_tokens - seq.num_prompt_tokens,
-                self._preempted.pop(seq.seq_id, []),
-                reason,
+                seq_id=seq.seq_id,
+                request_id=seq.request_id,
+                completion=seq.index,
+                arrived_at=seq.arrived_at,
+                started_at=seq.started_at,
+                first_token_at=seq.first_token_at,
+                ended_at=ended_at,
+                prompt=seq.num_prompt_tokens,
+                cached=seq.num_cached_tokens,
+                generated=seq.num_known_tokens - seq.num_prompt_tokens,
+                preempted_at=self._preempted.pop(seq.seq_id, []),
+                reason=reason,
             )
         )
 
