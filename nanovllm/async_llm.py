@@ -30,7 +30,7 @@ WAKE_AT_ONCE = 64  # coroutines
 
 
 class AsyncLLM:
-    """Completes the prompts of many coroutines at once: they share the engine's steps.
+    """An engine that completes the prompts of many coroutines at once: they share its steps.
 
     The engine runs in a thread of its own, which alone touches it. Use it as an asynchronous
     context manager, or call `exit()`, to free the memory at a known time. A forked process cannot

@@ -39,7 +39,7 @@ CLOSED = "this engine is closed: build a new Generate"
 
 
 class Generate:
-    """Answers the rows of batches: `generate(batch)` returns the batch with added columns.
+    """An engine that answers the rows of batches: `generate(batch)` returns it with added columns.
 
     A batch is a dictionary of numpy arrays, a `pandas.DataFrame`, a `pyarrow.Table` or a
     `pyarrow.RecordBatch`; the result is of the same kind. The columns added, or replaced, are

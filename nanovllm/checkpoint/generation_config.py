@@ -1,4 +1,4 @@
-"""Reads a checkpoint's generation_config.json: sampling defaults, and the tokens that end a text.
+"""Reader of a checkpoint's generation_config.json: sampling defaults, and tokens that end a text.
 
 Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Finds the directory of a checkpoint that is given by its name on the Hugging Face hub.
+"""The directory of a checkpoint that is given by its name on the Hugging Face hub.
 
 `huggingface_hub` finds it in its cache, or downloads it with a progress bar; `HF_HOME`, `HF_TOKEN`,
 `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning. Imports no torch.

@@ -1,4 +1,4 @@
-"""Reads from config.json how the matrices of linear layers are stored in 8 or 4 bits.
+"""The format of linear layers' matrices in 8 or 4 bits, read from config.json.
 
 FP8 (e4m3) codes have a scale per block of values. Two spellings are read: `quant_method` "fp8"
 (Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale per tensor), and

@@ -1,4 +1,4 @@
-"""Refuses unsupported models by name, with a remedy, before weights are read. Imports no torch."""
+"""Refusals of unsupported models, each with a remedy, before weights are read. Imports no torch."""
 
 import re
 from pathlib import Path

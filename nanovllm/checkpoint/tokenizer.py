@@ -1,4 +1,4 @@
-"""Loads the checkpoint's tokenizer through transformers. No code of the checkpoint is run."""
+"""The checkpoint's tokenizer, loaded through transformers. No code of the checkpoint is run."""
 
 import logging
 import threading

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """Answers lines: with the conversation so far, if it `remembers`, or each on its own."""
+    """A session that answers lines: with the conversation so far, if it `remembers`, or singly."""
 
     def __init__(
         self,

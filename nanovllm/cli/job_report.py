@@ -15,7 +15,7 @@ def say(text: str) -> None:
 
 
 class Report:
-    """Counts results. Inside a `with` block it shows a bar, which TQDM_DISABLE=1 turns off.
+    """A count of results, shown inside a `with` block as a bar, which TQDM_DISABLE=1 turns off.
 
     Args:
         sink: output of the job.

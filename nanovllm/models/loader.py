@@ -1,4 +1,4 @@
-"""Loads checkpoint weights into a model: fills every parameter and uses every tensor, or raises.
+"""Load checkpoint weights into a model: fill every parameter and use every tensor, or raise.
 
 Knows safetensors files; each layer names the tensors that fill it (`Layer.shards`).
 """

@@ -41,7 +41,7 @@ class _Worker(NamedTuple):
 
 
 class Workers:
-    """Starts a worker for each rank but 0.
+    """The workers, one for each rank but 0. The constructor starts them.
 
     Args:
         config, model_config: options and model of the engine, the same for all workers.

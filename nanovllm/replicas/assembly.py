@@ -1,4 +1,4 @@
-"""Assembles an engine around replicas that have started."""
+"""Assembly of an engine around replicas that have started."""
 
 from functools import partial
 

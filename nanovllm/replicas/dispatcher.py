@@ -67,7 +67,7 @@ class _Load:
 
 
 class Dispatcher:
-    """Keeps all requests: those that wait, and those that replicas have.
+    """The keeper of all requests: of those that wait, and of those that replicas have.
 
     Args:
         num_replicas: number of replicas.

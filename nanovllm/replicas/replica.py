@@ -104,7 +104,7 @@ class Replica(LLMEngine):
 
 
 class _LogSender(logging.Handler):
-    """Sends log records to the process that started this one, whose handlers they are for."""
+    """A handler that sends log records to the process that started this one, for its handlers."""
 
     def __init__(self, number: int, tell: Callable[[Any], None]) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class _Replica:
 
 
 class Replicas:
-    """Starts `config.data_parallel_size` replicas.
+    """The replicas of an engine, `config.data_parallel_size` processes.
 
     Args:
         config: options of the engine. `model` must be a directory.

@@ -37,7 +37,7 @@ JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unkn
 
 
 class ChatRenderer:
-    """Renders conversations as prompts by a chat template. Its arguments are those of `LLM.chat`.
+    """A renderer of conversations as prompts, by a chat template. Arguments are `LLM.chat`'s.
 
     Raises:
         TypeError, ValueError: naming the argument that is wrong.

@@ -44,7 +44,7 @@ class Span:
 
 
 class StepTimer:
-    """Gives each step a `Span`, of a few that are reused in turn.
+    """A timer that gives each step a `Span`, one of a few that it reuses.
 
     Attributes:
         span: span of the newest step.

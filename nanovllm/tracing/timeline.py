@@ -51,7 +51,7 @@ class Launched(NamedTuple):
 
 
 class Timeline:
-    """Records an engine's steps, and the sequences that end.
+    """A recorder of an engine's steps, and of the sequences that end.
 
     Args:
         scheduler: scheduler of the engine.

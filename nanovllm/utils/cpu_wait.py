@@ -19,7 +19,7 @@ SHARE = 0.25  # of a period, for which one thread waits
 
 
 class CpuWait:
-    """Looks for waiting threads, and warns once per engine."""
+    """A watch for waiting threads, which warns once per engine."""
 
     def __init__(self) -> None:
         self._has_warned = False
