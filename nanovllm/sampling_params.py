@@ -157,7 +157,7 @@ class SamplingParams:
             a token and more needs `skip_special_tokens=False`.
         stop_token_ids: tokens that end the text.
         include_stop_str_in_output: end the text after the stop string, not before it.
-        min_tokens: number of tokens before which neither `stop_token_ids` nor, without
+        min_tokens: number of first tokens among which neither `stop_token_ids` nor, without
             `ignore_eos`, end-of-sequence tokens are drawn, and no stop string is looked for.
         logprobs: return the log-probability of each token, and of this many most likely ones, by
             the model alone: before all changes above. None: none.

@@ -157,9 +157,9 @@ class Group:
     def abort(self) -> None:
         """End every wait for the other ranks, since one of them has died. From any thread.
 
-        Returns at once: once NCCL has ended its kernels, it waits for the end of CUDA graphs that
-        contain such kernels, and for running graphs it does so without letting other threads go
-        on. So first `abort`, then wait for the device, then drop the graphs.
+        Returns at once: NCCL, once it has ended its kernels, waits for the end of CUDA graphs that
+        contain such kernels. A graph that is dropped while it runs is waited for, too, and no other
+        thread goes on meanwhile. So first `abort`, then wait for the device, then drop the graphs.
         """
         with self._abort_lock:
             if self._is_aborted:

@@ -13,7 +13,7 @@ POLL_SECONDS = 0.005
 
 
 class Meeting:
-    """A thread that connects the ranks: that cannot be interrupted, but a worker may die meanwhile.
+    """A meeting of all ranks, in a thread: connecting cannot be interrupted if a worker dies.
 
     Args:
         group: rank 0's `Group`.

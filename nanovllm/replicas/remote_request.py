@@ -9,7 +9,7 @@ from nanovllm.requests.request import Listener, Ticket
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
 
-MAX_LOSSES = 3  # replicas that a request may die with before it fails; the last computes it alone
+MAX_LOSSES = 3  # replicas that may die with a request before it fails; the last computes it alone
 
 
 class Order(NamedTuple):

@@ -44,7 +44,7 @@ class Recorder:
                 "time"
             )
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"`path` must be that of a file, got {path!r}")
+            raise TypeError(f"`path` must be the path of a file, got {path!r}")
         self._opened_at = time.perf_counter()
         self._file = TraceFile(os.fspath(path))
 

@@ -145,8 +145,8 @@ def takes_foreign_fields(foreign: Foreign) -> Callable[[type[T]], type[T]]:
 def missing_name(module: str, name: str, replaced: Mapping[str, str]) -> Exception:
     """The error of a module's `__getattr__`. `replaced` has remedies for names of vLLM.
 
-    They raise ImportErrors, for hasattr(), too, because `from module import name` would replace the
-    text of an AttributeError by its own.
+    Such names raise ImportError, in hasattr(), too, because `from module import name` would replace
+    the text of an AttributeError by its own.
     """
     if name in replaced:
         return ImportError(f"{module} has no `{name}`: {replaced[name]}", name=name)
