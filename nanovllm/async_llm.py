@@ -30,15 +30,15 @@ WAKE_AT_ONCE = 64  # coroutines
 
 
 class AsyncLLM:
-    """Completes the prompts of many coroutines at once: they share the engine's steps.
+    """An engine that completes the prompts of many coroutines at once: they share its steps.
 
     The engine runs in a thread of its own, which alone touches it. Use it as an asynchronous
-    context manager, or call `exit()`, to give the memory back at a known time. A forked process
-    cannot use it: its methods raise RuntimeError there.
+    context manager, or call `exit()`, to free the memory at a known time. A forked process cannot
+    use it: its methods raise RuntimeError there.
 
     Args:
-        model: directory of a Hugging Face checkpoint.
-        options: see `nanovllm.config.Config`.
+        model: directory of a Hugging Face checkpoint, or its name on the hub.
+        options: options of the engine, see `nanovllm.config.Config`.
 
     Raises:
         TypeError, ValueError: as `LLM`.
@@ -51,7 +51,7 @@ class AsyncLLM:
         self._tokenizer = llm.get_tokenizer()
         self._default_params = llm.get_default_sampling_params()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._lock = FairLock()  # nothing may be asked behind the end
+        self._lock = FairLock()  # no command may be queued after the end
         self._thread = threading.Thread(target=_serve, args=(llm, self._commands), daemon=True)
         self._thread.start()
         self._close = weakref.finalize(self, self._commands.put, None)
@@ -65,19 +65,19 @@ class AsyncLLM:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt, and give all that there is after each step, as vLLM's does.
+        """Complete a prompt, and yield all its output so far after each step, as vLLM's does.
 
-        The last output is the one that `LLM.generate` returns. Those before make what is long in
-        them when it is read; they are the caller's to keep, and do not change. Leaving the loop, or
-        cancelling its task, aborts the request.
+        The last output is the one that `LLM.generate` returns. Earlier ones make their long
+        attributes when these are read; they are the caller's to keep, and do not change. Leaving
+        the loop, or cancelling its task, aborts the request.
 
         Args:
             prompt: text, token ids or a dictionary.
-            sampling_params: None for those of `get_default_sampling_params`.
+            sampling_params: sampling parameters; None: `get_default_sampling_params`.
 
         Raises:
             TypeError, ValueError: naming the argument that is wrong.
-            RuntimeError: if the engine is closed; and whatever ends a step ends all requests.
+            RuntimeError: if the engine is closed. An error that ends a step ends all requests.
         """
         return self._listen(prompt, sampling_params, AllNews())
 
@@ -85,7 +85,7 @@ class AsyncLLM:
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, but each output has only what is new, as those of `LLM.stream`.
+        """Complete a prompt, and yield only new output after each step, as `LLM.stream` does.
 
         To a caller who comes back late, one output has the news of all steps since then.
         """
@@ -94,7 +94,7 @@ class AsyncLLM:
     async def _listen(
         self, prompt: Any, params: SamplingParams | None, news: News
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt, and give what there is of its news."""
+        """Complete a prompt, and yield its news."""
         mailbox = _Mailbox(asyncio.get_running_loop(), news)
         commands, tell = self._commands, mailbox.tell
         self._ask(partial(_Jobs.add, prompt=prompt, params=params, tell=tell))
@@ -108,30 +108,30 @@ class AsyncLLM:
             commands.put(partial(_Jobs.drop, tell=tell))
 
     async def get_tokenizer(self) -> Any:
-        """See `LLM.get_tokenizer`."""
+        """The tokenizer, see `LLM.get_tokenizer`."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """See `LLM.get_default_sampling_params`."""
+        """The default parameters, see `LLM.get_default_sampling_params`."""
         return self._default_params
 
     async def metrics(self) -> dict[str, Any]:
-        """See `LLM.metrics`."""
+        """The metrics, see `LLM.metrics`."""
         return await self._call(LLM.metrics)
 
     @asynccontextmanager
     async def trace(self, path: str | Path = DEFAULT_PATH) -> AsyncGenerator[None, None]:
-        """See `LLM.trace`: `async with llm.trace(path)`."""
+        """Record a timeline, see `LLM.trace`: `async with llm.trace(path)`."""
         recording = ExitStack()
         try:
             await self._call(lambda llm: recording.enter_context(llm.trace(path)))
             yield
         finally:
-            if not self.is_closed:  # that has ended it
+            if not self.is_closed:  # its closing has ended the recording
                 await self._call(lambda llm: recording.close())
 
     async def _call(self, method: Callable[[LLM], T]) -> T:
-        """Have the engine's thread call it."""
+        """Call a method in the engine's thread."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -162,7 +162,7 @@ class AsyncLLM:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `exit` was called. An engine that an error has closed says so when it is used."""
+        """Whether `exit` was called. An engine closed by an error raises when it is used."""
         return not self._close.alive
 
     def _check_open(self) -> None:
@@ -170,15 +170,15 @@ class AsyncLLM:
             raise RuntimeError("this engine is closed: build a new AsyncLLM")
 
     def exit(self) -> None:
-        """End all requests and give the memory back. May be called again."""
-        if self._lock.is_forked:  # all that is the parent's
+        """End all requests and free the memory. May be called again."""
+        if self._lock.is_forked:  # engine and thread are the parent's
             return
         with self._lock:
             self._close()
         self._thread.join()
 
     def shutdown(self) -> None:
-        """`exit`, as vLLM calls it."""
+        """Call `exit`, by vLLM's name."""
         self.exit()
 
     async def __aenter__(self) -> Self:
@@ -191,11 +191,11 @@ class AsyncLLM:
 
 
 class _Mailbox:
-    """Where a coroutine waits for the news of its request.
+    """The place where a coroutine waits for the news of its request.
 
     Args:
-        loop: that of the coroutine.
-        news: collects what the request tells.
+        loop: event loop of the coroutine.
+        news: collector of the request's news.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, news: News) -> None:
@@ -204,7 +204,7 @@ class _Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def tell(self, told: Told) -> "_Mailbox":
-        """Called by the engine's thread. The loop is to `wake` the coroutine then."""
+        """Add news, in the engine's thread. After that the loop must `wake` the coroutine."""
         if isinstance(told, BaseException):
             self._error = told
         else:
@@ -212,14 +212,14 @@ class _Mailbox:
         return self
 
     def wake(self) -> None:
-        """Called by the loop."""
+        """Wake the coroutine, in its loop."""
         if self._waiter is not None and not self._waiter.done():  # it waits, and is not cancelled
             self._waiter.set_result(None)
 
     async def take(self) -> RequestOutput:
-        """All the news that there is; waits for some."""
+        """All the news so far; waits until there is some."""
         while True:
-            error = self._error  # looked for first: it comes behind all the news
+            error = self._error  # read first: it comes after all the news
             if self._news.has_some:
                 return self._news.take()
             if error is not None:
@@ -229,8 +229,8 @@ class _Mailbox:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None:
-    """Wake coroutines, a few at a time: others have a turn between, and the objects of those woken
-    are gone before the next (see `nanovllm.requests.news`).
+    """Wake coroutines, a few at a time: others get a turn in between, and the objects of those
+    woken are gone before the next ones' (see `nanovllm.requests.news`).
     """
     for _ in range(min(len(mailboxes), WAKE_AT_ONCE)):
         mailboxes.popleft().wake()
@@ -239,17 +239,17 @@ def _wake(loop: asyncio.AbstractEventLoop, mailboxes: "deque[_Mailbox]") -> None
 
 
 class _Jobs:
-    """The requests of an engine, by whom to tell about them. Used by one thread.
+    """The requests of an engine, by the function that tells their listener. Used by one thread.
 
-    Coroutines are woken by one call of their loop for each step. Where the device is not the host,
-    that waits until it computes the next step, if one follows: Python runs one thread at a time,
-    and the engine's has nothing to do then.
+    Coroutines are woken by one call of their loop for each step. If the device is not the host, the
+    call waits until the device computes the next step, if one follows: Python runs one thread at a
+    time, and the engine's has nothing to do then.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._ids: dict[Tell, int] = {}
-        self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # and not woken
+        self._told: dict[asyncio.AbstractEventLoop, deque[_Mailbox]] = {}  # told but not woken
         self._has_device = llm._describe()["device"] != "cpu"  # else a launch is the step itself
         if self._has_device:
             llm.core.meanwhile = self._wake
@@ -273,7 +273,7 @@ class _Jobs:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End all requests."""
+        """End all requests with an error."""
         with suppress(Exception):  # the error may have closed the engine
             self.llm.abort_all()
         for tell in self._ids:
@@ -287,7 +287,7 @@ class _Jobs:
             self._told.setdefault(mailbox.loop, deque()).append(mailbox)
 
     def _wake(self) -> None:
-        """Have each loop wake those who were told something."""
+        """Have each loop wake the coroutines that have news."""
         while self._told:
             loop, mailboxes = self._told.popitem()
             try:
@@ -302,7 +302,7 @@ Command: TypeAlias = "Callable[[_Jobs], None] | None"
 
 
 def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
-    """Do what is asked, a step after the other, until the command None."""
+    """Run commands, and steps in between, until the command None."""
     jobs = _Jobs(llm)
     with llm:
         while True:
@@ -314,7 +314,7 @@ def _serve(llm: LLM, commands: "queue.SimpleQueue[Command]") -> None:
                 break
             try:
                 command(jobs)
-            except Exception as error:  # which may have dropped any request
+            except Exception as error:  # it may have dropped any request
                 jobs.fail(error)
             del command  # it would keep a request until the next one
         jobs.fail(RuntimeError("this engine is closed: build a new AsyncLLM"))

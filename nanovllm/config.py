@@ -1,4 +1,4 @@
-"""`Config`: every option of `LLM(...)`, checked on its own before anything is loaded."""
+"""`Config`: every option of `LLM(...)`, each checked before anything is loaded."""
 
 import inspect
 import os
@@ -101,7 +101,7 @@ FOREIGN_OPTIONS: Foreign = {
     "trust_remote_code": (only(False), NO_CODE),
     "use_tqdm_on_load": (only(True), "TQDM_DISABLE=1 in the environment turns bars off"),
 }
-# of `generate` and `chat`
+# Keyword arguments of `generate` and `chat` in vLLM.
 FOREIGN_ARGUMENTS: Foreign = {
     "chat_template_content_format": (only("auto", "string"), "content becomes text"),
     "lora_request": (only(None), NO_LORA),
@@ -146,16 +146,17 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Config:
-    """The options of an engine. What follows from them and the model is passed on, not stored here.
+    """The options of an engine. Facts derived from them and the model are passed on, not stored.
 
     Attributes:
         model: directory of a Hugging Face checkpoint, or its name on the hub.
-        max_num_batched_tokens: the most tokens one step computes; longer prompts take several.
-        max_num_seqs: the most sequences that run at once.
-        max_model_len: the most tokens of prompt and output together; the model's own limit and
-            the KV pool bound it too. None: they alone.
-        gpu_memory_utilization: the share of the GPU's memory for weights, activations and KV
-            cache of this engine. Not used on a CPU.
+        max_num_batched_tokens: maximum number of tokens in one step; longer prompts take several
+            steps.
+        max_num_seqs: maximum number of sequences that run at once.
+        max_model_len: maximum number of tokens of prompt and output together; the model's own
+            limit and the KV pool bound it, too. None: they alone.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache of
+            this engine. Not used on a CPU.
         tensor_parallel_size: number of GPUs (on a CPU: processes) to split the model over, 1 to 8;
             more than one on Linux only.
         data_parallel_size: number of replicas of the engine, each with `tensor_parallel_size` GPUs
@@ -165,38 +166,38 @@ class Config:
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
         num_kvcache_blocks: number of KV blocks; -1 derives it from memory.
-        device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA where there is one.
+        device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA if available.
         dtype: "bfloat16", "float16" ("half"), "float32" ("float"), or "auto": the checkpoint's on
             CUDA, float32 on a CPU.
         attention_backend: "flash_attn", "triton", "torch", or "auto": the fastest that can run.
         kv_cache_dtype: "fp8" holds keys and values in 8 bits, nearly twice the tokens in the same
-            memory (`utils.kv_cache`); "auto" in the dtype of the model. On CUDA it needs compute
+            memory (`tensors.kv_cache`); "auto" in the dtype of the model. On CUDA it needs compute
             capability 8.9.
         quantization: "fp8" quantises the matrices of linear layers to 8 bits while they are loaded;
-            None takes them as the checkpoint has them, in 16, 8 or 4 bits. The method of a
+            None loads them as the checkpoint has them, in 16, 8 or 4 bits. The method of a
             quantised checkpoint ("awq", "gptq", "compressed-tensors") may be named; another is
             refused.
         kv_cache_memory_bytes: memory for the KV cache; None derives it from the device: on a CPU
             half of the free memory, at most 4 GiB, and 131,072 tokens or one sequence. There the
-            process grows as blocks are first written to: by what sequences need at once, and by
-            cached prefixes up to the whole.
+            process grows as blocks are first written to: to the blocks that sequences need at once,
+            and with cached prefixes up to the whole.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes.
-        share_prefixes: read KV blocks that many running sequences begin with once for all of them,
-            not once for each (Triton backend, CUDA).
+        share_prefixes: read a prefix that many running sequences share once for all of them, not
+            once for each (Triton backend, CUDA).
         mixed_steps: compute prompts beside decodes, in one step. False computes prompts first and
             alone, and the running sequences wait meanwhile, as in nano-vLLM.
         fused_kernels: on CUDA, use the fused Triton kernels for norms, rotary embedding,
             activation and small products, and in float32 on a CPU oneDNN's matrix products; False
-            takes the plain PyTorch expressions.
-        overlap: launch each step before the tokens of the one before it are read; None does so on
+            uses plain PyTorch expressions.
+        overlap: launch each step before the tokens of the previous one are read; None does so on
             CUDA. False is the plain synchronous loop.
         load_format: "auto" or "safetensors" reads the checkpoint's weights; "dummy" draws random
             ones for the shapes in config.json (for benchmarks).
-        generation_config: "auto" takes what sampling parameters are by default from the
-            checkpoint's generation_config.json; "vllm" does not.
-        seed: seeds sampling (and dummy weights).
-        revision: of a model on the hub: a branch, tag or commit; None for its main branch.
-        trace: record what the engine does from its start to its end in this file, for viewers of
+        generation_config: "auto" reads default sampling parameters from the checkpoint's
+            generation_config.json; "vllm" does not.
+        seed: seed of sampling (and of dummy weights).
+        revision: branch, tag or commit of a model on the hub; None: its main branch.
+        trace: record the engine's work from its start to its end in this file, for viewers of
             traces and `nanovllm report` (docs/timeline.md). True: in trace.json. An earlier trace
             is overwritten, another file refused.
     """
@@ -281,7 +282,7 @@ class Config:
             )
 
     def longest(self, limit: int) -> int:
-        """Tokens of the longest sequence, of a model that has `limit` positions."""
+        """The length of the longest sequence in tokens, for a model with `limit` positions."""
         return limit if self.max_model_len is None else min(self.max_model_len, limit)
 
 
@@ -289,12 +290,12 @@ DEFAULTS = {field.name: field.default for field in fields(Config) if field.name 
 
 
 def our_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `Config`, without those of vLLM that ask for nothing; TypeError for any other."""
+    """The options of `Config`, without those of vLLM that ask for nothing; TypeError for others."""
     return own_options("LLM", options, list(DEFAULTS), FOREIGN_OPTIONS)
 
 
 def takes_options(init: Init) -> Init:
-    """For an `__init__(self, model, **options)`: let help() and notebooks see every option."""
+    """Give an `__init__(self, model, **options)` a signature in which help() shows every option."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword_only, types = inspect.Parameter.KEYWORD_ONLY, get_type_hints(Options)
     options = [

@@ -1,4 +1,4 @@
-"""What `generate` and `beam_search` return: one output per prompt."""
+"""The results of `generate`, `beam_search`, `embed` and `score`: one output per prompt."""
 
 import math
 from array import array
@@ -8,18 +8,18 @@ from typing import Any
 
 from nanovllm.utils.record import Record, Row, record
 
-MAX_PLACES = 4  # of TokenLogprobs, that a repr shows
+MAX_PLACES = 4  # places of TokenLogprobs shown in a repr
 
 
 @record
 class Logprob(Record):
-    """How likely a token is at its place, by the model alone.
+    """The log-probability of a token at its place, by the model alone.
 
     Attributes:
         logprob: natural logarithm of its probability.
-        rank: 1 for the most likely token.
-        decoded_token: the token as text, with a space that it begins with; None without a tokenizer
-            or `detokenize`.
+        rank: rank among all tokens; 1 for the most likely token.
+        decoded_token: text of the token, with its leading space; None without a tokenizer or
+            `detokenize`.
     """
 
     logprob: float
@@ -28,22 +28,23 @@ class Logprob(Record):
 
 
 class TokenLogprobs(Sequence[dict[int, Logprob]]):
-    """For each token of a text, by their ids: itself first, then the most likely ones.
+    """Log-probabilities for each token of a text, as a dictionary by token id: the token itself
+    first, then the most likely ones.
 
-    Reads like a list of dictionaries (None for the first token of a prompt), but holds plain
+    Reads like a list of dictionaries (None for the first token of a prompt), but holds arrays of
     numbers and makes a dictionary when it is asked for: hundreds of thousands of objects would slow
     down every run.
 
     Args:
-        count: most likely tokens at each place.
-        text: of a token, None if there is none.
+        count: number of most likely tokens at each place.
+        text: function that returns the text of a token, None if there is none.
     """
 
     def __init__(self, count: int, text: Callable[[int], str | None]) -> None:
         self._count, self._text = count, text
         self._token_ids, self._values = array("q"), array("d")  # 1 + count for each place
         self._ranks = array("q")
-        self.total = 0.0  # the sum over the tokens themselves
+        self.total = 0.0  # sum over the tokens themselves
 
     def append(self, token_ids: list[int], values: list[float], rank: int) -> None:
         """Add a place: the token and at least `count` most likely ones, and the token's rank."""
@@ -57,7 +58,7 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         self.append([0] * (self._count + 1), [0.0] * (self._count + 1), 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and other processes: with the texts of its tokens, without the tokenizer."""
+        """The state for copies and pickles: with the tokens' texts, without the tokenizer."""
         texts = {token: self._text(token) for token in set(self._token_ids)}
         return {**vars(self), "_text": texts.get}
 
@@ -94,16 +95,17 @@ class CompletionOutput(Record):
     """One completion of a prompt.
 
     Attributes:
-        index: its place among the completions of the request.
-        text: what the tokens add to the text of the prompt, a first space included; "" without a
+        index: place among the completions of the request.
+        text: text that the tokens add to that of the prompt, with its leading space; "" without a
             tokenizer or `detokenize`.
-        token_ids: the generated tokens, a final end-of-sequence token included.
-        finish_reason: "stop" at an end-of-sequence token or what `SamplingParams` says, "length" at
+        token_ids: generated tokens, a final end-of-sequence token included.
+        finish_reason: "stop" at an end-of-sequence token or a stop of `SamplingParams`, "length" at
             `max_tokens` or where the model's context or the KV pool ends, "error" where the model
             computes NaN, with the tokens before that; None while it goes on (`LLM.stream`).
-        stop_reason: the stop string or the id in `stop_token_ids` that ended it; None else.
-        logprobs: for each token the drawn and the most likely ones, by their ids, if asked for.
-        cumulative_logprob: the sum over the drawn tokens, if asked for.
+        stop_reason: stop string or id in `stop_token_ids` that ended it; else None.
+        logprobs: log-probabilities of the drawn and the most likely tokens at each place, by token
+            id, if asked for.
+        cumulative_logprob: sum of log-probabilities over the drawn tokens, if asked for.
     """
 
     index: int
@@ -115,25 +117,25 @@ class CompletionOutput(Record):
     cumulative_logprob: float | None = None
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the completion has ended."""
         return self.finish_reason is not None
 
 
 @record
 class ScoreOutput(Row):
-    """How likely a text is, by the model (`LLM.score`).
+    """The likelihood of a text, by the model (`LLM.score`).
 
-    What follows a context of c tokens has the log-probabilities `logprobs[c - 1 :]`, and is what
-    greedy decoding gives where `ranks[c - 1 :]` are all 1.
+    The text after a context of c tokens has the log-probabilities `logprobs[c - 1 :]`, and is the
+    one of greedy decoding if `ranks[c - 1 :]` are all 1.
 
     Attributes:
-        prompt_token_ids: the text as token ids.
-        logprobs: natural logarithm of the probability of each token but the first, after those
+        prompt_token_ids: token ids of the text.
+        logprobs: natural logarithm of the probability of each token but the first, given those
             before it.
-        ranks: the places of these tokens among all, by their probability; 1 for the most likely,
-            and for all that are equally likely.
-        error: why the text was refused, with `on_error="return"`, or could not be computed; None
-            else.
+        ranks: ranks of these tokens among all, by probability; 1 for the most likely, and for all
+            that are equally likely.
+        error: reason why the text was refused, with `on_error="return"`, or could not be computed;
+            else None.
     """
 
     prompt_token_ids: list[int]
@@ -143,7 +145,7 @@ class ScoreOutput(Row):
 
     @property
     def total_logprob(self) -> float:
-        """That of the whole text, given its first token; NaN if it was refused."""
+        """The log-probability of the whole text, given its first token; NaN if it was refused."""
         return math.nan if self.error is not None else math.fsum(self.logprobs)
 
     @property
@@ -174,15 +176,15 @@ class EmbeddingOutput(Record):
 
 @record
 class EmbeddingRequestOutput(Row):
-    """What `LLM.embed` returns for a prompt.
+    """The result of `LLM.embed` for a prompt.
 
     Attributes:
-        request_id: as of a `RequestOutput`.
-        outputs: the vector.
-        prompt_token_ids: the prompt as token ids.
+        request_id: id of the request, as in a `RequestOutput`.
+        outputs: vector of the prompt.
+        prompt_token_ids: token ids of the prompt.
         finished: always True.
-        error: why the prompt was refused, with `on_error="return"`, or could not be computed; None
-            else.
+        error: reason why the prompt was refused, with `on_error="return"`, or could not be
+            computed; else None.
     """
 
     request_id: int
@@ -202,16 +204,16 @@ class EmbeddingRequestOutput(Row):
 
 @record
 class RequestMetrics(Record):
-    """Where the time of a request went, in seconds since it was queued.
+    """The times of a request, in seconds since it was queued.
 
     Attributes:
-        queue_seconds: until it first ran (the first of its completions).
-        first_token_seconds: until its first token was there (of any completion).
-        total_seconds: until it had ended (the last of its completions).
-        num_preemptions: how often its completions lost their place in the KV cache.
-        decode_seconds: from the first token of a completion to its last, preemptions included;
+        queue_seconds: time until it first ran (the first of its completions).
+        first_token_seconds: time until its first token had arrived (of any completion).
+        total_seconds: time until it had ended (the last of its completions).
+        num_preemptions: number of times that its completions lost their place in the KV cache.
+        decode_seconds: time from the first token of a completion to its last, preemptions included;
             summed over the completions, which run side by side.
-        num_decode_tokens: tokens after the first of a completion; summed likewise.
+        num_decode_tokens: number of tokens after the first of a completion, summed as well.
     """
 
     queue_seconds: float
@@ -223,7 +225,7 @@ class RequestMetrics(Record):
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of a token after the first. None if no completion has more than one token."""
+        """Mean time of a token after the first; None if no completion has more than one token."""
         return self.decode_seconds / self.num_decode_tokens if self.num_decode_tokens else None
 
 
@@ -232,22 +234,22 @@ class RequestOutput(Row):
     """A finished request. Reads like vLLM's (`o.outputs[0].text`) and nano-vLLM's (`o["text"]`).
 
     As a mapping, and a row of a table, it shows the first of its completions: `text`, `token_ids`,
-    `finish_reason` and `num_generated_tokens`. A prompt that was refused has none; they are "", [],
-    "error" and 0 there.
+    `finish_reason` and `num_generated_tokens`. A refused prompt has none; then they are "", [],
+    "error" and 0.
 
     Attributes:
-        request_id: what `add_request` returned.
-        prompt: the prompt as text, None when it came as token ids.
-        prompt_token_ids: the prompt as token ids; what a stream gives of it shares one list.
-        outputs: its completions; none if the prompt was refused, or the processes that computed it
-            died.
-        finished: whether it has ended; what `LLM.stream` gives before has the news only.
-        num_cached_tokens: prompt tokens that the prefix cache served.
-        prompt_logprobs: for each prompt token, None for the first, if asked for.
-        embedding: the prompt's hidden states as one vector, for `LLM.embed`.
-        metrics: where its time went.
-        error: why the prompt was refused, with `on_error="return"`, or why a completion ended with
-            "error"; None else.
+        request_id: id that `add_request` returned.
+        prompt: text of the prompt; None if it came as token ids.
+        prompt_token_ids: token ids of the prompt; all outputs of a stream share one list.
+        outputs: completions of the prompt; empty if it was refused, or if the processes that
+            computed it died.
+        finished: whether it has ended; an earlier output of `LLM.stream` has only what is new.
+        num_cached_tokens: number of prompt tokens that the prefix cache served.
+        prompt_logprobs: log-probabilities for each prompt token, None for the first, if asked for.
+        embedding: hidden states of the prompt as one vector, for `LLM.embed`.
+        metrics: times of the request, once it has ended with a result; else None.
+        error: reason why the prompt was refused, with `on_error="return"`, or why a completion
+            ended with "error"; else None.
     """
 
     request_id: int
@@ -282,11 +284,11 @@ class BeamSearchSequence(Record):
 
     Attributes:
         tokens: prompt and generated tokens, a final end-of-sequence token included.
-        cum_logprob: the sum of the log-probabilities of the generated ones.
-        text: all `tokens` as text, special tokens included; "" without a tokenizer.
+        cum_logprob: sum of the log-probabilities of the generated tokens.
+        text: text of all `tokens`, special tokens included; "" without a tokenizer.
         finish_reason: "stop" at an end-of-sequence token, "length" at `max_tokens` or where the
             model's context or the KV pool ends.
-        stop_reason: the end-of-sequence token that ended it; None else.
+        stop_reason: end-of-sequence token that ended it; else None.
     """
 
     tokens: list[int]
@@ -298,12 +300,12 @@ class BeamSearchSequence(Record):
 
 @record
 class BeamSearchOutput(Row):
-    """What a beam search has found for a prompt. As a mapping it shows the best sequence.
+    """The result of a beam search for a prompt. As a mapping it shows the best sequence.
 
     Attributes:
-        sequences: the best first; none with an error.
-        error: why the prompt was refused, with `on_error="return"`, or could not be computed; None
-            else.
+        sequences: sequences found, the best first; empty with an error.
+        error: reason why the prompt was refused, with `on_error="return"`, or could not be
+            computed; else None.
     """
 
     sequences: list[BeamSearchSequence]

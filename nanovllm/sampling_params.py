@@ -1,7 +1,7 @@
-"""`SamplingParams`: how one request is sampled, when it ends, and what its result carries.
+"""`SamplingParams`: the sampling of one request, its end, and the contents of its result.
 
-`BeamSearchParams`: the same for a beam search. Names, defaults and meanings are those of vLLM; only
-the default of `max_tokens` is 64.
+`BeamSearchParams`: the same for a beam search. Names, defaults and meanings are those of vLLM,
+except that the default of `max_tokens` is 64.
 """
 
 import copy
@@ -27,10 +27,10 @@ from nanovllm.utils.checks import (
     takes_foreign_fields,
 )
 
-MAX_LOGPROBS = 20  # of the most likely tokens, for one position
-NO_TOKEN = -1  # stands for the token of a row whose logits have a NaN
+MAX_LOGPROBS = 20  # most likely tokens at one position
+NO_TOKEN = -1  # in the place of a token, in a row whose logits have a NaN
 MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
-LARGEST = 1e9  # of what logits are changed by: float32 has to hold the outcome
+LARGEST = 1e9  # bound of changes to logits: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
 MAX_CHOICES, MAX_CHOICE_BYTES = 20_000, 1 << 20  # within the limits of llguidance
 BEAMS = "call beam_search(), whose BeamSearchParams have it"
@@ -55,13 +55,13 @@ FOREIGN_PARAMS: Foreign = {
 FOREIGN_BEAM_PARAMS: Foreign = {
     "include_stop_str_in_output": (only(False), "results have the token that has ended them"),
 }
-REPLACED = {  # classes that vLLM has here
+REPLACED = {  # classes of vLLM that have other names or means here
     "GuidedDecodingParams": "pass StructuredOutputsParams as structured_outputs",
     "RequestOutputKind": "call generate() for the whole, stream() for what is new",
 }
 
 
-if not TYPE_CHECKING:  # a checker would take it to mean that every name is there
+if not TYPE_CHECKING:  # a checker would believe that every name exists
 
     def __getattr__(name: str) -> Any:
         raise missing_name(__name__, name, REPLACED)
@@ -72,17 +72,17 @@ if not TYPE_CHECKING:  # a checker would take it to mean that every name is ther
 class StructuredOutputsParams:
     """The form that a completion must have. Exactly one of these is given.
 
-    A completion ends by an end-of-sequence token, where its text has the form. Such a token may
-    spell text elsewhere ("\\n", say): without `ignore_eos` it only ends, and the form goes on by
-    other tokens. Where there are none, the text ends unfinished, and a warning is logged.
+    A completion ends with an end-of-sequence token, where its text has the form. Such a token may
+    spell text elsewhere ("\\n", say): without `ignore_eos` it only ends, and the form continues
+    with other tokens. If there are none, the text ends unfinished, and a warning is logged.
 
     Attributes:
-        json: a JSON Schema, as a dictionary or as text; kept as text.
-        regex: a regular expression that the whole text matches.
+        json: JSON Schema, as a dictionary or as text; kept as text.
+        regex: regular expression that the whole text matches.
         choice: strings of which the text is one, at most 20,000 of together 1 MiB.
-        grammar: a context-free grammar in Lark's syntax, or in GBNF (`root ::= "a" | "b"`), read
-            as Lark: a terminal takes all the characters that it matches.
-        json_object: any JSON object.
+        grammar: context-free grammar in Lark's syntax, or in GBNF (`root ::= "a" | "b"`), read
+            as Lark: a terminal consumes all the characters that it matches.
+        json_object: True for any JSON object.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -126,46 +126,49 @@ class StructuredOutputsParams:
 @takes_foreign_fields(FOREIGN_PARAMS)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample a request.
+    """The sampling of a request.
 
-    What is done to the logits, in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and
+    Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and
     `logit_bias`; the penalties; `temperature`; `min_p`, `top_k`, `top_p`. Lists, sets and arrays
     given here are kept as tuples, `logit_bias` as a copy.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token (greedy decoding),
+        temperature: divisor of the logits; 0 draws the most likely token (greedy decoding),
             and so does anything below 1e-5.
-        max_tokens: the most tokens to generate, at least 1; None: as far as the model allows.
+        max_tokens: maximum number of tokens to generate, at least 1; None: as many as the model
+            allows.
         ignore_eos: go on after an end-of-sequence token, up to `max_tokens` (for benchmarks).
         top_k: draw from the k most likely tokens, and those equally likely as the last of them;
             0 or -1: from all.
         top_p: draw from the most likely tokens that together have at least this probability;
             1: from all.
         min_p: leave out tokens less likely than this share of the most likely one.
-        repetition_penalty: divides positive logits of tokens that the prompt or the output has,
-            and multiplies negative ones; 1: none (Keskar et al., 2019).
-        presence_penalty: taken from the logits of tokens that the output has.
-        frequency_penalty: the same, once for each time it has them.
-        seed: what the draws depend on, besides the position; None: on the engine's seed and the
-            place of the request among all. The same seed draws the same tokens, in any batch.
-        n: completions for each prompt; the seed of the i-th is `seed + i`.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, for tokens in
+            the prompt or the output; 1: none (Keskar et al., 2019).
+        presence_penalty: value subtracted from the logits of tokens in the output.
+        frequency_penalty: value subtracted from these logits, once for each time that the output
+            has the token.
+        seed: seed of the draws, which also depend on the position; None: they depend on the
+            engine's seed and the place of the request among all. The same seed draws the same
+            tokens, in any batch.
+        n: number of completions for each prompt; the seed of the i-th is `seed + i`.
         stop: strings that end the text, which then ends before them. One that is a special token
-            of the tokenizer ends it there, also where the text leaves it out; one that has such a
-            token and more needs `skip_special_tokens=False`.
-        stop_token_ids: tokens that end it.
-        include_stop_str_in_output: the text ends behind the stop string.
-        min_tokens: neither `stop_token_ids` nor, without `ignore_eos`, end-of-sequence tokens are
-            drawn among this many tokens, and no stop string is looked for.
-        logprobs: give the log-probability of each token, and of this many most likely ones, by the
-            model alone: before everything above. None: none.
-        prompt_logprobs: the same for the tokens of the prompt.
-        logit_bias: added to the logits of tokens, by their ids.
-        allowed_token_ids: nothing else is drawn.
+            of the tokenizer ends it there, even if the text leaves it out; one that contains such
+            a token and more needs `skip_special_tokens=False`.
+        stop_token_ids: tokens that end the text.
+        include_stop_str_in_output: end the text after the stop string, not before it.
+        min_tokens: number of first tokens among which neither `stop_token_ids` nor, without
+            `ignore_eos`, end-of-sequence tokens are drawn, and no stop string is looked for.
+        logprobs: return the log-probability of each token, and of this many most likely ones, by
+            the model alone: before all changes above. None: none.
+        prompt_logprobs: return the same for the tokens of the prompt.
+        logit_bias: values added to the logits of tokens, by token id.
+        allowed_token_ids: tokens that may be drawn; all others may not.
         bad_words: strings whose tokens are not generated; of several tokens the last is not.
-        structured_outputs: the form that the text must have; not with `min_tokens`,
+        structured_outputs: form that the text must have; not with `min_tokens`,
             `allowed_token_ids` or `bad_words`.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: give text; False: token ids only.
+        detokenize: return text; False: token ids only.
 
     Raises:
         TypeError: for a value of the wrong type, or an unknown argument.
@@ -275,7 +278,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is always drawn."""
         return self.temperature < MIN_TEMPERATURE
 
     def clone(self) -> Self:
@@ -286,16 +289,16 @@ class SamplingParams:
 @takes_foreign_fields(FOREIGN_BEAM_PARAMS)
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches.
+    """The parameters of `LLM.beam_search`.
 
     Attributes:
-        beam_width: sequences that are kept at each step and returned, at most 10.
-        max_tokens: the most tokens to generate, at least 1.
+        beam_width: number of sequences kept at each step and returned, at most 10.
+        max_tokens: maximum number of tokens to generate, at least 1.
         ignore_eos: go on after an end-of-sequence token, up to `max_tokens`.
-        temperature: 0, as nothing is drawn; for calls that say so.
-        length_penalty: sequences are compared by log-probability / length ** length_penalty, so
-            that more of it favours longer ones. The length is that of prompt and output, without
-            the token that ended it.
+        temperature: always 0, as nothing is drawn; for calls that pass it.
+        length_penalty: exponent p in the score log-probability / length ** p, so that a larger one
+            favours longer sequences. The length is that of prompt and output, without the token
+            that ended it.
 
     Raises:
         TypeError: for a value of the wrong type, or an unknown argument.
@@ -324,11 +327,11 @@ class BeamSearchParams:
 
 
 def _items(name: str, value: Any, kind: str) -> list[Any]:
-    """What a list, set or array has; nothing for None."""
+    """The items of a list, set or array; empty for None."""
     if value is None:
         return []
     if not isinstance(value, (str, bytes, bytearray, Mapping)):
-        with suppress(TypeError):  # not to be iterated over
+        with suppress(TypeError):  # it is not iterable
             return list(value)
     raise TypeError(f"`{name}` must be a list of {kind}, got {value!r}")
 

@@ -1,5 +1,5 @@
-"""Jobs over many rows: an iterator of rows in, an iterator of results out, and a sink between two
-runs of a job. Importing it imports no torch.
+"""Jobs over many rows: an iterator of rows in, an iterator of results out, and a sink that keeps
+the results from one run of a job to the next. Importing it imports no torch.
 
     from nanovllm import LLM, TINY, SamplingParams
     from nanovllm.batch import ResumableSink, read_rows, run
@@ -9,7 +9,8 @@ runs of a job. Importing it imports no torch.
         for result in run(llm, sink.unfinished(read_rows("prompts.jsonl")), params):
             sink.write(result)
 
-The same script again goes on where it was killed. `nanovllm generate` is this on a command line.
+The same script, run again, continues where it was killed. `nanovllm generate` is the same on a
+command line.
 """
 
 from nanovllm.batch.generate import Generate, RayGenerate

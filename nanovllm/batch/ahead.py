@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from nanovllm.batch.rows import Row
 
-MOST = 256  # rows that wait
+MOST = 256  # rows in the queue
 
 
 class Ahead(Iterator[Row]):
-    """Rows as they come, of a pipe, say: `run` goes on with those it has while there is none.
+    """Rows as they arrive, from a pipe, say: while there is none, `run` goes on with those it has.
 
     The thread ends with the rows, or with the process.
 
     Args:
-        rows: are read in the thread. What they raise is raised where the next row is asked for.
+        rows: iterator, read in the thread. An error that it raises is raised where the next row is
+            asked for.
     """
 
     def __init__(self, rows: Iterator[Row]) -> None:
@@ -32,7 +33,7 @@ class Ahead(Iterator[Row]):
             self._queue.put(error)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next row, or the end; whether it is there."""
+        """Wait up to `seconds` for the next row, or the end. Returns whether it has arrived."""
         if self._next is None:
             try:
                 self._next = self._queue.get(timeout=seconds) if seconds else self._queue.get(False)
@@ -43,7 +44,7 @@ class Ahead(Iterator[Row]):
     def __next__(self) -> Row:
         item = self._queue.get() if self._next is None else self._next
         if isinstance(item, BaseException):
-            self._next = item  # and again, if it is asked again
+            self._next = item  # raised again if the caller asks again
             raise item
         self._next = None
         return item

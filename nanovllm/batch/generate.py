@@ -39,37 +39,38 @@ CLOSED = "this engine is closed: build a new Generate"
 
 
 class Generate:
-    """Answers the rows of batches: `generate(batch)` gives the batch with columns more.
+    """An engine that answers the rows of batches: `generate(batch)` returns it with added columns.
 
     A batch is a dictionary of numpy arrays, a `pandas.DataFrame`, a `pyarrow.Table` or a
-    `pyarrow.RecordBatch`; the same kind is given back. Added, or replaced, are `generated_text`,
-    `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` and `error`: why a row has no
-    answer, which has no value in the others then. Where `sampling_params` ask for more than one
-    text (`n`, `logprobs`, `detokenize=False`), `outputs` has all completions as JSON.
+    `pyarrow.RecordBatch`; the result is of the same kind. The columns added, or replaced, are
+    `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` and `error`: the
+    reason why a row has no answer; its other columns then have no value. If `sampling_params` ask
+    for more than one text (`n`, `logprobs`, `detokenize=False`), `outputs` has all completions as
+    JSON.
 
-    A column `sampling_params`, if there is one, has parameters of a row: a dictionary or JSON text,
-    laid over those of the constructor; null stands for these. Rows that are drawn at random and
-    have no `seed` get any, or one made of the `id_column`: so a row that is computed twice has the
-    same answer.
+    A column `sampling_params`, if there is one, has the parameters of each row: a dictionary or
+    JSON text, which takes precedence over the constructor's; null stands for those. Rows that are
+    sampled at random and have no `seed` get a random one, or with `id_column` one made of the id:
+    so a row that is computed twice has the same answer.
 
     It may be called from many threads: the engine answers their rows together. Arguments are plain
     values, so that other processes can build it: the engine belongs to the process that does.
 
     Args:
         model: directory of a checkpoint, or its name on the hub.
-        prompt_column: has prompts, as text or as token ids; "prompt" if nothing is said.
-        messages_column: has conversations instead, for the chat template: lists of dictionaries
-            with `role` and `content`, or JSON text of them.
-        id_column: has a string or an integer by which a row is known.
-        sampling_params: a `SamplingParams`, or a dictionary of its fields, which is laid over what
-            the checkpoint says.
-        chat: prompts are messages of a user, for the chat template.
-        chat_template: as in `LLM.chat`.
-        chat_template_kwargs: likewise.
+        prompt_column: name of the column with prompts, as text or as token ids; default: "prompt".
+        messages_column: name of a column with conversations instead, for the chat template: lists
+            of dictionaries with `role` and `content`, or JSON text of them.
+        id_column: name of a column with a string or an integer that identifies a row.
+        sampling_params: a `SamplingParams`, or a dictionary of its fields, which take precedence
+            over the checkpoint's.
+        chat: whether prompts are messages of a user, for the chat template.
+        chat_template: template, as in `LLM.chat`.
+        chat_template_kwargs: variables of the template, as in `LLM.chat`.
         engine: options of `LLM`.
 
     Raises:
-        TypeError, ValueError: as `LLM`, and naming the argument that is wrong.
+        TypeError, ValueError: as `LLM`, and naming an argument that is wrong.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Generate:
                     f"`sampling_params` must be a SamplingParams or a dictionary, got {given!r}"
                 )
             given = from_json(given)
-            SamplingParams(**given)  # a mistake is named before a model is loaded
+            SamplingParams(**given)  # raises for a mistake before a model is loaded
         from nanovllm.llm import LLM
 
         self._field = "prompt" if messages_column is None else "messages"
@@ -128,17 +129,17 @@ class Generate:
         """The batch with its answers.
 
         Raises:
-            TypeError, ValueError: if it is no batch, or lacks a column.
+            TypeError, ValueError: if it is not a batch, or lacks a column.
             RuntimeError: if the engine is closed; and whatever ends the engine.
         """
         return self._finish(batch, self._submit(batch).result())
 
     def map(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches with their answers, in their order, as `mapInPandas` and `mapInArrow` of Spark
-        want them. The next batches are read while one is answered.
+        """Batches with their answers, in order, as `mapInPandas` and `mapInArrow` of Spark need
+        them. The next batches are read while one is answered.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as a call.
+            TypeError, ValueError, RuntimeError: as for a call.
         """
         held: deque[tuple[Batch, Future[list[Result]]]] = deque()
         for batch in batches:
@@ -174,7 +175,7 @@ class Generate:
         return with_columns(batch, added)
 
     def exit(self) -> None:
-        """Finish calls in progress, and give the memory back. May be called again."""
+        """Finish calls in progress, and free the memory. May be called again."""
         self._close()
         self._engine.ended.wait()
 
@@ -188,9 +189,9 @@ class Generate:
 class RayGenerate(Generate):
     """`Generate` for `ray.data.Dataset.map_batches`, which calls it for several batches at once.
 
-    If the engine fails (a GPU is lost, say), the process ends with exit code 1, its traceback in
-    the log: Ray starts another and computes the rows again. A call that raises, or an actor that
-    ends in order, would end the whole job. Mistakes of the caller are raised as ever.
+    If the engine fails (a GPU is lost, say), the process ends with exit code 1 and logs its
+    traceback: Ray starts another and computes the rows again. If a call raised, or an actor ended
+    in order, the whole job would end. Mistakes of the caller are raised as usual.
     """
 
     async def __call__(self, batch: Batch) -> AsyncGenerator[Batch, None]:  # type: ignore[override]
@@ -205,13 +206,13 @@ class RayGenerate(Generate):
 
 @dataclass
 class _Engine:
-    """What the thread with the engine shares with callers.
+    """The state that the engine's thread shares with callers.
 
     Attributes:
-        rows: to be answered; None ends it.
-        waiting: by the numbers of rows, who waits for them.
-        error: why it takes no more rows.
-        ended: it has given its memory back.
+        rows: rows to be answered; None ends the thread.
+        waiting: answers that wait for a row, by the row's number.
+        error: reason why it accepts no more rows; None: it does.
+        ended: event, set once its memory is free.
     """
 
     rows: "queue.SimpleQueue[Row | None]" = field(default_factory=queue.SimpleQueue)
@@ -237,7 +238,7 @@ class _Engine:
         return answers.future
 
     def serve(self, llm: "LLM", params: SamplingParams, job: dict[str, Any]) -> None:
-        """Answer rows until there is None, or the engine fails."""
+        """Answer rows until None comes, or the engine fails."""
         error: BaseException = RuntimeError(CLOSED)
         try:
             with llm:
@@ -255,12 +256,13 @@ class _Engine:
 
 @dataclass(eq=False)
 class _Answers:
-    """Those of a batch.
+    """The answers of a batch.
 
     Attributes:
-        first: the number of its first row.
-        results: by place.
-        num_left: rows that have none yet.
+        first: number of its first row.
+        results: results by place in the batch.
+        num_left: number of rows without a result.
+        future: future of all results.
     """
 
     first: int
@@ -269,7 +271,7 @@ class _Answers:
     future: "Future[list[Result]]" = field(default_factory=Future)
 
     def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+        self.future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
 
     def take(self, result: Result) -> None:
         self.results[result.row.number - self.first] = result
@@ -279,7 +281,7 @@ class _Answers:
 
 
 def _read_row(values: dict[str, Any]) -> Row:
-    """A row; what cannot be read is its error."""
+    """A row; anything unreadable in it becomes its error."""
     error = None
     for name in ("messages", "sampling_params"):
         if isinstance(text := values.get(name), str):
@@ -288,7 +290,7 @@ def _read_row(values: dict[str, Any]) -> Row:
             except ValueError as failure:
                 error = f"`{name}` must be JSON where it is text, got {text!r}: {failure}"
     if values.get("custom_id") is None:
-        return Row(0, os.urandom(16), values, error)  # of which its seed is made
+        return Row(0, os.urandom(16), values, error)  # its seed is made of this key
     return make_row(0, b"", values, error)
 
 

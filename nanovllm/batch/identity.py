@@ -1,4 +1,4 @@
-"""What a job is: all that its results depend on, beside its rows. Imports no torch."""
+"""The identity of a job: all that its results depend on, beside its rows. Imports no torch."""
 
 import dataclasses
 import json
@@ -13,17 +13,17 @@ from nanovllm.checkpoint.hub import WANTED
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 
-# Options by which results differ. Others change where and how fast the same is computed, and may be
-# changed between two runs of a job: a machine with other GPUs may go on with it.
+# Options that change results. Others change where and how fast the same is computed, and may differ
+# between two runs of a job: a machine with other GPUs may continue it.
 OPTIONS = (
     *("dtype", "quantization", "kv_cache_dtype", "seed", "max_model_len", "load_format"),
     "generation_config",
 )
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+SAMPLES, SAMPLE_BYTES = 64, 4096  # samples of each file of weights, and the size of one
 
 
 def default_params(config: Config, given: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters of rows that have none: those given, over those of the checkpoint.
+    """Sampling parameters of rows that have none: `given`, over those of the checkpoint.
 
     Raises:
         TypeError, ValueError: naming the parameter that is wrong.
@@ -34,12 +34,12 @@ def default_params(config: Config, given: Mapping[str, Any]) -> SamplingParams:
 
 
 def describe_job(config: Config, params: SamplingParams, **more: Any) -> dict[str, Any]:
-    """A job as JSON has it, for `ResumableSink`.
+    """Describe a job in JSON's types, for `ResumableSink`.
 
     Args:
-        config: of the engine; `model` is a directory.
+        config: options of the engine; `model` is a directory.
         params: sampling parameters of rows that have none.
-        more: what else is to be the same when the job goes on: the shard, say.
+        more: other values that must be the same when the job is continued, such as the shard.
     """
     options = {name: getattr(config, name) for name in OPTIONS}
     model = describe_model(Path(config.model))
@@ -48,10 +48,10 @@ def describe_job(config: Config, params: SamplingParams, **more: Any) -> dict[st
 
 
 def describe_model(directory: Path) -> dict[str, str]:
-    """Hashes of a checkpoint's files, by which it is known wherever it lies.
+    """Hashes of a checkpoint's files, which identify it in any directory.
 
-    Of weights, sizes and 64 places of 4 KiB in each file are read, not gigabytes: two checkpoints
-    that differ in few other numbers alone are taken for one.
+    For weights, the size and 64 samples of 4 KiB of each file are read, not gigabytes: two
+    checkpoints that differ only in few other places count as one.
     """
     groups = {"config.json": "config", "generation_config.json": "generation config"}
     hashes: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """Where two descriptions differ, in words."""
+    """The differences of two descriptions, in words."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)

@@ -24,11 +24,11 @@ from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-BETWEEN_STEPS = 16  # rows: what they take is to be less than a step
+BETWEEN_STEPS = 16  # rows to read; they should take less time than a step
 Results: TypeAlias = Generator[Result, None, None]
-WAIT = 0.1  # seconds for a row, until `stop` is asked again
-MOST_HELD = 8  # windows of results that wait for one before them
-MOST_NAMES = 1000  # of fields that are looked at, and of parameters
+WAIT = 0.1  # seconds to wait for a row before `stop` is asked again
+MOST_HELD = 8  # windows of results that wait for an earlier one
+MOST_NAMES = 1000  # names of fields and parameters to remember
 
 
 class Engine(Protocol):
@@ -59,26 +59,26 @@ def run(
 ) -> Results:
     """Answer rows.
 
-    Rows that are drawn at random and have no `seed` get one, made of the engine's and of what the
-    row is known by: so a job that was interrupted draws what it would have drawn. Leaving the loop
-    drops what is not finished.
+    Rows that are sampled at random and have no `seed` get one, made of the engine's seed and the
+    row's key: so an interrupted job draws what it would have drawn. Leaving the loop drops
+    unfinished rows.
 
     Args:
-        llm: an engine without other requests.
-        rows: those of `read_rows`; or dictionaries with the fields that `nanovllm.batch.rows`
-            names, or prompts. In an `Ahead` they may be slow to come.
-        sampling_params: of rows that have none; None: those of `get_default_sampling_params`.
-        chat: answer prompts as messages of a user, by the chat template.
-        chat_template: as in `LLM.chat`.
-        chat_template_kwargs: likewise.
-        ordered: give results in the order of the rows, not as they are finished.
-        stop: is asked before each step; True ends the job there.
+        llm: engine without other requests.
+        rows: rows from `read_rows`; or dictionaries with the fields that `nanovllm.batch.rows`
+            names, or prompts. In an `Ahead` they may arrive slowly.
+        sampling_params: parameters of rows that have none; None: `get_default_sampling_params`.
+        chat: whether to answer prompts as messages of a user, by the chat template.
+        chat_template: template, as in `LLM.chat`.
+        chat_template_kwargs: variables of the template, as in `LLM.chat`.
+        ordered: whether results come in the order of the rows, not as they are finished.
+        stop: function asked before each step; True ends the job there.
 
     Yields:
-        One result for each row. A row that is refused has its `error`.
+        One result for each row. A refused row has an `error`.
 
     Raises:
-        TypeError, ValueError: for arguments that are wrong.
+        TypeError, ValueError: for wrong arguments.
         RuntimeError: if the engine is closed, busy with other requests, or fails.
     """
     if not llm.is_finished():
@@ -90,12 +90,12 @@ def run(
     template = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs or {}}
     job = _Job(llm, source, params, chat, template, ordered, stop)
     if chat:
-        job.renderer({})  # a mistake in the template would be one in every row
+        job.renderer({})  # raises for a mistake in the template, which every row would have
     return job.results()
 
 
 class _Job:
-    """One call of `run`; its arguments are named there."""
+    """A call of `run`, which describes the arguments."""
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class _Job:
         self._model = Path(llm.config.model).name
         self._most = llm.config.max_num_seqs * llm.config.data_parallel_size
         self._in_flight: dict[int, tuple[Row, SamplingParams]] = {}
-        self._order: deque[bytes] = deque()  # keys of rows whose result has not been given
-        self._ramp = BETWEEN_STEPS  # the first steps are not to wait for all rows that can run
+        self._order: deque[bytes] = deque()  # keys of rows whose result has not been yielded
+        self._ramp = BETWEEN_STEPS  # so that the first steps do not wait for all rows that can run
         self._is_end = False
-        self._names = set(PARAMETERS)  # of fields that have been looked at
+        self._names = set(PARAMETERS)  # names of fields that need no further look
 
     def results(self) -> Results:
-        """The results, in the order that was asked for."""
+        """The results, in the order that the caller asked for."""
         if not self._ordered:
             yield from self._finished()
             return
@@ -147,7 +147,7 @@ class _Job:
                 self._llm.abort_all()
 
     def _feed(self) -> Results:
-        """Read rows and queue them. Yields the results of those that are refused."""
+        """Read rows and queue them. Yields the results of refused rows."""
         self._ramp = min(2 * self._ramp, self._most)
         missing = self._most - len(self._in_flight)
         for _ in range(max(BETWEEN_STEPS, min(missing, self._ramp))):
@@ -163,7 +163,7 @@ class _Job:
                 yield refused
 
     def _has_room(self) -> bool:
-        """Whether there is a place for another row, and perhaps a row."""
+        """Whether there is room for another row, and perhaps a row."""
         count, window = len(self._in_flight), 2 * self._most
         if self._is_end or count >= window:
             return False
@@ -173,19 +173,19 @@ class _Job:
         return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)
 
     def _add(self, row: Row) -> Result | None:
-        """Queue a row; the result of one that is refused."""
+        """Queue a row. Returns its result if it is refused."""
         if row.error is not None:
             return Result(row, error=row.error)
         try:
             prompt, params = self._request(row)
             request_id = self._llm.add_request(prompt, params)
         except (TypeError, ValueError, ImportError, RecursionError) as error:
-            return Result(row, error=str(error))  # one row's grammar may want a missing package
+            return Result(row, error=str(error))  # ImportError: its grammar needs a missing package
         self._in_flight[request_id] = row, params
         return None
 
     def _request(self, row: Row) -> tuple[Any, SamplingParams]:
-        """What a row means for the engine."""
+        """The prompt and the sampling parameters of a row."""
         seed = xxh3_64_intdigest(row.key, self._llm.config.seed) >> 1
         if row.is_openai:
             ask = read_request(row.fields, self._params, seed)
@@ -197,21 +197,21 @@ class _Job:
         return self.renderer(ask.chat).render(ask.messages, "messages"), ask.params
 
     def _look_at_names(self, fields: Mapping[str, Any]) -> None:
-        """Say, once, which fields of the caller's own are called nearly like a parameter."""
+        """Warn, once for each, of the caller's own fields with names like a parameter's."""
         for name, value in fields.items():
             if value is None or name in self._names or len(self._names) >= MOST_NAMES:
                 continue
             self._names.add(name)
             if (parameter := parameter_like(name)) is not None:
                 logger.warning(
-                    "rows have a field `%s`, which changes nothing and which results carry; did "
+                    "rows have a field `%s`, which has no effect and is copied to the results; did "
                     "you mean the sampling parameter `%s`?",
                     name,
                     parameter,
                 )
 
     def renderer(self, own: Mapping[str, Any]) -> ChatRenderer:
-        """Of conversations with such arguments of their own."""
+        """The renderer for conversations whose rows have these arguments of their own."""
         if self._renderer is not None and not own:
             return self._renderer
         variables = own.get("chat_template_kwargs") or {}

@@ -1,4 +1,4 @@
-"""`KeySet`: which rows are known, and what of each, in few bytes."""
+"""`KeySet`: a compact set of rows' keys, with a small value for each."""
 
 KEY_BYTES = 16
 EMPTY = bytes(KEY_BYTES)
@@ -7,12 +7,12 @@ EMPTY = bytes(KEY_BYTES)
 class KeySet:
     """A set of keys of 16 bytes, each with a value of fixed size, for millions of rows.
 
-    A table with open addressing, at most two thirds full: for each key 1.5 to 3 times the bytes of
-    key and value (half as many again while it grows), where Python's own set takes some 100. A job
-    has two: of the rows that the sink has, and of the `custom_id`s that were read.
+    A table with open addressing, at most two thirds full: it needs 1.5 to 3 times the bytes of key
+    and value for each key (half as many again while it grows), where Python's own set needs some
+    100. A job has two: for the rows in the sink, and for the `custom_id`s read so far.
 
     Args:
-        value_bytes: size of a value; 0: there are none.
+        value_bytes: size of a value in bytes; 0: there are none.
     """
 
     def __init__(self, value_bytes: int = 0) -> None:
@@ -20,7 +20,7 @@ class KeySet:
         self._slots, self._mask, self._count = bytearray(1024 * self._width), 1023, 0
 
     def add(self, key: bytes, value: bytes = b"") -> bool:
-        """Whether the key is new. The value of one that is not stays."""
+        """Add a key, and return whether it is new. A key that is not new keeps its value."""
         assert len(key) == KEY_BYTES and key != EMPTY, "keys are hashes of 16 bytes"
         assert len(key) + len(value) == self._width, "values are of one size"
         at = self._place(key)
@@ -37,7 +37,7 @@ class KeySet:
         return self._slots[at : at + KEY_BYTES] == key
 
     def value(self, key: bytes) -> bytes:
-        """That of a key which is there."""
+        """The value of a key in the set."""
         at = self._place(key)
         return bytes(self._slots[at + KEY_BYTES : at + self._width])
 
@@ -45,7 +45,7 @@ class KeySet:
         return self._count
 
     def _place(self, key: bytes) -> int:
-        """Where the key is, or where it would be."""
+        """The offset of a key, or the one where it would be put."""
         slot = int.from_bytes(key[:8], "little") & self._mask
         while True:
             at = slot * self._width

@@ -1,9 +1,9 @@
-"""Results as lines of a file: whole ones, whatever moment the process or the machine stops at.
+"""Results as lines of a file, all of them whole, whenever the process or the machine stops.
 
-A line is written behind the others by one call as soon as it is there: killing the process then
-loses none. What a call has written in part (a full disk, a kill), or a power cut has left, is cut
-off at once, or when the file is opened again. The disk is made to hold lines when they are ten
-seconds old, or at the next `tick` behind that.
+Each line is appended by one call as soon as there is a result: killing the process after that loses
+nothing. A partial line of a failed call (a full disk, a kill) or of a power cut is cut off at once,
+or when the file is opened again. Lines are synced to disk when they are ten seconds old, or at the
+next `tick` after that.
 """
 
 import errno
@@ -23,14 +23,14 @@ HEAD = re.compile(rb'\{"(?:_key|id)": "(?:batch_req_)?((?:[0-9a-f]{16}){2,3})", 
 ANSWERED, FAILED = b', "error": null}\n', b"}\n"
 FAILED_ROW = b', "error": true}\n'
 SYNC_SECONDS = 10.0
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a network's file system, say
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on a network file system, say
 
 
 class Lines:
     """A file of results in JSON.
 
     Args:
-        path: of the file, which is made if it is not there.
+        path: path of the file, which is made if it does not exist.
 
     Raises:
         BlockingIOError: if another process writes to it.
@@ -42,25 +42,25 @@ class Lines:
         self.path = path
         self._fd = _open_locked(path)
         self._new_path = temporary_path(path)
-        self._new_path.unlink(missing_ok=True)  # of a process that was killed
+        self._new_path.unlink(missing_ok=True)  # left by a process that was killed
         self._size = os.fstat(self._fd).st_size
-        self._due: float | None = None  # when the disk is to hold it; None: it does
+        self._due: float | None = None  # time of the next sync; None: all is synced
 
     def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """Whether the file has no results."""
         return self._size == 0
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """What its results are known by (`Row.result_id`), and whether they carry an error; cuts
-        off a torn end.
+        """The id of each result (`Row.result_id`), and whether it carries an error. Cuts off a
+        partial line at the end.
 
         Raises:
-            ValueError: for a line that is no result.
+            ValueError: for a line that is not a result.
         """
         size, torn = 0, False
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                # Where a file system lost what was not synced, there are zeros.
+                # A file system may have lost data that was not synced, and leaves zeros there.
                 is_whole = line.endswith(b"\n") and b"\0" not in line
                 head = HEAD.match(line) if is_whole and line.endswith(FAILED) else None
                 if torn or (is_whole and head is None):
@@ -69,7 +69,7 @@ class Lines:
                         "it, and its row is computed again"
                     )
                 if head is None:
-                    torn = True  # if more comes behind it, the file was changed
+                    torn = True  # if more lines follow, somebody has changed the file
                     continue
                 size += len(line)
                 yield bytes.fromhex(head[1].decode()), not line.endswith(ANSWERED)
@@ -81,7 +81,7 @@ class Lines:
         self._size = size
 
     def append(self, result: Result) -> None:
-        """Write a result; killing the process loses it no more.
+        """Write a result, which killing the process can then no longer lose.
 
         Raises:
             OSError: if it cannot be written; the file is as it was before.
@@ -101,27 +101,27 @@ class Lines:
         self._size += len(line)
 
     def tick(self) -> None:
-        """Have the disk hold what was written if that is due."""
+        """Sync to disk if that is due."""
         if self._due is not None and time.monotonic() >= self._due:
             self.sync()
 
     def sync(self) -> None:
-        """Have the disk hold what was written."""
+        """Sync to disk."""
         if self._due is not None:
             os.fsync(self._fd)
             self._due = None
 
     def drop(self, is_wanted: Callable[[bytes, bool], bool]) -> None:
-        """Take out results, all at once, so that their rows are left.
+        """Remove results, all at once, so that their rows are unfinished again.
 
         Args:
-            is_wanted: says of what `recover` gives whether it stays.
+            is_wanted: function of a result's id and whether it carries an error; True: it stays.
         """
-        fd = _open_locked(self._new_path)  # before it takes the other's place
+        fd = _open_locked(self._new_path)  # before it replaces the other file
         try:
             with self.path.open("rb") as old, open(fd, "wb", closefd=False) as new:
                 lines = zip(old, self.recover(), strict=True)
-                new.writelines(line for line, known in lines if is_wanted(*known))
+                new.writelines(line for line, (key, failed) in lines if is_wanted(key, failed))
             os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             os.fsync(fd)
             os.replace(self._new_path, self.path)
@@ -134,7 +134,7 @@ class Lines:
         sync_directory(self.path.parent)
 
     def close(self) -> None:
-        """Sync it, and let others write."""
+        """Sync the file, and let others write to it."""
         try:
             self.sync()
         finally:
@@ -145,8 +145,9 @@ class Texts(Lines):
     """A file of generated texts, a line for each row, in the order of the rows.
 
     Line breaks in a text are written as `\\n` and `\\r`, a backslash as two. A row that failed has
-    an empty line. What a text cannot say, the row's key and whether it failed, is in lines of
-    `OUTPUT.job.rows`, which are written first: as many rows are finished as both files have lines.
+    an empty line. A text cannot show the row's key and whether it failed: lines of
+    `OUTPUT.job.rows` do, which are written first. As many rows are finished as both files have
+    lines.
     """
 
     ordered = True
@@ -157,8 +158,8 @@ class Texts(Lines):
         try:
             if self._size and not rows.exists():
                 raise ValueError(
-                    f"{path} is there already and is no output of such a job (there is no {rows}): "
-                    "choose another output, or remove it"
+                    f"{path} already exists and is not the output of such a job (there is no "
+                    f"{rows}): choose another output, or remove it"
                 )
             self._rows = Lines(rows)
         except BaseException:
@@ -166,10 +167,10 @@ class Texts(Lines):
             raise
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """As of `Lines`; cuts off what only one file has.
+        """The ids and errors, as in `Lines`. Cuts off lines that only one of the files has.
 
         Raises:
-            ValueError: for a line of `OUTPUT.job.rows` that is none of this job.
+            ValueError: for a line of `OUTPUT.job.rows` that does not belong to this job.
         """
         size = size_of_rows = 0
         with self.path.open("rb") as file:
@@ -192,12 +193,12 @@ class Texts(Lines):
             raise
 
     def sync(self) -> None:
-        """Have the disk hold what was written."""
+        """Sync to disk."""
         self._rows.sync()
         super().sync()
 
     def close(self) -> None:
-        """Sync it, and let others write."""
+        """Sync the files, and let others write to them."""
         try:
             self._rows.close()
         finally:
@@ -205,7 +206,7 @@ class Texts(Lines):
 
 
 def _row_line(result_id: bytes, has_failed: bool) -> bytes:
-    """What `Lines.recover` reads back as the same."""
+    """A line from which `Lines.recover` reads the same values back."""
     error = FAILED_ROW if has_failed else ANSWERED
     return b'{"_key": "%b"%b' % (result_id.hex().encode(), error)
 
@@ -219,19 +220,19 @@ def text_line(result: Result) -> bytes:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a file is written that is to take the place of another: under a name of ours."""
+    """A path of ours for a file that will then replace another."""
     return path.with_name(f".{path.name}.nanovllm.tmp")
 
 
 def _open_locked(path: Path) -> int:
-    """The file for appending, which nobody else may open so until it is closed."""
+    """Open a file for appending, under a lock that nobody else can take until it is closed."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             lock(fd, path)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
-        except FileNotFoundError:  # it has been replaced in between
+        except FileNotFoundError:  # it was replaced in between
             pass
         except BaseException:
             os.close(fd)
@@ -240,7 +241,7 @@ def _open_locked(path: Path) -> int:
 
 
 def lock(fd: int, path: Path) -> None:
-    """Keep others from an output as long as `fd` is open.
+    """Lock an output against other processes as long as `fd` is open.
 
     Raises:
         BlockingIOError: if another process has it.
@@ -251,7 +252,7 @@ def lock(fd: int, path: Path) -> None:
     except ImportError:
         raise ValueError(
             f"{path} must be written on Linux or macOS, got a system without file locks (fcntl): "
-            "leave the output out, and keep what the command prints"
+            "leave out the output, and redirect what the command prints"
         ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,11 +263,11 @@ def lock(fd: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        logger.warning("%s cannot be locked (%s): start no other job on it", path, error)
+        logger.warning("%s cannot be locked (%s): do not start another job on it", path, error)
 
 
 def sync_directory(path: Path) -> None:
-    """Have the disk hold the names of a directory."""
+    """Sync the names in a directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,17 +1,17 @@
 """Requests of OpenAI's batch format, and their results.
 
-In: `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`, or
-"/v1/completions". Out, as https://platform.openai.com/docs/api-reference/batch (request-input and
-request-output) has it: `{"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}`. A request that is refused has the status 400, one that could not be computed 500, and
-OpenAI's error object in the body, as its service answers; `error` repeats code and message, so that
-readers of either find it.
+Input: `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`, or
+"/v1/completions". Output, as in https://platform.openai.com/docs/api-reference/batch (request-input
+and request-output): `{"id", "custom_id", "response": {"status_code", "request_id", "body"},
+"error"}`. A refused request has the status 400, one that could not be computed 500, and OpenAI's
+error object in the body, as its service answers; `error` repeats code and message, so that readers
+of either find them.
 
-Of the body all is read that `SamplingParams` and `LLM.chat` know, under their names and under
-OpenAI's; what would ask for something else is refused by name. `model` is not looked at, but for
-the result. Where a body has no `max_tokens`, the job's default holds, not the model's limit. Calls
-of `tools` stay in the text, as the model writes them; those of earlier messages are read as
-`LLM.chat` reads them.
+All of the body is read that `SamplingParams` and `LLM.chat` know, under their names and under
+OpenAI's; a field that would ask for anything else is refused by name. `model` is only copied to the
+result. If a body has no `max_tokens`, the job's default holds, not the model's limit. Calls of
+`tools` stay in the text, as the model writes them; those of earlier messages are read as `LLM.chat`
+reads them.
 """
 
 import time
@@ -26,7 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import Foreign, check_bool, check_int, only
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-NOT_READ = {  # by which no result differs
+NOT_READ = {  # fields without an effect on results
     *("model", "user", "metadata", "store", "service_tier", "stream_options", "prompt_cache_key"),
     *("safety_identifier", "parallel_tool_calls"),
 }
@@ -60,15 +60,15 @@ def is_request(values: Any) -> bool:
 def read_request(
     values: Mapping[str, Any], default: SamplingParams, seed: int | None = None
 ) -> Ask:
-    """What a request asks for.
+    """Read a request.
 
     Args:
-        values: its fields.
-        default: sampling parameters where the body has none.
-        seed: as in `read_params`.
+        values: fields of the request.
+        default: sampling parameters for those that the body lacks.
+        seed: seed for a request without one, as in `read_params`.
 
     Raises:
-        TypeError, ValueError: naming what is wrong.
+        TypeError, ValueError: naming the field that is wrong.
     """
     url, body = values.get("url"), values.get("body")
     if values.get("custom_id") is None:
@@ -98,10 +98,10 @@ def read_request(
 
 
 def _body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is given in a body, under our names.
+    """The values in a body, under our names.
 
     Raises:
-        TypeError, ValueError: for what is not supported.
+        TypeError, ValueError: for an unsupported value.
     """
     for name, value in body.items():
         is_nothing, remedy = UNSUPPORTED.get(name, (None, ""))
@@ -139,7 +139,7 @@ def _form(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _chat_logprobs(given: dict[str, Any]) -> None:
-    """In chats `logprobs` is yes or no, and `top_logprobs` how many."""
+    """Read `logprobs` of a chat, which is a bool, and `top_logprobs`, which is their number."""
     is_wanted, count = given.pop("logprobs", False), given.pop("top_logprobs", None)
     check_bool("body.logprobs", is_wanted)
     if count is not None:
@@ -170,10 +170,10 @@ def answer(
     """The line of the output file for a request.
 
     Args:
-        row: the request.
-        output: its result; None if it has none.
-        error: why.
-        model: its name, unless the body has one.
+        row: row with the request.
+        output: result; None: there is none.
+        error: reason why there is none.
+        model: name of the model, for a body that has none.
         was_refused: whether the request itself is wrong, if it has no result.
     """
     request_id = row.key.hex()
@@ -212,7 +212,7 @@ def answer(
 
 
 def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
-    """A choice of a chat, with so many of the most likely tokens."""
+    """A choice of a chat, with up to `most` of the most likely tokens at each place."""
     logprobs = None
     if completion.logprobs is not None:
         content = [_place(place, most) for place in completion.logprobs]
@@ -226,7 +226,7 @@ def _message(completion: CompletionOutput, most: int) -> dict[str, Any]:
 
 
 def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
-    """The log-probabilities of a token of a chat, which comes first among them."""
+    """The log-probabilities at a place of a chat; `place` begins with the token drawn."""
     drawn = next(iter(place.values()))
     best = sorted(
         (token for token in place.values() if token.rank <= most), key=lambda token: token.rank
@@ -236,7 +236,7 @@ def _place(place: Mapping[int, Logprob], most: int) -> dict[str, Any]:
 
 def _token(token: Logprob) -> dict[str, Any]:
     text = token.decoded_token or ""
-    # Of a part of a character there is no text, and its bytes are not known here.
+    # A part of a character has no text, and its bytes are not known here.
     data = None if REPLACEMENT in text else [*text.encode(errors="replace")]
     return {"token": text, "logprob": token.logprob, "bytes": data}
 

@@ -1,4 +1,4 @@
-"""Sampling parameters as JSON and columns of tables have them."""
+"""Sampling parameters as they stand in JSON and in columns of tables."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -24,22 +24,22 @@ INTEGERS = (
     *("max_tokens", "top_k", "seed", "n", "min_tokens", "logprobs", "prompt_logprobs"),
     *("stop_token_ids", "allowed_token_ids", "best_of", "output_kind"),
 )
-CLOSE = 0.9  # a letter in ten: with more, columns of data look like parameters
+CLOSE = 0.9  # one letter in ten differs; with more, columns of data look like parameters
 
 
 def parameter_like(name: Any) -> str | None:
-    """The sampling parameter that a field of another name may be meant for."""
+    """The sampling parameter that a field of another name may stand for."""
     plain = str(name).lower().replace("_", "").replace("-", "")
     return NAMES.get(nearest(plain, NAMES, CLOSE)) if len(plain) > 1 else None
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `SamplingParams`, from what JSON can hold.
+    """Keyword arguments of `SamplingParams`, from JSON's types.
 
-    Keys of `logit_bias` are strings there, and `structured_outputs` is an object.
+    There, keys of `logit_bias` are strings, and `structured_outputs` is an object.
 
     Raises:
-        TypeError, ValueError: for `structured_outputs` that are wrong.
+        TypeError, ValueError: for wrong `structured_outputs`.
     """
     given = dict(values)
     bias, form = given.get("logit_bias"), given.get("structured_outputs")
@@ -51,7 +51,7 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_integers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a row, with `whole` integers."""
+    """Parameters of a row, with floats that are `whole` as integers."""
     given = {name: whole(v) if name in INTEGERS else v for name, v in values.items()}
     if isinstance(bias := given.get("logit_bias"), Mapping):
         given["logit_bias"] = {whole(token): value for token, value in bias.items()}
@@ -60,7 +60,7 @@ def with_integers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole(value: Any) -> Any:
     """An integer for a float that is one, also in a list: pandas writes 8.0 in a column of integers
-    that has a gap. All else is left for the check.
+    that has a gap. Anything else is left to the check.
     """
     if isinstance(value, list):
         return [whole(item) for item in value]
@@ -69,5 +69,5 @@ def whole(value: Any) -> Any:
 
 
 def _token(key: Any) -> Any:
-    """A token id that may be written as a string; what is none is left for the check."""
+    """A token id that may be written as a string; anything else is left to the check."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key

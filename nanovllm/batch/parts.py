@@ -1,13 +1,14 @@
 """Results as a directory of Parquet files, each whole.
 
 A file is written under a name that readers skip, synced, and renamed when it is complete. Its rows
-are those of the last minute, or some thousands: what is not in a file yet is computed again after a
-kill. `pyarrow.parquet.read_table`, pandas, DuckDB, Spark and others read the directory as a table.
+are those of the last minute, or some thousands: rows that are not in a file yet are computed again
+after a kill. `pyarrow.parquet.read_table`, pandas, DuckDB, Spark and others read the directory as a
+table.
 
-So all files have the same columns. Lists and objects are JSON text. Other columns have a type of
-their own as long as it holds every value as it is; where it does not (a text behind numbers, 2.5
-behind integers) the column becomes text, in which texts stand as they are and the rest as JSON. For
-such a column, and for one that comes later, the files before are written anew.
+So all files have the same columns. Lists and objects are JSON text. Other columns keep a type of
+their own as long as it holds every value exactly; otherwise (a text after numbers, 2.5 after
+integers) the column becomes text, in which texts stand as they are and other values as JSON. For
+such a column, and for one that appears later, the earlier files are rewritten.
 """
 
 import json
@@ -25,7 +26,7 @@ from nanovllm.utils.as_json import as_json
 
 PART_ROWS, PART_SECONDS = 4096, 60.0
 TEMPORARY = ".part.nanovllm.tmp"
-TYPES = {  # of our own columns, which the first rows may have no values in
+TYPES = {  # types of our own columns, which may have no values in the first rows
     **dict.fromkeys(("_key", "generated_text", "finish_reason", "error"), "string"),
     **dict.fromkeys(("_row", "num_prompt_tokens", "num_generated_tokens"), "int64"),
 }
@@ -34,15 +35,15 @@ TYPES = {  # of our own columns, which the first rows may have no values in
 class Parts:
     """A directory of results.
 
-    The columns are the fields of `Result.to_dict`. Requests of OpenAI's format have `_key`, too,
+    The columns are the fields of `Result.to_dict`. Requests in OpenAI's format have `_key`, too,
     and `error` is text as for other rows.
 
     Args:
-        path: of the directory, which is made if it is not there.
+        path: path of the directory, which is made if it does not exist.
 
     Raises:
         BlockingIOError: if another process writes to it.
-        ValueError: if it is something else, or pyarrow is missing.
+        ValueError: if it is not a directory, or pyarrow is missing.
     """
 
     ordered = False
@@ -50,7 +51,7 @@ class Parts:
     def __init__(self, path: Path) -> None:
         self._pyarrow, self._parquet = import_pyarrow()
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} must be a directory, of Parquet files, got a file")
+            raise ValueError(f"{path} must be a directory of Parquet files, got a file")
         path.mkdir(exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDONLY)
@@ -59,8 +60,8 @@ class Parts:
         except BaseException:
             os.close(self._fd)
             raise
-        (path / TEMPORARY).unlink(missing_ok=True)  # of a process that was killed
-        self._schema: Any = None  # of the last file, which all are to have
+        (path / TEMPORARY).unlink(missing_ok=True)  # left by a process that was killed
+        self._schema: Any = None  # schema of the last file, which all files get
         self._waiting: list[dict[str, Any]] = []
         self._due = 0.0
 
@@ -68,14 +69,14 @@ class Parts:
         return sorted(self.path.glob("part-*.parquet"))
 
     def is_empty(self) -> bool:
-        """Whether there is no file in it."""
+        """Whether the directory has no files."""
         return not any(self.path.iterdir())
 
     def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """What its results are known by (`Row.result_id`), and whether they carry an error.
+        """The id of each result (`Row.result_id`), and whether it carries an error.
 
         Raises:
-            ValueError: for a file that is none of this job.
+            ValueError: for a file that does not belong to this job.
         """
         self._schema = None
         for file in self._files():
@@ -91,7 +92,7 @@ class Parts:
                     f"{file} must hold results of this job: {error}; delete it, and its rows are "
                     "computed again"
                 ) from None
-        self._conform()  # a kill may have come in between
+        self._conform()  # a kill may have interrupted it
 
     def append(self, result: Result) -> None:
         """Keep a result for the next file.
@@ -112,8 +113,8 @@ class Parts:
             self.flush()
 
     def flush(self) -> None:
-        """Write a file of what waits for one."""
-        waiting, self._waiting = self._waiting, []  # never twice, whatever interrupts it
+        """Write the waiting results to a file."""
+        waiting, self._waiting = self._waiting, []  # never written twice, whatever interrupts it
         if not waiting:
             return
         files, before = self._files(), self._schema
@@ -128,7 +129,7 @@ class Parts:
             self._conform()
 
     def _table(self, columns: dict[str, list[Any]], kinds: dict[str, Any]) -> Any:
-        """These values, of these types as far as they can be."""
+        """A table of these values, with these types as far as they fit."""
         arrays = {n: make_column(self._pyarrow, columns[n], kinds.get(n)) for n in columns}
         return self._pyarrow.table(arrays)
 
@@ -157,7 +158,7 @@ class Parts:
         sync_directory(self.path)
 
     def drop(self, is_wanted: Callable[[bytes, bool], bool]) -> None:
-        """Take out results, file by file, so that their rows are left; see `Lines.drop`."""
+        """Remove results, file by file, so that their rows are unfinished; see `Lines.drop`."""
         for file in self._files():
             table = self._parquet.ParquetFile(file).read()
             known = zip(table.column("_key"), table.column("error"), strict=True)
@@ -172,7 +173,7 @@ class Parts:
                 sync_directory(self.path)
 
     def close(self) -> None:
-        """Write what waits, and let others write."""
+        """Write the waiting results, and let others write."""
         try:
             self.flush()
         finally:
@@ -180,21 +181,21 @@ class Parts:
 
 
 def kinds_of(schema: Any) -> dict[str, Any]:
-    """The types of columns by name; none of no schema."""
+    """The types of columns by name; empty for None."""
     return {} if schema is None else {field.name: field.type for field in schema}
 
 
 def make_column(pyarrow: Any, values: list[Any], kind: Any) -> Any:
-    """Values as an array from which they come back equal; as texts if there is none, or lists or
-    objects are among them.
+    """Values as an array from which they come back equal; as texts if no type holds them, or if
+    lists or objects are among them.
 
     Args:
-        pyarrow: the module.
-        values: None where there is none.
-        kind: the type that is wanted; None, or the type of nulls, for that of the values.
+        pyarrow: module.
+        values: values of the column; None: there is none.
+        kind: wanted type; None, or the type of nulls: the type of the values.
     """
     types = pyarrow.types
-    # Whatever is raised here says that no type holds them.
+    # Any error here means that no type holds them.
     with suppress(pyarrow.ArrowException, ValueError, TypeError, ArithmeticError):
         array = pyarrow.array(values)
         if kind is not None and not types.is_null(kind):
@@ -213,7 +214,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Text as it is, another value as JSON, and NaN by its name. Half characters (lone surrogates),
-    which UTF-8 does not have, become escapes such as `\\ud800`.
+    which UTF-8 cannot encode, become escapes such as `\\ud800`.
     """
     if isinstance(value, str):
         text = value

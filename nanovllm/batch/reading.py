@@ -1,9 +1,9 @@
-"""`read_rows`: the rows of a file, one after the other, in bounded memory.
+"""`read_rows`: the rows of a file, one after another, in bounded memory.
 
-Formats: "jsonl" (an object on each line; the first one tells whether all are requests of OpenAI's
+Formats: "jsonl" (an object on each line; the first one shows whether all are requests in OpenAI's
 batch format, and "openai" says so), "parquet" (a file, or a directory of them in the order of their
-names) and "text" (a prompt on each line). Blank lines are no rows, and a byte order mark is
-skipped. A line that is not UTF-8, not JSON or no object is a row that carries an error.
+names) and "text" (a prompt on each line). Blank lines are not rows, and a byte order mark is
+skipped. A line that is not UTF-8, not JSON or not an object is a row that carries an error.
 """
 
 import json
@@ -23,19 +23,19 @@ SUFFIXES = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".txt", ".text"), "text"),
 }
-STANDARD = "-"  # input or output
+STANDARD = "-"  # standard input or output
 BOM = b"\xef\xbb\xbf"
-COUNTED_BYTES = 1 << 30  # of a longer file lines are not counted ahead
+COUNTED_BYTES = 1 << 30  # lines of a longer file are not counted ahead
 
 
 def format_of(path: str | Path, given: str | None, name: str, formats: tuple[str, ...]) -> str:
     """The format of a file: the one given, else by its name; JSON lines for standard input/output.
 
     Args:
-        path: of the file.
-        given: the format, or None.
-        name: what errors call it.
-        formats: those that there are.
+        path: path of the file.
+        given: name of the format, or None.
+        name: name of the option in errors.
+        formats: names of all formats.
     """
     if given is not None:
         check_choice(name, given, formats)
@@ -59,7 +59,7 @@ def format_of(path: str | Path, given: str | None, name: str, formats: tuple[str
 
 
 def check_shard(shard: tuple[int, int]) -> None:
-    """Raise unless it is a part, from 1, and how many there are."""
+    """ValueError unless `shard` is the number of a part, from 1, and the number of parts."""
     part, parts = shard
     if not 1 <= part <= parts:
         raise ValueError(f"`shard` must be I/N with I in 1..N, got {part}/{parts}")
@@ -74,16 +74,16 @@ def read_rows(
     """The rows of a file.
 
     Args:
-        source: its path, "-" for standard input, or a file that is open for reading bytes.
+        source: path of the file, "-" for standard input, or a file open for reading bytes.
         input_format: one of `INPUT_FORMATS`; None: by the name.
-        shard: (i, n): each n-th row, beginning with the i-th, counted from 1.
+        shard: pair (i, n) that selects each n-th row, beginning with the i-th, counted from 1.
 
     Yields:
         The rows in their order.
 
     Raises:
-        ValueError: at once, for a format that is not there.
-        OSError: at once, if it cannot be opened, and later, if it cannot be read.
+        ValueError: at once, for an unknown format.
+        OSError: at once, if the file cannot be opened, and later, if it cannot be read.
     """
     check_shard(shard)
     if isinstance(source, (str, Path)):
@@ -102,12 +102,12 @@ def read_rows(
 
 
 def _standard_input() -> IO[bytes]:
-    """With a buffer of its own: Python cannot end while a thread waits with that of `sys.stdin`."""
+    """Standard input with its own buffer: with `sys.stdin`'s, a waiting thread would block exit."""
     return open(0, "rb", closefd=False)
 
 
 def _lines(file: IO[bytes], shard: tuple[int, int]) -> Iterator[tuple[int, bytes]]:
-    """The lines of a shard that are not blank, with their numbers among all of these."""
+    """The lines of a shard that are not blank, with their numbers among all such lines."""
     part, parts = shard
     number = 0
     with file:
@@ -129,7 +129,7 @@ def _text_rows(file: IO[bytes], shard: tuple[int, int]) -> Iterator[Row]:
 
 
 def _json_rows(file: IO[bytes], shard: tuple[int, int], kind: str) -> Iterator[Row]:
-    is_openai = True if kind == "openai" else None  # None: the first object tells
+    is_openai = True if kind == "openai" else None  # None: the first object decides
     for number, content in _lines(file, shard):
         values, problem = None, None
         try:
@@ -153,7 +153,7 @@ def _shown(error: UnicodeDecodeError) -> str:
 
 
 def import_pyarrow() -> tuple[Any, Any]:
-    """pyarrow and its module for Parquet; ValueError where it is not installed."""
+    """pyarrow and its module for Parquet; ValueError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -165,21 +165,21 @@ def import_pyarrow() -> tuple[Any, Any]:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """The file itself, or those of a directory."""
+    """The file itself, or the files of a directory."""
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.glob("*.parquet") if not file.name.startswith((".", "_")))
     if not files:
-        raise ValueError(f"{path} must have files *.parquet, got none")
+        raise ValueError(f"{path} must have *.parquet files, got none")
     return files
 
 
 def open_parquet(source: str | Path | IO[bytes]) -> list[Any]:
-    """The files as pyarrow reads them."""
+    """The files, opened by pyarrow."""
     pyarrow, parquet = import_pyarrow()
     files: list[Any] = [source]
     if isinstance(source, (str, Path)):
-        if str(source) == STANDARD:  # it begins with its end
+        if str(source) == STANDARD:  # Parquet is read from its end
             files = [tempfile.TemporaryFile()]  # noqa: SIM115
             shutil.copyfileobj(_standard_input(), files[0])
         else:
@@ -212,7 +212,7 @@ def _batches(files: Iterable[Any]) -> Iterator[Any]:
 
 
 def count_rows(path: str | Path, input_format: str, shard: tuple[int, int]) -> int | None:
-    """How many rows `read_rows` gives; None if that is not known before they are read."""
+    """The number of rows that `read_rows` yields; None if it is unknown before they are read."""
     if str(path) == STANDARD or not (Path(path).is_file() or Path(path).is_dir()):
         return None
     part, parts = shard

@@ -1,4 +1,4 @@
-"""`Result`: a row with its answer, and the line that tells of it."""
+"""`Result`: a row with its answer, and their line in the output."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +15,11 @@ class Result:
     """A row with its answer.
 
     Attributes:
-        row: the row.
-        output: its answer; None if it has none.
-        error: why; None if it has one.
-        params: how it was sampled; None if it was refused.
-        model: the model's name.
+        row: row of the input.
+        output: answer; None: there is none.
+        error: reason why there is no answer; None: there is one.
+        params: sampling parameters of the answer; None: the row was refused.
+        model: name of the model.
     """
 
     row: Row
@@ -30,18 +30,18 @@ class Result:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all its completions."""
+        """Tokens of all completions together."""
         return sum(len(each.token_ids) for each in self.output.outputs) if self.output else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """What is written of it.
+        """The fields of the result in the output.
 
-        The fields of the row, over which these are laid: `_key` (what it is known by; of a row with
-        a `custom_id` a hash of its contents follows), `_row` (its number), `generated_text`,
-        `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` (None without an answer) and
-        `error` (None with one). Where more was asked for than one text, `outputs` has all
-        completions as `CompletionOutput.to_dict` gives them, and `prompt_logprobs` is as in
-        `RequestOutput.to_dict`. A request of OpenAI's batch format has a result of that format.
+        These are the row's fields and, taking precedence over them, `_key` (the row's key; for a
+        row with a `custom_id` a hash of its contents follows), `_row` (its number),
+        `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_generated_tokens` (None without
+        an answer) and `error` (None with one). If the row asks for more than one text, `outputs`
+        has all completions in the form of `CompletionOutput.to_dict`, and `prompt_logprobs` is as
+        in `RequestOutput.to_dict`. A request in OpenAI's batch format has a result in that format.
         """
         if self.row.is_openai:
             was_refused = self.params is None
@@ -50,7 +50,7 @@ class Result:
         values: dict[str, Any] = {"_key": None, "_row": None, **row.fields}
         values |= {"_key": row.result_id.hex(), "_row": row.number, **self.answer()}
         values.pop("error")
-        return {**values, "error": self.error}  # last: a line tells by its end whether it failed
+        return {**values, "error": self.error}  # last: the end of a line tells whether it failed
 
     def answer(self) -> dict[str, Any]:
         """The fields of `to_dict` that are not the row's."""
@@ -70,8 +70,8 @@ class Result:
         return {**values, "error": self.error}
 
     def to_line(self) -> bytes:
-        """The same as a line of JSON in UTF-8, see `as_json`. Half characters (lone surrogates) are
-        written as escapes.
+        """The fields of `to_dict` as a line of JSON in UTF-8, see `as_json`. Half characters (lone
+        surrogates) are written as escapes.
         """
         values = self.to_dict()
         try:

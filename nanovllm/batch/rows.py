@@ -1,19 +1,19 @@
-"""`Row`: one line of the input, its key, and what it asks for.
+"""`Row`: one line of the input, its key, and the request in it.
 
-A row is an object with one of these, and with what the caller likes:
+A row is an object with one of these, and with any fields of the caller's:
 
-- `prompt`: text, or token ids; `prompt_token_ids`, to which `prompt` is the text then;
+- `prompt`: text, or token ids; `prompt_token_ids`, for which `prompt` is then the text;
 - `messages`: a conversation, for the chat template, with `tools`, `chat_template_kwargs`,
   `add_generation_prompt` and `continue_final_message` as in `LLM.chat`.
 
 Any field of `SamplingParams` may stand beside them, or in an object `sampling_params`, where
 unknown names are refused; null stands for the job's default, and integers may be written as 8.0.
-All other fields are the caller's own: the result carries them, and a warning names those that are
-nearly called like a parameter.
+All other fields are the caller's own: the result carries them, and a warning names those whose name
+is nearly that of a parameter.
 
-A row is known by its `custom_id` (a string or an integer), or without one by its number and
-content. Of rows with the same `custom_id` the first is computed; the others carry an error. A hash
-of the content goes with a `custom_id`, so that a row is told from another under the same one.
+A row is identified by its `custom_id` (a string or an integer), or without one by its number and
+content. Of rows with the same `custom_id` the first is computed; the others carry an error. With a
+`custom_id` goes a hash of the content, so that a row is told from another under the same one.
 """
 
 import json
@@ -38,12 +38,12 @@ class Row:
     """A row of the input.
 
     Attributes:
-        number: its place in the input, from 0; blank lines do not count.
-        key: 16 bytes by which its result is known.
-        fields: its contents; empty if they could not be read.
-        error: why it cannot be used; None if nothing is wrong so far.
-        is_openai: it is a request of OpenAI's batch format, and so will its result be.
-        content: 8 bytes by which its contents are known; empty where `key` says them.
+        number: place of the row in the input, from 0; blank lines do not count.
+        key: 16 bytes that identify its result.
+        fields: contents of the row; empty if they could not be read.
+        error: reason why it cannot be used; None: nothing is wrong so far.
+        is_openai: whether it is a request in OpenAI's batch format, as its result then is, too.
+        content: 8 bytes that identify its contents; empty if `key` does.
     """
 
     number: int
@@ -55,23 +55,23 @@ class Row:
 
     @property
     def custom_id(self) -> str | int | None:
-        """What the caller calls it."""
+        """The caller's id for the row."""
         return _own_id(self.fields)
 
     @property
     def result_id(self) -> bytes:
-        """What its result begins with: the key, and the content if there is one."""
+        """The id at the beginning of its result: the key, and the content if there is one."""
         return self.key + self.content
 
 
 class Ask(NamedTuple):
-    """What a row asks for.
+    """The request in a row.
 
     Attributes:
-        params: how to sample.
-        prompt: as `LLM.add_request` takes it; None for a conversation.
-        messages: the conversation.
-        chat: arguments of `LLM.chat` that it has of its own.
+        params: sampling parameters.
+        prompt: prompt in a form for `LLM.add_request`; None for a conversation.
+        messages: messages of the conversation.
+        chat: arguments of `LLM.chat` that the row has of its own.
     """
 
     params: SamplingParams
@@ -83,14 +83,14 @@ class Ask(NamedTuple):
 def make_row(
     number: int, content: bytes, values: Any, error: str | None = None, is_openai: bool = False
 ) -> Row:
-    """The row of a line, say.
+    """Make a row, from a line, say.
 
     Args:
-        number: its place in the input.
-        content: what it is known by if it has no `custom_id`.
-        values: its fields.
-        error: why there are none.
-        is_openai: see `Row`.
+        number: place of the row in the input.
+        content: bytes that identify it if it has no `custom_id`.
+        values: fields of the row.
+        error: reason why there are none.
+        is_openai: whether it is in OpenAI's batch format, see `Row`.
     """
     if error is None and not isinstance(values, Mapping):
         error = f"a row must be an object, got {type(values).__name__}"
@@ -107,8 +107,8 @@ def make_row(
 
 
 def _hash(values: Mapping[str, Any], content: bytes) -> bytes:
-    """A hash of what a row says, however it is written: its fields in any order, null as no field,
-    8.0 as 8. Of other `content`, if its fields are none of JSON's.
+    """A hash of the meaning of a row, however it is written: its fields in any order, null as no
+    field, 8.0 as 8. A hash of `content` if JSON has no form for its fields.
     """
     said = {name: value for name, value in values.items() if value is not None}
     for name, value in said.items():
@@ -126,7 +126,7 @@ def _own_id(values: Mapping[str, Any]) -> Any:
 
 
 def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
-    """Rows of what a caller has: rows, dictionaries with their fields, or prompts."""
+    """Rows made of a caller's items: rows, dictionaries with their fields, or prompts."""
     seen = KeySet()
     for number, item in enumerate(items):
         if isinstance(item, Row):
@@ -138,7 +138,7 @@ def as_rows(items: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
 
 
 def refuse_doubles(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; those with the `custom_id` of an earlier one with an error and a key of their own.
+    """The rows. One with the `custom_id` of an earlier row gets an error and a key of its own.
 
     It remembers 24 to 48 bytes for each row with a `custom_id`.
     """
@@ -157,13 +157,13 @@ def _once(row: Row, seen: KeySet) -> Row:
 def read_ask(
     values: Mapping[str, Any], default: SamplingParams, seed: int | None = None, chat: bool = False
 ) -> Ask:
-    """What a row asks for.
+    """Read the request in a row.
 
     Args:
-        values: its fields.
-        default: sampling parameters where it has none.
-        seed: as in `read_params`.
-        chat: take a prompt for the message of a user.
+        values: fields of the row.
+        default: sampling parameters for those that it lacks.
+        seed: seed for a row without one, as in `read_params`.
+        chat: whether a prompt is the message of a user.
 
     Raises:
         TypeError, ValueError: naming the field that is wrong.
@@ -191,7 +191,7 @@ def read_ask(
 
 
 def read_messages(messages: Any) -> Any:
-    """A conversation without the nulls that columns of tables have for keys of other messages."""
+    """A conversation without nulls, which columns of tables have for keys of other messages."""
     if not isinstance(messages, list):
         return messages
     return [
@@ -208,9 +208,9 @@ def read_params(
     """The sampling parameters of a row, over the default ones.
 
     Args:
-        values: the fields of the row.
-        default: those that it takes where it has none.
-        seed: for a row that is drawn at random, and has none.
+        values: fields of the row.
+        default: parameters used where the row has none.
+        seed: seed for a row that is sampled at random and has none.
 
     Raises:
         TypeError, ValueError: naming the parameter that is wrong.
@@ -220,7 +220,7 @@ def read_params(
         raise TypeError(f"`sampling_params` must be an object, got {nested!r}")
     own = {name: value for name, value in values.items() if name in PARAMETERS}
     given = {name: value for name, value in {**own, **(nested or {})}.items() if value is not None}
-    has_seed = default.seed is not None or given.get("seed", -1) != -1  # which is none, too
+    has_seed = default.seed is not None or given.get("seed", -1) != -1  # -1 means none, too
     if seed is not None and not has_seed and given.get("temperature", default.temperature) != 0:
         given["seed"] = seed
     return replace(default, **from_json(with_integers(given))) if given else default

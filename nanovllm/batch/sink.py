@@ -1,16 +1,17 @@
-"""`ResumableSink`: an output to which the same job comes back until all of its rows are finished.
+"""`ResumableSink`: an output to which the same job returns until all of its rows are finished.
 
-Beside the output stands `OUTPUT.job.json`, which says what made it: a job of another model or other
-parameters is refused. It is a file of its own so that the output has results only, for readers that
-take each line for a row. It is written under another name, and renamed, before the first result.
-Beside texts stands `OUTPUT.job.rows`, too: of which rows they are, and which failed. A row that has
-changed under its `custom_id` is refused as well: a result has a hash of the row it was made of.
+Beside the output stands `OUTPUT.job.json`, which identifies the job that made it: a job with
+another model or other parameters is refused. It is a file of its own so that the output has results
+only, for readers that expect a row on each line. It is written under another name, and renamed,
+before the first result. Beside texts stands `OUTPUT.job.rows`, too: the rows that they belong to,
+and which of them failed. A row that has changed under its `custom_id` is refused as well: a result
+carries a hash of the row that it was made of.
 
-Whatever moment the process is killed at, the output holds whole results, each row at most once, and
-the rows without one are computed next time. Lines are written as they come, and the disk is made to
-hold them after ten seconds; Parquet's files are written when they are full, or after a minute. A
-clock does neither: `write` and `tick` look whether it is time, so a loop that may wait long for the
-next result calls `tick` in between.
+Whenever the process is killed, the output holds whole results, each row at most once, and the rows
+without one are computed next time. Lines are written as they come, and synced to disk after ten
+seconds; Parquet files are written when they are full, or after a minute. No clock does either:
+`write` and `tick` look whether it is time, so a loop that may wait long for the next result calls
+`tick` in between.
 """
 
 import json
@@ -31,7 +32,7 @@ from nanovllm.batch.results import Result
 from nanovllm.batch.rows import CONTENT_BYTES, Row, as_rows
 from nanovllm.utils.checks import check_choice
 
-UNKNOWN = bytes(CONTENT_BYTES)  # the content of a row that is known by it, or of an older result
+UNKNOWN = bytes(CONTENT_BYTES)  # content of a row whose key covers it, or of an older result
 OUTPUT_FORMATS = ("jsonl", "parquet", "text")
 STORES: dict[str, Callable[[Path], Lines | Parts]] = {
     "jsonl": Lines,
@@ -41,23 +42,23 @@ STORES: dict[str, Callable[[Path], Lines | Parts]] = {
 
 
 class ResumableSink:
-    """Where results go. Use it as a context manager, or call `close`.
+    """A file or directory of results. Use it as a context manager, or call `close`.
 
     Args:
-        path: of the output; a directory of files for Parquet. Of a symbolic link, what it names.
-        job: what the results depend on beside the rows, as JSON has it: `describe_job` makes one.
-            An output that was begun with another one is refused.
+        path: path of the output; for Parquet a directory of files. A symbolic link is followed.
+        job: all that the results depend on beside the rows, in JSON's types, from `describe_job`.
+            An output that was begun with another job is refused.
         output_format: "jsonl", "parquet" or "text"; None: by the name.
-        retry_errors: take the results that carry an error out of the output, so that their rows are
-            computed again.
+        retry_errors: whether to remove results that carry an error from the output, so that their
+            rows are computed again.
 
     Attributes:
-        num_finished: results in the output.
-        num_errors: those of them that carry an error.
-        ordered: results must come in the order of the rows.
+        num_finished: number of results in the output.
+        num_errors: number of those that carry an error.
+        ordered: whether results must come in the order of the rows.
 
     Raises:
-        ValueError: if the output is that of something else, or of another job.
+        ValueError: if the output is not one of a job, or belongs to another job.
         BlockingIOError: if another process writes to it.
         OSError: if it cannot be read or written.
     """
@@ -74,12 +75,12 @@ class ResumableSink:
         kind = format_of(path, output_format, "output_format", OUTPUT_FORMATS)
         self._store = STORES[kind](self.path)
         self.ordered = self._store.ordered
-        self._order: deque[bytes] = deque()  # keys of rows, if the results must come in theirs
+        self._order: deque[bytes] = deque()  # keys of rows, if results must come in their order
         try:
             if retry_errors and self.ordered:
                 raise ValueError(
-                    "`retry_errors` must be False for texts, whose lines have their places, got "
-                    "True: write JSON lines"
+                    "`retry_errors` must be False for a text output, whose lines have fixed "
+                    "places, got True: write JSON lines"
                 )
             self._check_job({**(job or {}), "output_format": kind})
             self._recover()
@@ -107,8 +108,8 @@ class ResumableSink:
             return
         if not file.exists():
             raise ValueError(
-                f"{self.path} is there already and is no output of such a job (there is no {file}):"
-                " choose another output, or remove it"
+                f"{self.path} already exists and is not the output of such a job (there is no "
+                f"{file}): choose another output, or remove it"
             )
         try:
             old = json.loads(file.read_text("utf-8"))
@@ -119,11 +120,11 @@ class ResumableSink:
         if changes := [*differences(old, job)]:
             raise ValueError(
                 f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "
-                "output, or say the same again"
+                "output, or pass the same again"
             )
 
     def _recover(self) -> None:
-        """Read back what is finished."""
+        """Read back which rows are finished."""
         self._found, self._written = KeySet(CONTENT_BYTES), KeySet()
         self.num_finished = self.num_errors = self._num_met = 0
         self._knows_contents = False
@@ -136,11 +137,11 @@ class ResumableSink:
             self._knows_contents |= content != UNKNOWN
 
     def unfinished(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> Iterator[Row]:
-        """The rows of a job, as `run` takes them, without those that are finished.
+        """The rows of a job, in the form for `run`, without those that are finished.
 
         Raises:
-            ValueError: where it comes to a finished row that has changed under its `custom_id`; if
-                the output is one of texts, and the input has changed before their end.
+            ValueError: at a finished row that has changed under its `custom_id`; for a text output,
+                if the input has changed before its end.
         """
         self._num_met = 0
         self._order.clear()
@@ -165,8 +166,8 @@ class ResumableSink:
                 yield row
 
     def check(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> None:
-        """Look for rows that have changed before any is computed: `unfinished` comes to them in
-        their order. It reads the rows to their end, if there may be some.
+        """Look for changed rows before any row is computed: `unfinished` meets them only in their
+        order. Reads the rows to their end, if there may be changed ones.
 
         Raises:
             ValueError: as `unfinished`.
@@ -175,16 +176,16 @@ class ResumableSink:
             deque(self.unfinished(rows), maxlen=0)
 
     def drop_changed(self, rows: Iterable[Row | Mapping[str, Any] | str]) -> int:
-        """Take the results of rows that have changed under their `custom_id` out of the output, so
-        that they are computed again. Returns how many there were. To be called before `write`.
+        """Remove the results of rows that have changed under their `custom_id` from the output, so
+        that they are computed again. Returns their number. To be called before `write`.
 
         Raises:
-            ValueError: if the output is one of texts.
+            ValueError: for a text output.
         """
         if self.ordered:
             raise ValueError(
-                "results cannot be taken out of texts, whose lines have their places: write JSON "
-                "lines, or choose another output"
+                "results cannot be removed from a text output, whose lines have fixed places: "
+                "write JSON lines, or choose another output"
             )
         changed = KeySet()
         if self._knows_contents:
@@ -196,7 +197,7 @@ class ResumableSink:
         return len(changed)
 
     def _has_changed(self, row: Row) -> bool:
-        """Since its result was computed. Of results without a hash of contents nobody can say."""
+        """Whether a row has changed since its result. False for a result without a content hash."""
         if not row.content or row.key not in self._found:
             return False
         return self._found.value(row.key) not in (UNKNOWN, row.content)
@@ -214,22 +215,23 @@ class ResumableSink:
 
     @property
     def num_strangers(self) -> int:
-        """Results in the output of rows that `unfinished` has not met: the input has changed."""
+        """Number of results whose rows `unfinished` has not met: the input has changed."""
         return len(self._found) - self._num_met
 
     def write(self, result: Result) -> None:
-        """Take a result.
+        """Add a result.
 
         Raises:
             OSError: if it cannot be written. The results before it are kept.
-            ValueError: if the output has one of this row, or is of texts and another row is next.
+            ValueError: if the output has one for this row; for a text output, if another row is
+                next.
         """
         key = result.row.key
         if key in self._found or key in self._written:
             raise ValueError(f"row {result.row.number} must be written once, got it again")
         if self._order and key != self._order[0]:
             raise ValueError(
-                "results must come in the order of the rows in an output of texts, got that of row "
+                f"results must come in the order of the rows in a text output, got row "
                 f"{result.row.number} too early: call `run` with ordered=True"
             )
         self._store.append(result)
@@ -241,7 +243,7 @@ class ResumableSink:
         self.tick()
 
     def tick(self) -> None:
-        """Have the disk hold what has waited long enough for it.
+        """Sync to disk, or write, whatever has waited long enough.
 
         Raises:
             OSError: if it cannot be written.
@@ -249,7 +251,7 @@ class ResumableSink:
         self._store.tick()
 
     def close(self) -> None:
-        """Have the disk hold everything, and let others write."""
+        """Write and sync everything, and let others write."""
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -260,14 +262,14 @@ class ResumableSink:
 
 
 class StreamSink:
-    """Where results go that nobody comes back to: standard output, say.
+    """A stream of results that no later run returns to: standard output, say.
 
     Args:
-        file: is open for writing bytes, and stays so.
+        file: file open for writing bytes, which stays open.
         output_format: "jsonl" or "text".
 
     Attributes:
-        num_finished, num_errors, num_strangers, ordered: as of a `ResumableSink`.
+        num_finished, num_errors, num_strangers, ordered: counts and order, as in `ResumableSink`.
     """
 
     num_strangers = 0
@@ -282,14 +284,14 @@ class StreamSink:
         return as_rows(rows)
 
     def write(self, result: Result) -> None:
-        """Write a line, at once: whoever reads it may wait for it."""
+        """Write a line at once: a reader may wait for it."""
         self._file.write(text_line(result) if self.ordered else result.to_line())
         self._file.flush()
         self.num_finished += 1
         self.num_errors += result.error is not None
 
     def tick(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no result waits."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
-"""Batches of rows as data frames have them: columns of numpy arrays, pandas, Arrow.
+"""Batches of rows in the forms of data frames: columns of numpy arrays, pandas, Arrow.
 
-A library is imported here only if the caller has imported it: that a batch is one of its objects
-says so.
+A library is imported here only if the caller has imported it: without that, a batch cannot be one
+of its objects.
 """
 
 import sys
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Batch = TypeVar("Batch")  # dict[str, np.ndarray], pandas.DataFrame, pyarrow.Table or RecordBatch
-INTEGERS = ("num_prompt_tokens", "num_generated_tokens")  # of what is added; the rest are strings
+INTEGERS = ("num_prompt_tokens", "num_generated_tokens")  # added columns; the others are strings
 
 
 def columns_of(batch: Any) -> list[str]:
-    """The names of its columns.
+    """The names of a batch's columns.
 
     Raises:
-        TypeError: if it is no batch.
+        TypeError: if it is not a batch.
     """
     if isinstance(batch, Mapping):
         return list(batch)
@@ -31,7 +31,7 @@ def columns_of(batch: Any) -> list[str]:
 
 
 def read_column(batch: Any, name: str) -> list[Any]:
-    """A column as Python's objects, None for what is missing."""
+    """A column as Python's objects, with None for missing values."""
     column = batch[name]
     if _is_of(batch, "pandas", "DataFrame"):
         column = column.astype(object).where(column.notna(), None)
@@ -39,10 +39,10 @@ def read_column(batch: Any, name: str) -> list[Any]:
 
 
 def with_columns(batch: Batch, added: Mapping[str, Sequence[Any]]) -> Batch:
-    """A batch of the same kind with columns more, or others under their names.
+    """A batch of the same kind with columns added, or replaced.
 
     In pandas and Arrow their types do not depend on the values: strings, and integers, that may
-    be missing. In numpy they are arrays of objects where a value is missing or a string.
+    be missing. In numpy, columns of strings, or with missing values, are arrays of objects.
     """
     table: Any = batch
     if isinstance(table, Mapping):
@@ -66,7 +66,7 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own lists, dictionaries and numbers, for those of numpy in them."""
+    """Python's own lists, dictionaries and numbers in place of numpy's."""
     if hasattr(value, "tolist"):  # arrays and numbers of numpy
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""What `nanovllm bench` and the scripts in benchmarks/ of the repository measure with."""
+"""The measuring part of `nanovllm bench` and of the scripts in the repository's benchmarks/."""

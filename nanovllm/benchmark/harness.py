@@ -1,4 +1,4 @@
-"""nano-vLLM's workload, a run of it, what that achieved, and what its figures depend on."""
+"""nano-vLLM's workload, a run of it, its results, and the conditions that these depend on."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.benchmark import limits
 from nanovllm.utils.device import hardware_name
 
-ROOT = Path(__file__).parents[2]  # of a clone; else where packages are installed
+ROOT = Path(__file__).parents[2]  # root of a clone; otherwise the directory of installed packages
 
 
 def workload(
     num_seqs: int, seed: int, vocab_size: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """nano-vLLM's prompts and parameters; ids are folded into a vocabulary below 10000."""
+    """nano-vLLM's prompts and parameters; ids are reduced modulo `vocab_size`."""
     rng = random.Random(seed)
     prompts = [
         [rng.randint(0, 10000) % vocab_size for _ in range(rng.randint(100, 1024))]
@@ -41,7 +41,7 @@ def workload(
 def run_once(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], progress: bool
 ) -> tuple[int, float]:
-    """Generated tokens and seconds of one run; every output is checked for its length."""
+    """Generated tokens and seconds of one run; the length of every output is checked."""
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=progress)
     seconds = time.perf_counter() - start
@@ -52,12 +52,12 @@ def run_once(
 
 
 def num_new_tokens(params: list[SamplingParams]) -> list[int]:
-    """How many tokens each of them asks for; all say it."""
+    """The number of tokens that each of them asks for; `max_tokens` must be set in all."""
     return [param.max_tokens or 0 for param in params]
 
 
 def commit() -> str | None:
-    """The commit of a clone, with `-dirty` where files have changed since; None without one."""
+    """The commit of a clone, with `-dirty` if files have changed since; None without a clone."""
     if not (ROOT / "pyproject.toml").is_file() or shutil.which("git") is None:
         return None
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
@@ -70,7 +70,7 @@ def machine(device: str) -> dict[str, Any]:
     if device.startswith("cuda") and shutil.which("nvidia-smi"):
         ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
         driver = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    own = getattr(os, "sched_getaffinity", None)  # Linux; a container may have fewer than there are
+    own = getattr(os, "sched_getaffinity", None)  # Linux only; a container may not have all cores
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": hardware_name(device),
@@ -85,7 +85,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def conditions(llm: LLM) -> dict[str, Any]:
-    """What a figure depends on."""
+    """The conditions that a measurement depends on."""
     metrics = llm.metrics()
     keys = (
         *("attention_backend", "device", "dtype", "quantization", "kv_cache_dtype"),
@@ -117,16 +117,25 @@ def achieved(
     """Bandwidth and share of the roofline of a run (`limits.report`).
 
     Args:
-        seconds: that it took.
-        bandwidth, flops: limits of one device; None for those that are known.
-        num_shared: tokens that all prompts begin with, in the cache before the run.
+        llm: engine, after the run.
+        prompts, params: workload of the run.
+        seconds: duration of the run.
+        bandwidth: limit of one device in bytes per second; None: the known one.
+        flops: limit of one device in operations per second; None: the known one.
+        num_shared: number of tokens at the beginning of all prompts that were cached before the
+            run.
     """
     metrics = llm.metrics()
     itemsize = 4 if metrics["dtype"] == "float32" else 2
-    lens = [len(prompt) for prompt in prompts], num_new_tokens(params)
     config = llm.model_config
     sizes = limits.itemsizes(config, itemsize, metrics["kv_cache_dtype"], metrics["quantization"])
-    work = limits.work(config, sizes, *lens, num_shared)
+    work = limits.work(
+        config,
+        sizes,
+        prompt_lens=[len(prompt) for prompt in prompts],
+        output_lens=num_new_tokens(params),
+        num_shared=num_shared,
+    )
     name = hardware_name(metrics["device"])
     limit = limits.hardware(name, itemsize, bandwidth, flops)
     num_devices = metrics["data_parallel_size"] * metrics["tensor_parallel_size"]
@@ -134,7 +143,7 @@ def achieved(
 
 
 def publish(result: dict[str, Any], file: str | None) -> None:
-    """Print the result as the last line, and append it to `file`: one JSON object a line."""
+    """Print the result as the last line, and append it to `file`, one JSON object per line."""
     line = json.dumps(result)
     print(line, flush=True)
     if file is not None:

@@ -1,13 +1,13 @@
-"""The least time that a workload can take, by the operations and bytes it cannot do without.
+"""The least time that a workload can take, from the operations and bytes that it needs.
 
 Prefill is bound by arithmetic (matrix products, and causal attention of every prompt), decode by
-reading: in every step the weights once, and the keys and values of all tokens of the sequences
-that still run, those of a common prefix once for all, and none outside of a layer's window. Of
-experts a step reads those that a token takes. A decode step takes at least the longer of its
+reading: every step reads the weights once, and the keys and values of all tokens of the sequences
+that still run, those of a common prefix once for all, and none outside a layer's window. A step
+reads the experts that are active for its tokens. A decode step takes at least the longer of its
 reading and its arithmetic. All sequences start at once and none waits.
 
-The functions take a workload as the lengths of its prompts and outputs, so they know nothing of
-engines. `HARDWARE` holds what was measured: a device-to-device copy, and a 16-bit matrix product.
+The functions describe a workload by the lengths of its prompts and outputs, so they know nothing of
+engines. `HARDWARE` holds measured limits: of a device-to-device copy and a 16-bit matrix product.
 """
 
 from collections import Counter
@@ -23,31 +23,31 @@ from nanovllm.sizing.model_size import weights
 
 
 class Hardware(NamedTuple):
-    """What a device can do at most."""
+    """The limits of a device."""
 
     bandwidth: float  # bytes per second
     flops: float  # operations per second
 
     def times(self, count: int) -> "Hardware":
-        """Several such devices together."""
+        """The limits of `count` such devices together."""
         return Hardware(self.bandwidth * count, self.flops * count)
 
 
-HARDWARE = {"NVIDIA H200": Hardware(4.3e12, 790e12)}  # by torch.cuda.get_device_name()
+HARDWARE = {"NVIDIA H200": Hardware(4.3e12, 790e12)}  # keyed by torch.cuda.get_device_name()
 
 
 def hardware(
     name: str, itemsize: int, bandwidth: float | None = None, flops: float | None = None
 ) -> Hardware | None:
-    """The limits of device `name`, those given first; None where one is not known."""
-    known = HARDWARE.get(name) if itemsize == 2 else None  # flops are those of 16 bits
+    """The limits of device `name`; those given take precedence. None if one is not known."""
+    known = HARDWARE.get(name) if itemsize == 2 else None  # its flops are for 16 bits
     if known is not None:
         return Hardware(bandwidth or known.bandwidth, flops or known.flops)
     return Hardware(bandwidth, flops) if bandwidth and flops else None
 
 
 class Work(NamedTuple):
-    """What a workload cannot do without.
+    """The operations and bytes that a workload needs.
 
     Attributes:
         prefill_flops: operations of all prompts; in 8 bits two count as one.
@@ -66,12 +66,12 @@ class Work(NamedTuple):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes of a number.
+    """Bytes of a value.
 
     Attributes:
-        kv: in the KV cache, with its share of an exponent.
-        linear: in a matrix of a linear layer, with its share of a scale.
-        head: in the LM head.
+        kv: bytes of a value in the KV cache, with its share of an exponent.
+        linear: bytes of a value in a linear layer's matrix, with its share of a scale.
+        head: bytes of a value in the LM head.
     """
 
     kv: float
@@ -80,8 +80,8 @@ class Itemsizes(NamedTuple):
 
 
 def itemsizes(config: ModelConfig, itemsize: int, kv_cache_dtype: str, held: str) -> Itemsizes:
-    """Of a model with numbers of `itemsize` bytes, whose matrices are `held` in "none", "fp8" or
-    "int4". If it was quantised while it was loaded, its LM head is in INT8.
+    """Bytes of values in a model with activations of `itemsize` bytes, whose matrices are `held` in
+    "none", "fp8" or "int4". If it was quantised while it was loaded, its LM head is in INT8.
     """
     kv = 1 + 1 / config.head_dim if "8" in kv_cache_dtype else itemsize
     if isinstance(config.quantization, Int4) and held == "int4":
@@ -100,7 +100,10 @@ def work(
     """The work of prompts that generate outputs; the first token of each comes from prefill.
 
     Args:
-        num_shared: tokens at the beginning of every prompt that are in the cache already.
+        config: model.
+        sizes: bytes of its values.
+        prompt_lens, output_lens: lengths of prompts and outputs, in tokens.
+        num_shared: number of tokens at the beginning of every prompt that are cached already.
     """
     matrices, prompts, outputs = weights(config), np.array(prompt_lens), np.array(output_lens)
     width = config.num_attention_heads * config.head_dim
@@ -118,7 +121,7 @@ def work(
     for window, count in Counter(layer.window for layer in config.layers).items():
         pairs = (_pairs(prompts, window) - _pairs(np.array(num_shared), window)).sum()
         seen = np.minimum(contexts, window) if window else contexts
-        shared = np.maximum(num_shared - (contexts - seen), 0) * running  # of what is seen
+        shared = np.maximum(num_shared - (contexts - seen), 0) * running  # tokens of `seen`
         read = seen.sum(1) - shared.sum(1) + shared.max(1, initial=0)
         prefill += count * 4 * width * pairs
         step_flops += count * 4.0 * width * seen.sum(1)
@@ -127,13 +130,14 @@ def work(
 
 
 class Steps(NamedTuple):
-    """What steps computed, as a timeline has it.
+    """The computed work of steps, as a timeline records it.
 
     Attributes:
         num_tokens: [steps] tokens.
         num_sampled: [steps] rows of the LM head.
-        keys: [steps] keys that rows see, each once for a sequence, by the layers' window (0: all).
-        pairs: [steps] pairs of a query and a key that it sees, likewise.
+        keys: [steps] keys that rows see, each counted once per sequence, by the layers' window in
+            tokens (0: all).
+        pairs: [steps] pairs of a query and a key that it sees, by window, too.
     """
 
     num_tokens: NDArray[np.int64]
@@ -145,8 +149,8 @@ class Steps(NamedTuple):
 def least_step_seconds(
     config: ModelConfig, sizes: Itemsizes, steps: Steps, hardware: Hardware
 ) -> NDArray[np.float64]:
-    """[steps] the least time of each, the longer of its reading and its arithmetic: for the batches
-    that there were, where `work` is for all sequences at once.
+    """[steps] the least seconds of each step, the longer of its reading and its arithmetic: for the
+    batches as they were, where `work` assumes all sequences at once.
     """
     matrices, tokens = weights(config), steps.num_tokens
     width = config.num_attention_heads * config.head_dim
@@ -162,23 +166,23 @@ def least_step_seconds(
 
 
 def _operations(sizes: Itemsizes) -> int:
-    """Multiplications and additions of a token by a number of a linear layer; products in FP8 run
-    at twice the rate, and count as half.
+    """Operations per token and value of a linear layer: a multiplication and an addition; products
+    in FP8 run at twice the rate, and count as half.
     """
     return 1 if sizes.linear == 1 else 2
 
 
 def _pairs(lens: NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """Pairs of a query and a key that it sees, in prompts of such lengths."""
+    """Pairs of a query and a key that it sees, in prompts of these lengths."""
     begins = np.minimum(lens, window) if window else lens
     return begins**2 / 2 + (lens - begins) * window
 
 
 def report(work: Work, seconds: float, hardware: Hardware | None) -> dict[str, Any]:
-    """What a run of `seconds` achieved: as a dictionary for JSON.
+    """The results of a run of `seconds`, as a dictionary for JSON.
 
-    `bytes_per_s` is what decode has to read over all of the time, `flops_per_s` stands in its
-    place for workloads without decode, `roofline_share` is None where the limit is not known.
+    `bytes_per_s` are the bytes that decode has to read, over the whole time; `flops_per_s` takes
+    its place for workloads without decode; `roofline_share` is None if the limit is not known.
     """
     size = float(work.step_bytes.sum())
     name, amount = ("bytes_per_s", size) if size else ("flops_per_s", work.prefill_flops)
@@ -191,7 +195,7 @@ def report(work: Work, seconds: float, hardware: Hardware | None) -> dict[str, A
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The same in words."""
+    """The results in words."""
     name = "bytes_per_s" if "bytes_per_s" in report else "flops_per_s"
     text = f"{report[name] / 1e9:.4g} {'GB/s' if name == 'bytes_per_s' else 'GFLOP/s'}"
     share = report["roofline_share"]

@@ -10,7 +10,7 @@ _SIZES = (
 
 
 def _config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
-    """One in bf16, with these sizes."""
+    """A config.json in bf16 with these sizes."""
     by_name = dict(zip(_SIZES, sizes, strict=True))
     return {"architectures": [architecture], "torch_dtype": "bfloat16", **by_name, **others}
 
@@ -18,11 +18,11 @@ def _config(architecture: str, *sizes: int, **others: Any) -> dict[str, Any]:
 _qwen3 = partial(
     _config, "Qwen3ForCausalLM", 151936, head_dim=128, rms_norm_eps=1e-6, rope_theta=1000000
 )
-DUMMY_INT4: dict[str, dict[str, Any]] = {  # as checkpoints in 4 bits are published
+DUMMY_INT4: dict[str, dict[str, Any]] = {  # like published checkpoints in 4 bits
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
 }
-# Numbers without a name are those of _SIZES: vocabulary, hidden, layers, heads, KV heads, ...
+# Positional arguments are those of _SIZES: vocabulary, hidden, layers, heads, KV heads, ...
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, 40960, 151645, tie_word_embeddings=True),
     "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, 40960, 151645, tie_word_embeddings=True),

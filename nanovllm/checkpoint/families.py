@@ -1,4 +1,4 @@
-"""The registry of architectures: what each name in config.json stands for. Imports no torch."""
+"""The registry of architectures, by their names in config.json. Imports no torch."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,31 +16,33 @@ def _as_it_is(raw: Raw) -> Raw:
 
 
 class Family(NamedTuple):
-    """A model, and what the name of an architecture says of it beside config.json.
+    """A model, and the facts that an architecture's name adds to config.json.
 
     Attributes:
-        model: the class, as `file.Class` in models/.
-        qk_norm: as in `ModelConfig`.
-        norm_plus_one: likewise.
-        qkv_bias, output_bias: whether attention's projections have biases; None: config.json says
-            it as `attention_bias`.
+        model: class of the model, as `file.Class` in models/.
+        qk_norm: kind of normalisation of queries and keys, as in `ModelConfig`.
+        norm_plus_one: whether norms multiply by 1 + weight, as in `ModelConfig`.
+        qkv_bias, output_bias: whether attention's projections have biases; None: `attention_bias`
+            in config.json decides.
         mlp_bias: whether config.json may ask for biases in the MLP.
-        packed_qkv, packed_gate_up: the checkpoint has `qkv_proj`, `gate_up_proj` as one tensor.
-        num_experts: keys of config.json for their number, of which the first that is there counts;
-            none: the model is dense.
-        expert_size: the key for the intermediate size of each.
+        packed_qkv, packed_gate_up: whether the checkpoint stores `qkv_proj`, `gate_up_proj` as one
+            tensor each.
+        num_experts: keys in config.json for the number of experts, of which the first one present
+            counts; empty: the model is dense.
+        expert_size: key in config.json for the intermediate size of an expert.
         expert_bias: whether router and experts have biases.
-        swiglu_limit: of `swiglu_limit` in config.json; 0: no such key counts.
-        attention_sinks: see `Scoring`.
-        packed_experts: the checkpoint has those of a layer as one tensor, maybe in MXFP4.
-        interleaved_rope: see `RopeParameters`.
-        is_part: of a checkpoint that has other parts, as one for images: only text is read and
-            written.
-        defaults: values of keys that config.json lacks or has as null.
-        absent: values of keys that it lacks, where null means none, as a window or a soft-cap. All
-            of these are the defaults of the classes of transformers.
-        complete: keys to add to config.json (its `num_hidden_layers` is valid), for facts that this
-            family writes otherwise.
+        swiglu_limit: default of `swiglu_limit` in config.json; 0: that key is ignored.
+        attention_sinks: whether attention has sinks (see `Scoring`).
+        packed_experts: whether the checkpoint stores all experts of a layer as one tensor, possibly
+            in MXFP4.
+        interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
+        is_part: whether the text model is part of a checkpoint that has others, such as one for
+            images; only text is read and written.
+        defaults: values for keys that config.json lacks or has as null.
+        absent: values for keys that config.json lacks, where null means none (a window, a
+            soft-cap). Like `defaults`, all come from the classes of transformers.
+        complete: function that returns the keys to add to config.json (whose `num_hidden_layers` is
+            valid) for facts that this family spells differently.
     """
 
     model: str
@@ -69,7 +71,7 @@ def _all_slide(raw: Raw) -> Raw:
 
 
 def _upper_layers_slide(raw: Raw) -> Raw:
-    """Qwen: where `use_sliding_window` asks for it."""
+    """Qwen: the layers from `max_window_layers` up slide, if `use_sliding_window` asks for it."""
     if not read_value(raw, "use_sliding_window", bool, False):
         return {"sliding_window": None}
     first = read_value(raw, "max_window_layers", int, 28, minimum=0)
@@ -77,7 +79,7 @@ def _upper_layers_slide(raw: Raw) -> Raw:
 
 
 def _some_do_not_turn(raw: Raw) -> Raw:
-    """SmolLM3: every fourth layer, which alone may slide."""
+    """SmolLM3: every fourth layer has no rotation, and only such layers may slide."""
     interval = read_value(raw, "no_rope_layer_interval", int, 4)
     turns = raw.get("no_rope_layers")
     if turns is None:
@@ -92,7 +94,7 @@ def _mixtral(raw: Raw) -> Raw:
 
 
 def _gpt_oss(raw: Raw) -> Raw:
-    """Every other layer slides."""
+    """gpt-oss: every other layer slides."""
     if (alpha := read_value(raw, "swiglu_alpha", float, 1.702, 0, 1e6)) != 1.702:
         raise ValueError(f"config.json: `swiglu_alpha` {alpha} is not supported, only 1.702")
     facts = {**_layer_types(raw, lambda i: i % 2 == 0), "norm_topk_prob": True}
@@ -102,24 +104,24 @@ def _gpt_oss(raw: Raw) -> Raw:
 
 
 def _qwen3_moe(raw: Raw) -> Raw:
-    """All layers slide, if `use_sliding_window` asks for it."""
+    """Qwen3 MoE: all layers slide, if `use_sliding_window` asks for it."""
     asked = read_value(raw, "use_sliding_window", bool, False)
     return _all_slide(raw) if asked else {"sliding_window": None}
 
 
 def _gemma2(raw: Raw) -> Raw:
-    """Every other layer slides."""
+    """Gemma 2: every other layer slides."""
     return {**_gemma(raw), **_layer_types(raw, lambda i: i % 2 == 0)}
 
 
 def _gemma3(raw: Raw) -> Raw:
-    """All layers but every sixth slide, and turn by an angle of their own."""
+    """Gemma 3: all layers but every sixth slide, and rotate with a base of their own."""
     pattern = read_value(raw, "sliding_window_pattern", int, 6)
     local = read_value(raw, "rope_local_base_freq", float, 10_000.0, maximum=1e30)
     if read_value(raw, "use_bidirectional_attention", bool, False):
         raise ValueError(
-            "config.json: `use_bidirectional_attention` is not supported: such a model reads texts "
-            "and writes none"
+            "config.json: `use_bidirectional_attention` is not supported: such a model encodes "
+            "text and generates none"
         )
     return {
         **_gemma(raw),
@@ -129,7 +131,7 @@ def _gemma3(raw: Raw) -> Raw:
 
 
 def _gemma(raw: Raw) -> Raw:
-    """Scores and embeddings have multipliers of their own."""
+    """Gemma: scores and embeddings have multipliers of their own."""
     return {
         "attention_multiplier": read_value(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
         "embedding_multiplier": read_value(raw, "hidden_size", int) ** 0.5,
@@ -137,7 +139,7 @@ def _gemma(raw: Raw) -> Raw:
 
 
 def _exaone4(raw: Raw) -> Raw:
-    """Where there is a window, every fourth layer sees all, and does not turn."""
+    """EXAONE 4: if there is a window, every fourth layer sees all tokens, without rotation."""
     if not raw.get("sliding_window"):
         return {}
     kinds = raw.get("layer_types")
@@ -149,14 +151,14 @@ def _exaone4(raw: Raw) -> Raw:
 
 
 def _olmo3(raw: Raw) -> Raw:
-    """All layers but every fourth slide; scaling is for the others."""
+    """OLMo 3: all layers but every fourth slide; RoPE scaling is for those that do not."""
     kinds = _layer_types(raw, lambda i: (i + 1) % 4 != 0)
     return {**kinds, **_plain_rope_where_it_slides(raw, None)}
 
 
 def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
-    """`rope_parameters` by kind, of files that have a scaling for all layers but the sliding ones.
-    `theta` is for those; None: that of the whole file.
+    """`rope_parameters` by kind of layer, for files whose scaling spares the sliding layers.
+    `theta` is the base of the sliding layers; None: that of the whole file.
     """
     rope, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
@@ -164,7 +166,7 @@ def _plain_rope_where_it_slides(raw: Raw, theta: float | None) -> Raw:
     full = rope.get(FULL, {} if SLIDING in rope else rope)
     if not isinstance(full, dict):
         return {}
-    if "type" in scaling or "rope_type" in scaling:  # added by hand: it counts
+    if "type" in scaling or "rope_type" in scaling:  # added by hand, so it counts
         full = {key: value for key, value in full.items() if key not in ("type", "rope_type")}
     full = {"rope_theta": raw.get("rope_theta"), **full, **scaling}
     of_file = raw.get("rope_theta") if FULL in rope else full["rope_theta"]
@@ -182,7 +184,7 @@ def _layer_types(raw: Raw, slides: Callable[[int], bool]) -> Raw:
     return {"layer_types": [SLIDING if slides(i) else FULL for i in layers]}
 
 
-QWEN3 = "qwen3.Qwen3ForCausalLM"  # the others differ from it in facts
+QWEN3 = "qwen3.Qwen3ForCausalLM"  # the other families differ from it in facts only
 THETA, EPS = {"rope_theta": 10_000.0}, {"rms_norm_eps": 1e-5}
 WINDOW = {"sliding_window": 4096}
 KV_8, KV_32 = ({"num_key_value_heads": count} for count in (8, 32))
@@ -347,8 +349,8 @@ FAMILIES = {
 
 
 def family_of(raw: Raw) -> Family:
-    """The family of a config.json whose architecture is known. Of Mistral 3 the text tells which it
-    is, that of Mistral Small or of Ministral 3.
+    """The family of a config.json whose architecture is known. For Mistral 3, `text_config` tells
+    Mistral Small from Ministral 3.
     """
     family, text = FAMILIES[raw["architectures"][0]], raw.get("text_config")
     if family.is_part and isinstance(text, dict) and text.get("model_type") == "ministral3":

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory. What is wrong with one is a ValueError that names it."""
+"""The files of a checkpoint's directory. A faulty file raises a ValueError that names it."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from nanovllm.utils.checks import check_bool, check_float, check_int
 
 T = TypeVar("T", int, float, bool)
 
-INDEX = "model.safetensors.index.json"  # which file has which tensor
+INDEX = "model.safetensors.index.json"  # maps each tensor to its shard
 MOST = 2**31 - 1  # tokens and positions are int32
-MAX_DEPTH = 50  # of JSON: real files have less than ten levels
+MAX_DEPTH = 50  # levels of nesting in JSON; real files have fewer than ten
 
 
 def has_file(path: Path) -> bool:
@@ -25,7 +25,7 @@ def has_file(path: Path) -> bool:
         if stat.S_ISREG(path.stat().st_mode):
             return True
         found = "something else"
-    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
         if not os.path.lexists(path):
             return False
         found = f"a link that leads nowhere ({error})"
@@ -33,7 +33,7 @@ def has_file(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; ValueError if it is missing or none."""
+    """The JSON object in `path`; ValueError if the file is missing or holds anything else."""
     if not has_file(path):
         raise ValueError(f"{path.parent} has no {path.name}: is it the directory of a checkpoint?")
     try:
@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """RecursionError for what nests so deep that the `repr` in a message might raise it."""
+    """Parse JSON. RecursionError if it nests so deep that `repr` in a message might raise one."""
     value = json.loads(text)
     level = [value]
     for _ in range(MAX_DEPTH):

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says: how to sample, and what ends a text.
+"""Reader of a checkpoint's generation_config.json: sampling defaults, and tokens that end a text.
 
 Imports no torch.
 """
@@ -16,14 +16,14 @@ from nanovllm.utils.checks import only
 logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
-# The keys there that say how to sample, and our names for them.
+# The keys there that set sampling parameters, and our names for them.
 SAMPLING_KEYS = {
     **{key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",  # behind the one above, which it must not exceed
+    "min_new_tokens": "min_tokens",  # after the one above, which it must not exceed
     "stop_strings": "stop",
 }
-# Those that would change texts and are not here, and the values of each that would not.
+# Unsupported keys that would change texts, each with a test for values that would not.
 UNREAD_KEYS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "sequence_bias"), only(None, [], {})),
     **dict.fromkeys(("begin_suppress_tokens", "forced_eos_token_id"), only(None, [])),
@@ -37,13 +37,12 @@ UNREAD_KEYS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_sampling_params(model: str) -> SamplingParams:
-    """The sampling parameters of generation_config.json, and our defaults for keys that it lacks.
+    """The sampling parameters in generation_config.json, with our defaults for missing keys.
 
-    As in vLLM, `do_sample` and `max_length` are not looked at: without a temperature, 1 is taken,
-    where transformers would decode greedily unless `do_sample` is true. `min_new_tokens` and
-    `stop_strings`, which vLLM does not read, count as in transformers; what comes behind a stop
-    string is left out, and itself too. Keys that would change texts and have no counterpart are
-    named in the log.
+    As in vLLM, `do_sample` and `max_length` are ignored: a missing temperature means 1, where
+    transformers would decode greedily unless `do_sample` is true. `min_new_tokens` and
+    `stop_strings`, which vLLM ignores, count as in transformers, except that the text ends before
+    the stop string. A warning names the keys that would change texts and have no counterpart here.
 
     Raises:
         ValueError: for a value of a wrong type or out of range.
@@ -52,7 +51,7 @@ def read_sampling_params(model: str) -> SamplingParams:
     ignored = [key for key, is_nothing in UNREAD_KEYS.items() if not is_nothing(values.get(key))]
     if ignored:
         logger.warning(
-            "%s: %s would change texts in transformers, and count for nothing here",
+            "%s: ignoring %s, which would change texts in transformers",
             Path(model) / GENERATION_CONFIG,
             ", ".join(f"`{key}`" for key in ignored),
         )
@@ -67,26 +66,26 @@ def read_sampling_params(model: str) -> SamplingParams:
             params = replace(params, **changes)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"`{key}` of {Path(model) / GENERATION_CONFIG} is no default to sample by: "
+                f"`{key}` of {Path(model) / GENERATION_CONFIG} is no valid sampling default: "
                 f'{error}; correct it, or pass generation_config="vllm" to leave all of them out'
             ) from None
     return params
 
 
 def _at_least(default: int | None, least: Any) -> Any:
-    """Our own bound, unless the checkpoint asks for more; what is wrong is left for the check."""
+    """Our own bound, unless the checkpoint asks for more; a faulty value is left to the check."""
     is_more = type(least) is int and default is not None and least > default
     return least if is_more else default
 
 
 def _read_generation(directory: Path) -> dict[str, Any]:
-    """generation_config.json; nothing without it."""
+    """The contents of generation_config.json; empty if there is no such file."""
     file = directory / GENERATION_CONFIG
     return read_json(file) if has_file(file) else {}
 
 
 def read_eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
-    """The tokens that end a text: those of generation_config.json, else of config.json, `raw`."""
+    """The tokens that end a text: from generation_config.json, else from config.json, `raw`."""
     file, eos = GENERATION_CONFIG, _read_generation(directory).get("eos_token_id")
     if eos is None:
         file, eos = "config.json", raw.get("eos_token_id")

@@ -1,7 +1,7 @@
 """The directory of a checkpoint that is given by its name on the Hugging Face hub.
 
 `huggingface_hub` finds it in its cache, or downloads it with a progress bar; `HF_HOME`, `HF_TOKEN`,
-`HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean everywhere. Imports no torch.
+`HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning. Imports no torch.
 """
 
 import os
@@ -12,22 +12,22 @@ from nanovllm.checkpoint.files import INDEX, has_file, read_json
 from nanovllm.checkpoint.tokenizer import TOKENIZER_FILES
 
 NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9]\w*[\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-SNAPSHOT = re.compile(r".*/models--(?:.*--)?([^/]+)/snapshots/[^/]+")  # in its cache
+SNAPSHOT = re.compile(r".*/models--(?:.*--)?([^/]+)/snapshots/[^/]+")  # in the hub's cache
 WEIGHTS = "*.safetensors"
 WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 NOT_WANTED = ["*/*", "consolidated*"]  # the same weights in other forms
 
 
 def checkpoint_directory(model: str, revision: str | None, *, weights: bool = True) -> str:
-    """Where a checkpoint's files are: in the directory `model`, or in the cache of the hub.
+    """The directory with a checkpoint's files: `model` itself, or one in the cache of the hub.
 
     Args:
-        model: a directory, or a name on the hub, "owner/name".
+        model: directory, or name on the hub, "owner/name".
         revision: branch, tag or commit on the hub; None: its main branch.
-        weights: whether they are needed, too.
+        weights: whether the weights are needed, too.
 
     Raises:
-        ValueError: if it is neither, or cannot be had, with what to do.
+        ValueError: if `model` is neither or cannot be fetched; the message has a remedy.
     """
     if os.path.isdir(model):
         if revision is not None:
@@ -49,8 +49,8 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
 
 
 def checkpoint_name(directory: str) -> str:
-    """What people call a checkpoint: a directory in the hub's cache has the name that it has there,
-    without its owner.
+    """The usual name of a checkpoint: that of its directory, or, in the hub's cache, its name on
+    the hub without the owner.
     """
     path = Path(os.path.abspath(directory)).as_posix()
     found = SNAPSHOT.fullmatch(path)
@@ -58,7 +58,7 @@ def checkpoint_name(directory: str) -> str:
 
 
 def _cached(name: str, revision: str | None, weights: bool) -> str | None:
-    """The newest snapshot in the cache, if it is whole. Nobody is asked for a newer one."""
+    """The newest snapshot in the cache, if it is complete. The hub is not asked for a newer one."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -119,11 +119,11 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
     except RevisionNotFoundError:
         reason = f"it has no revision {revision!r}"
         remedy = f"see {page} for those that it has"
-    except (OSError, HTTPError) as error:  # of the hub, of the network, of the disk
+    except (OSError, HTTPError) as error:  # from the hub, the network or the disk
         reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
         remedy = "try again, or pass the directory of a checkpoint"
         if constants.HF_HUB_OFFLINE:
             reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
             remedy = "unset it, or pass the directory of a checkpoint"
-    # Behind the block, or it would stand below some sixty lines of frames of the hub's library.
+    # Outside the block: inside it, some sixty lines of the hub library's frames would come first.
     raise ValueError(f"`model` {name!r} cannot be had: {reason}; {remedy}")

@@ -1,8 +1,8 @@
 """`ModelConfig`: the facts of a checkpoint that the engine needs, read from its JSON files.
 
 Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torch_dtype`/`dtype`,
-`rope_theta`/`rope_parameters`). What the engine cannot run is refused here, by name, before any
-weight is read. Imports no torch.
+`rope_theta`/`rope_parameters`). A model that the engine cannot run is refused here, by name, before
+any weight is read. Imports no torch.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from nanovllm.checkpoint.rope import RopeParameters, read_rope
 
 MOST_LAYERS = 10_000
 TIED = "tie_word_embeddings"
-MXFP4_BLOCK = 32  # numbers that share a power of two
+MXFP4_BLOCK = 32  # values that share a scale, which is a power of two
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 T = TypeVar("T")
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer.
+    """The facts that may differ from layer to layer.
 
     Attributes:
-        rope: how queries and keys turn.
-        window: tokens that a token sees, itself and those before it; 0: all.
-        is_sparse: has experts in the place of an MLP.
+        rope: rotary embedding of queries and keys.
+        window: number of tokens that a token sees, itself and those before it; 0: all.
+        is_sparse: whether the layer has experts in the place of an MLP.
     """
 
     rope: RopeParameters
@@ -44,14 +44,14 @@ class ExpertConfig:
     """The experts of a sparse layer. Names are those of config.json.
 
     Attributes:
-        num_experts: of a layer.
-        num_experts_per_tok: that a token takes.
-        intermediate_size: of each.
-        norm_topk_prob: their weights add up to 1.
-        bias: router and experts have biases.
-        swiglu_limit: of gate and up (see `layers/experts.py`); 0: none.
-        packed: the checkpoint has those of a layer as one tensor.
-        is_mxfp4: it has them in 4 bits.
+        num_experts: experts in a layer.
+        num_experts_per_tok: experts active per token.
+        intermediate_size: intermediate size of each expert.
+        norm_topk_prob: whether the weights of a token's experts are scaled to add up to 1.
+        bias: whether router and experts have biases.
+        swiglu_limit: clamp on gate and up (see `layers/experts.py`); 0: none.
+        packed: whether the checkpoint stores all experts of a layer as one tensor.
+        is_mxfp4: whether the checkpoint stores them in MXFP4.
     """
 
     num_experts: int
@@ -69,7 +69,7 @@ class ModelConfig:
     """Shape and numerics of a model. Names are those of Hugging Face's config.json."""
 
     architecture: str
-    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    dtype: str  # dtype of the checkpoint: "bfloat16", "float16" or "float32"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -81,30 +81,30 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerConfig, ...]
-    experts: ExpertConfig | None  # of the layers that are sparse
+    experts: ExpertConfig | None  # in the sparse layers
     hidden_act: str  # "silu" or "gelu_pytorch_tanh"
     norm_plus_one: bool  # norms multiply by 1 + weight
-    qk_norm: str  # queries and keys are normalised: each "head" for itself, all as a "whole", or ""
+    qk_norm: str  # normalisation of queries and keys: by "head", over all heads ("whole"), or ""
     qkv_bias: bool
-    output_bias: bool  # of attention's output projection
+    output_bias: bool  # bias of attention's output projection
     mlp_bias: bool
-    packed_qkv: bool  # in the checkpoint
+    packed_qkv: bool  # one tensor in the checkpoint
     packed_gate_up: bool
     is_part: bool  # the checkpoint has other parts, such as one for images
-    attention_multiplier: float  # of scores
+    attention_multiplier: float  # factor of attention scores
     attention_sinks: bool  # see `Scoring`
     attn_logit_softcapping: float  # see `Scoring`; 0: none
-    final_logit_softcapping: float  # the same of logits
+    final_logit_softcapping: float  # soft-cap of logits; 0: none
     embedding_multiplier: float
-    residual_multiplier: float  # of what attention and MLP add
-    logits_scaling: float  # divides logits
-    quantization: Quantization | None  # of the matrices of linear layers
-    eos_token_ids: frozenset[int]  # of generation_config.json, else of config.json
+    residual_multiplier: float  # factor of attention's and the MLP's outputs, before they are added
+    logits_scaling: float  # divisor of logits
+    quantization: Quantization | None  # format of the matrices of linear layers
+    eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
     @property
     def window(self) -> int:
-        """Tokens that any layer sees, itself and those before it; 0: some layer sees all."""
+        """The widest window of the layers, in tokens; 0: some layer sees all."""
         windows = [layer.window for layer in self.layers]
         return max(windows) if all(windows) else 0
 
@@ -113,7 +113,7 @@ class ModelConfig:
         """Read the model directory `model`.
 
         Raises:
-            ValueError: for a missing directory or file, and for everything unsupported.
+            ValueError: for a missing directory or file, and for anything unsupported.
         """
         directory = Path(model)
         refuse_directory(directory)
@@ -127,7 +127,7 @@ class ModelConfig:
                 raise ValueError(f"config.json: `text_config` must be an object, got {text!r}")
             whole = _without_nulls(raw)
             raw = {**text, **whole, **_without_nulls(text)}
-            if TIED in whole:  # of the whole model, as in transformers
+            if TIED in whole:  # the value of the whole model counts, as in transformers
                 raw[TIED] = whole[TIED]
         absent = {key: value for key, value in family.absent.items() if key not in raw}
         raw = {**family.defaults, **absent, **_without_nulls(raw)}
@@ -172,7 +172,7 @@ def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of `ModelConfig`, all but two, by config.json and what its family adds."""
+    """The fields of `ModelConfig`, all but three, from config.json and its family."""
     num_heads, hidden_size = (
         read_value(raw, key, int) for key in ("num_attention_heads", "hidden_size")
     )
@@ -217,7 +217,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _quantization(raw: dict[str, Any]) -> Any:
-    """The method of a quantised checkpoint; None of others."""
+    """The method of a quantised checkpoint; None if it is not quantised."""
     quantization = raw.get("quantization_config") or None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     return method or quantization
@@ -225,7 +225,7 @@ def _quantization(raw: dict[str, Any]) -> Any:
 
 def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
     if family.packed_experts and _quantization(raw) == "mxfp4":
-        return None  # of experts alone
+        return None  # only the experts are quantised
     found = read_quantization(raw)
     if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
         remedy = "take the original weights"
@@ -248,7 +248,7 @@ def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int
 
 
 def _read_layers(raw: dict[str, Any], head_dim: int, family: Family) -> tuple[LayerConfig, ...]:
-    """One for each layer."""
+    """The facts of each layer, in order."""
     kinds = _read_list(raw, "layer_types", FULL, (FULL, SLIDING))
     turns = _read_list(raw, "no_rope_layers", 1, (0, 1))
     window = read_value(raw, "sliding_window", int, 0, minimum=0)
@@ -268,7 +268,7 @@ def _read_layers(raw: dict[str, Any], head_dim: int, family: Family) -> tuple[La
 
 
 def _sparse_layers(raw: dict[str, Any]) -> set[int]:
-    """All that `decoder_sparse_step` reaches, but those of `mlp_only_layers`."""
+    """The layers with experts: every `decoder_sparse_step`-th, without `mlp_only_layers`."""
     step, dense = read_value(raw, "decoder_sparse_step", int, 1), raw.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ValueError(f"config.json: `mlp_only_layers` must be a list of numbers, got {dense!r}")
@@ -306,7 +306,7 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
 
 
 def _read_list(raw: dict[str, Any], key: str, default: T, allowed: tuple[T, ...]) -> list[T]:
-    """A value for each layer."""
+    """The list `key`, a value for each layer; `default` for each if config.json lacks it."""
     count, values = raw["num_hidden_layers"], raw.get(key)
     if values is None:
         return [default] * count

@@ -1,13 +1,13 @@
-"""How the matrices of linear layers are stored in 8 or 4 bits, as config.json says it.
+"""The format of linear layers' matrices in 8 or 4 bits, read from config.json.
 
-FP8 (e4m3) codes have scales for blocks of numbers. Two spellings are read: `quant_method` "fp8"
-(Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale for a tensor), and
-"compressed-tensors" with `type` "float" (a scale for each row, for a tensor, or for blocks). Scales
-of activations are not read: activations are quantised by what they are.
+FP8 (e4m3) codes have a scale per block of values. Two spellings are read: `quant_method` "fp8"
+(Qwen, DeepSeek: blocks of 128 x 128; Mistral, AutoFP8: one scale per tensor), and
+"compressed-tensors" with `type` "float" (a scale per row, tensor or block). Scales of activations
+are not read: activations are quantised by their own values.
 
-INT4 codes have a scale, and mostly a zero point, for groups of a row. Three spellings: "awq"
-(AutoAWQ's "gemm"), "gptq" (AutoGPTQ's, and GPTQModel's "gptq_v2"), and "compressed-tensors" with
-`type` "int".
+INT4 codes have a scale, and mostly a zero point, per group of columns in a row. Three spellings:
+"awq" (AutoAWQ's "gemm"), "gptq" (AutoGPTQ's, and GPTQModel's "gptq_v2"), and "compressed-tensors"
+with `type` "int".
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.files import read_value
 
-# Tensors' names end so. Activations are quantised by what they are, keys and values likewise.
+# Suffixes of tensors that are ignored: activations, keys and values get scales by their own values.
 NOT_READ = (
     *(".input_scale", ".activation_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
 )
-# Names of what matrices in 8 or 4 bits have end so.
+# Suffixes of tensors that only a quantised matrix has.
 OF_CODES = (
     *(".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point"),
     *(".weight_scale", ".weight_scale_inv"),
 )
-# What config.json calls the modules that are not quantised, and which of them must be.
+# Keys in config.json that list modules left unquantised, and names of modules that must not be.
 PLAIN_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 QUANTIZED = ("_proj", "self_attn", "mlp", "moe", "experts", "layers")
 OF_OTHER_PARTS = ("vis", "audio", "multi_modal", "router", "norm")
@@ -35,13 +35,13 @@ GROUPS = (32, 64, 128)  # columns of INT4 that share a scale
 
 @dataclass(frozen=True)
 class Fp8:
-    """FP8 matrices.
+    """The format of FP8 matrices.
 
     Attributes:
         block: rows and columns that share a scale; 0: all of them.
-        scale: what the checkpoint calls the scales, behind the name of the module; "": it has
-            none, and numbers are quantised while they are loaded.
-        method: of the checkpoint.
+        scale: name of the scales in the checkpoint, after that of the module; "": it has none, and
+            values are quantised while they are loaded.
+        method: name of the checkpoint's method, as in `quant_method`.
     """
 
     block: tuple[int, int]
@@ -51,19 +51,19 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Int4:
-    """INT4 matrices.
+    """The format of INT4 matrices.
 
     Attributes:
         group: columns that share a scale and a zero point.
-        codes, scales, zeros: what the checkpoint calls them, behind the name of the module; zeros
-            "": all zero points are 8.
-        groups: the same of each column's group, which must be in order; "": it has none.
-        transposed: the tensors have columns first.
-        along_rows: an int32 has codes of eight neighbouring rows, not columns. Of zero points it
-            always has.
-        order: where in an int32 each of eight neighbours is, the lowest four bits being 0.
-        added: to stored zero points.
-        method: of the checkpoint.
+        codes, scales, zeros: names of these tensors in the checkpoint, after that of the module;
+            `zeros` "": all zero points are 8.
+        groups: name of the tensor with each column's group, which must be in order; "": none.
+        transposed: whether the tensors have columns first.
+        along_rows: whether an int32 packs the codes of eight neighbouring rows, not columns. Zero
+            points are always packed along rows.
+        order: place in an int32 of each of eight neighbours; 0: the lowest four bits.
+        added: constant added to stored zero points.
+        method: name of the checkpoint's method, as in `quant_method`.
     """
 
     group: int
@@ -83,10 +83,10 @@ WHILE_LOADING = Fp8((1, 0), "")
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization | None:
-    """Of a config.json; None if it says nothing.
+    """The format in a config.json; None if it names none.
 
     Raises:
-        ValueError: if the checkpoint is stored in another way.
+        ValueError: if the checkpoint has any other format.
     """
     found = raw.get("quantization_config")
     if not found:
@@ -107,10 +107,12 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
 
 
 def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quantization | None:
-    """What a model's linear layers have, by the option and by its config.json.
+    """The format of a model's linear layers, from the option and from its config.json.
 
     Args:
-        packed: the checkpoint has the experts of a layer in one tensor.
+        asked: option `quantization`; None: as the checkpoint says.
+        found: format of the checkpoint; None: not quantised.
+        packed: whether the checkpoint stores all experts of a layer as one tensor.
 
     Raises:
         ValueError: if the checkpoint has another format than `asked`, or `asked` would quantise
@@ -121,7 +123,7 @@ def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quant
     if found is not None or asked != WHILE_LOADING.method:
         has = f"is quantised by {found.method!r}" if found else "is not quantised"
         raise ValueError(
-            f"`quantization` {asked!r}: the checkpoint {has}, and is read so: leave it out"
+            f"`quantization` {asked!r}: the checkpoint {has}, and is read as it is: leave it out"
         )
     if packed:
         raise ValueError(f"`quantization` {asked!r} is not supported for gpt-oss: leave it out")
@@ -129,7 +131,7 @@ def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quant
 
 
 def format_of(found: Quantization | None) -> str:
-    """ "none", "fp8" or "int4"."""
+    """The name of a format: "none", "fp8" or "int4"."""
     if found is None:
         return "none"
     return "fp8" if isinstance(found, Fp8) else "int4"
@@ -144,7 +146,7 @@ def _refusal(method: Any) -> ValueError:
 
 
 def _check_all_are(found: dict[str, Any]) -> None:
-    """Refuse checkpoints in which some linear layers are not quantised, or others, too."""
+    """Refuse checkpoints that leave some linear layers unquantised or quantise other modules."""
     for key in PLAIN_KEYS:
         names = found.get(key) or []
         if not isinstance(names, list):
@@ -154,10 +156,10 @@ def _check_all_are(found: dict[str, Any]) -> None:
             is_other |= str(name).rstrip("$").endswith(ROUTER)
             if any(part in str(name) for part in QUANTIZED) and not is_other:
                 raise ValueError(
-                    f"config.json: `{key}` leaves {name} as it is, which is not supported: take a "
-                    "checkpoint in which all linear layers are quantised, or the original weights"
+                    f"config.json: `{key}` leaves {name} unquantised, which is not supported: take "
+                    "a checkpoint in which all linear layers are quantised, or the original weights"
                 )
-    for key, effect in (("lm_head", "the LM head"), ("dynamic", "some layers otherwise")):
+    for key, effect in (("lm_head", "the LM head"), ("dynamic", "some layers differently")):
         if found.get(key):
             raise _refusal(f"{found.get('quant_method')}, {key} (which quantises {effect})")
 
@@ -183,7 +185,7 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
-        raise _refusal("compressed-tensors of other layers than all linear ones")
+        raise _refusal("compressed-tensors of anything but all linear layers")
     kind, bits = weights.get("type"), read_value(weights, "num_bits", int, 0)
     strategy, method = weights.get("strategy"), "compressed-tensors"
     if (kind, bits) == ("int", 4):
@@ -219,10 +221,17 @@ def _read_awq(found: dict[str, Any]) -> Int4:
         raise _refusal(f"awq, version {version}")
     if not read_value(found, "zero_point", bool, True):
         raise _refusal("awq, without zero points")
-    # AutoAWQ interleaves: the codes of an int32, from the lowest, are of rows 0 2 4 6 1 3 5 7.
+    # AutoAWQ interleaves: an int32 holds, from its lowest bits up, rows 0 2 4 6 1 3 5 7.
     order = 0, 4, 1, 5, 2, 6, 3, 7
-    names = "qweight", "scales", "qzeros"
-    return Int4(_read_group(found), *names, along_rows=True, order=order, method="awq")
+    return Int4(
+        _read_group(found),
+        codes="qweight",
+        scales="scales",
+        zeros="qzeros",
+        along_rows=True,
+        order=order,
+        method="awq",
+    )
 
 
 def _read_gptq(found: dict[str, Any]) -> Int4:
@@ -232,9 +241,15 @@ def _read_gptq(found: dict[str, Any]) -> Int4:
     form = "marlin" if found.get("is_marlin_format") else form
     if form not in ("gptq", "gptq_v2"):
         raise _refusal(f"gptq, {form}")
-    # The first version stores zero points less 1.
-    names = "qweight", "scales", "qzeros", "g_idx"
-    return Int4(_read_group(found), *names, added=int(form == "gptq"), method="gptq")
+    return Int4(
+        _read_group(found),
+        codes="qweight",
+        scales="scales",
+        zeros="qzeros",
+        groups="g_idx",
+        added=int(form == "gptq"),  # the first version stores each zero point minus 1
+        method="gptq",
+    )
 
 
 def _check_bits(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What cannot run, said by name and with a remedy before any weight is read. Imports no torch."""
+"""Refusals of unsupported models, each with a remedy, before weights are read. Imports no torch."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.checkpoint.files import has_file, read_json
 
 ADAPTER = "adapter_config.json"
-# Architectures, by a part of their name, and what is nearest to them.
+# Patterns of unsupported architectures, and the nearest supported model.
 RECURRENT = {
     r"Qwen3_5|Qwen3Next": "Qwen3",
     r"GraniteMoeHybrid|GraniteHybrid": "Granite 3",
@@ -19,11 +19,11 @@ RECURRENT = {
 
 
 def refuse_directory(directory: Path) -> None:
-    """ValueError for a directory that holds something else than a checkpoint of a whole model."""
+    """ValueError if a directory holds anything but a checkpoint of a whole model."""
     if has_file(directory / ADAPTER) and not any(directory.glob("model*.safetensors")):
         base = read_json(directory / ADAPTER).get("base_model_name_or_path")
         raise ValueError(
-            f"{directory} holds an adapter, no model: merge it into its base model {base!r} "
+            f"{directory} holds an adapter, not a model: merge it into its base model {base!r} "
             "(peft: `merge_and_unload` and `save_pretrained`) and pass that directory"
         )
     if not has_file(directory / "config.json") and any(directory.glob("*.gguf")):
@@ -34,7 +34,7 @@ def refuse_directory(directory: Path) -> None:
 
 
 def refuse_architecture(raw: dict[str, Any]) -> None:
-    """ValueError unless config.json names an architecture that runs."""
+    """ValueError unless config.json names a supported architecture."""
     architectures = raw.get("architectures") or [f"of model_type {raw.get('model_type')!r}"]
     name = architectures[0] if isinstance(architectures, list) else architectures
     if isinstance(name, str) and isinstance(architectures, list) and name in FAMILIES:
@@ -45,12 +45,12 @@ def refuse_architecture(raw: dict[str, Any]) -> None:
 def _why(name: str, raw: dict[str, Any]) -> str:
     for pattern, nearest in RECURRENT.items():
         if re.search(pattern, name):
-            return f": its layers keep a recurrent state; of what runs, {nearest} is nearest"
+            return f": its layers keep a recurrent state; the nearest supported model is {nearest}"
     if "vision_config" in raw or "audio_config" in raw:
-        return ": it reads images or sound; pass a model of text alone"
+        return ": it reads images or sound; pass a text-only model"
     if raw.get("auto_map"):
         return (
             ": it is Python code of the checkpoint by `auto_map`, and no code of a checkpoint is "
-            "run; pass a model that transformers has itself"
+            "run; pass a model that transformers implements itself"
         )
     return f"; supported: {', '.join(FAMILIES)}"

@@ -1,6 +1,6 @@
 """`RopeParameters`: the rotary embedding of a layer, read from config.json. Imports no torch.
 
-Names are those of its `rope_parameters` (transformers 5) and `rope_scaling` (transformers 4).
+Names are those of `rope_parameters` (transformers 5) and `rope_scaling` (transformers 4) there.
 """
 
 import math
@@ -11,25 +11,26 @@ from nanovllm.checkpoint.files import MOST, read_value
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OTHER_NAMES = {"su": "longrope"}  # Phi-3's first checkpoints; others of them say "yarn"
-RATIO = 1e-3, 1e6  # bounds of what multiplies or divides frequencies
+RATIO = 1e-3, 1e6  # bounds of factors on frequencies
 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """How queries and keys turn with their position; `layers.rotary_embedding` has the formulas.
+    """The rotation of queries and keys by position; `layers.rotary_embedding` has the formulas.
 
     Attributes:
         rope_theta: base of the wavelengths.
-        rotary_dim: how many numbers of a head are turned, the first ones.
-        rope_type: one of `ROPE_TYPES`, or "none": this layer turns nothing.
-        interleaved: pairs are neighbours, not i and i + rotary_dim / 2.
-        factor: by which the context is extended.
-        original_max_position_embeddings: tokens of the context before that.
-        attention_factor: multiplies sines and cosines.
-        low_freq_factor, high_freq_factor: of "llama3".
-        beta_fast, beta_slow, truncate: of "yarn".
-        short_factor, long_factor: of "longrope", for each pair.
-        llama_4_scaling_beta: how queries grow with the logarithm of their position; 0: not.
+        rotary_dim: number of leading dimensions of a head that are rotated.
+        rope_type: one of `ROPE_TYPES`, or "none": this layer has no rotation.
+        interleaved: whether dimensions are paired with their neighbours, not i with
+            i + rotary_dim / 2.
+        factor: ratio by which the context is extended.
+        original_max_position_embeddings: length of the context before that, in tokens.
+        attention_factor: multiplier of sines and cosines.
+        low_freq_factor, high_freq_factor: parameters of "llama3".
+        beta_fast, beta_slow, truncate: parameters of "yarn".
+        short_factor, long_factor: divisors of frequency in "longrope", one per pair.
+        llama_4_scaling_beta: growth of queries with the logarithm of their position; 0: none.
     """
 
     rope_theta: float
@@ -50,30 +51,30 @@ class RopeParameters:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens that a scaling which was added by hand allows; config.json may not say so."""
+        """Context in tokens of a scaling added by hand, which config.json itself may not state."""
         if self.rope_type not in ("dynamic", "yarn"):
             return 0
         return min(int(self.factor * self.original_max_position_embeddings), MOST)
 
     def is_stretched(self, num_positions: int) -> bool:
-        """Whether a scaling that goes by the length of a text goes beyond the original context, if
-        texts may have so many positions.
+        """Whether `num_positions` exceed the original context, if the scaling depends on the length
+        of a text.
         """
         goes_by_length = self.rope_type in ("dynamic", "longrope")
         return goes_by_length and num_positions > self.original_max_position_embeddings
 
 
 def read_rope(raw: dict[str, Any], kind: str, head_dim: int, interleaved: bool) -> RopeParameters:
-    """The rotary embedding of the layers of a kind.
+    """The rotary embedding of all layers of one kind.
 
     Args:
         raw: config.json, with the family's defaults.
         kind: "full_attention" or "sliding_attention", which some files tell apart.
-        head_dim: D.
-        interleaved: see `RopeParameters`.
+        head_dim: size of a head, D.
+        interleaved: whether pairs are neighbours (see `RopeParameters`).
 
     Raises:
-        ValueError: naming what is missing, wrong or not supported.
+        ValueError: naming the key that is missing, wrong or not supported.
     """
     given = _merged(raw, kind)
     rope_type = _rope_type(given)
@@ -90,8 +91,8 @@ def read_rope(raw: dict[str, Any], kind: str, head_dim: int, interleaved: bool) 
 
 
 def _merged(raw: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What config.json says of RoPE, wherever it says it. A scaling beside `rope_parameters` was
-    added by hand, as model cards tell people to do, and counts.
+    """All that config.json says of RoPE, wherever it stands. A scaling beside `rope_parameters` was
+    added by hand, as model cards recommend, and counts.
     """
     found = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     for key in ("rope_parameters", "rope_scaling"):
@@ -101,7 +102,7 @@ def _merged(raw: dict[str, Any], kind: str) -> dict[str, Any]:
         own = rope.get(kind, {} if any(isinstance(v, dict) for v in rope.values()) else rope)
         if not isinstance(own, dict):
             raise ValueError(f"config.json: `{key}` must have an object for {kind}, got {own!r}")
-        for part in (rope, *rope.values()):  # of other kinds, too: nothing is read past
+        for part in (rope, *rope.values()):  # those of other kinds, too: nothing is skipped
             if isinstance(part, dict):
                 _rope_type(part, key)
         found |= {name: value for name, value in own.items() if value is not None}
@@ -130,10 +131,10 @@ def _scaling(
     beta = read_value(given, "llama_4_scaling_beta", float, 0.0, 0, RATIO[1])
     longest = read_value(raw, "max_position_embeddings", int)
     key = "original_max_position_embeddings"
-    # At the top of the file, as Phi-3 has it, it counts for more.
+    # The key at the top of the file, as in Phi-3, takes precedence.
     source = given if raw.get(key) is None else raw
     original = read_value(source, key, int, max(longest, 2), minimum=2)
-    if rope_type == "dynamic":  # by transformers' reading
+    if rope_type == "dynamic":  # as transformers reads it
         original = max(longest, 2)
     values: dict[str, Any] = {"llama_4_scaling_beta": beta}
     if rope_type != "default" or beta:
@@ -167,7 +168,7 @@ def _scaling(
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """Peng et al., 2023; with DeepSeek's `mscale`s where both are given and not 0."""
+    """YaRN's factor (Peng et al., 2023), with DeepSeek's `mscale`s if both are given and not 0."""
     above, below = (
         read_value(given, key, float, 0.0, 0, RATIO[1]) for key in ("mscale", "mscale_all_dim")
     )

@@ -1,4 +1,4 @@
-"""Loads the checkpoint's tokenizer through transformers. No code of the checkpoint is run."""
+"""The checkpoint's tokenizer, loaded through transformers. No code of the checkpoint is run."""
 
 import logging
 import threading
@@ -13,13 +13,13 @@ from nanovllm.checkpoint.files import has_file, read_json
 
 logger = logging.getLogger(__name__)
 
-_importing = threading.Lock()  # of two threads at once, one would get half of transformers
+_importing = threading.Lock()  # two threads importing at once may see half of transformers
 
-WHOLE = "tokenizer.json"  # all there is to know about a fast tokenizer
+WHOLE = "tokenizer.json"  # all of a fast tokenizer
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (WHOLE, CONFIG, "tokenizer.model", "vocab.json")
 SLOW = 2  # seconds
-FAST = "5.24"  # of transformers: before, it imports for ten (docs/experiments.md, 51)
+FAST = "5.24"  # version of transformers; older ones need ten seconds (docs/experiments.md, 51)
 FILES_BESIDE = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -27,7 +27,7 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer of a model directory, None if it has no tokenizer files.
 
     Raises:
-        ValueError: if it cannot be loaded, or only by Python code that the checkpoint brings.
+        ValueError: if it cannot be loaded, or only by Python code in the checkpoint.
     """
     files = {name for name in (*TOKENIZER_FILES, *FILES_BESIDE) if has_file(Path(model) / name)}
     if files.isdisjoint(TOKENIZER_FILES):
@@ -50,7 +50,7 @@ def load_tokenizer(model: str) -> Any:
     kind = PreTrainedTokenizerFast if own_code else AutoTokenizer
     try:
         return kind.from_pretrained(model, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # whatever the files provoke in transformers or tokenizers
+    except Exception as error:  # anything that the files provoke in transformers or tokenizers
         raise ValueError(
             f"the tokenizer of {model} cannot be loaded ({type(error).__name__}: {error}): "
             "are its files complete?"
@@ -58,7 +58,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def _log_import(seconds: float) -> None:
-    """Say that an import was slow, and what makes it fast."""
+    """Log that an import was slow, and the version that makes it fast."""
     if seconds > SLOW:
         installed = version("transformers")
         remedy = "" if Version(installed) >= Version(FAST) else f"; {FAST} takes less than one"

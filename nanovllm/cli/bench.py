@@ -8,10 +8,10 @@ request, the time of `generate` is taken and the generated tokens are counted an
     nanovllm bench --model DIR              # a checkpoint
     nanovllm bench                          # the embedded tiny checkpoint
 
-Beside the tokens per second stand the bytes per second that decode read (weights, keys, values) and
-the share of the roofline, where the GPU's limits are known or given by --bandwidth and --flops. The
-last line is JSON; --save FILE appends it to FILE. On a CPU, without --num-seqs, a size is chosen
-that ends in about a minute, if nothing else keeps the cores busy.
+Beside the tokens per second stand the bytes per second that decode had to read (weights, keys,
+values) and the share of the roofline, if the GPU's limits are known or given by --bandwidth and
+--flops. The last line is JSON; --save FILE appends it to FILE. On a CPU, without --num-seqs, the
+size is chosen so that a run takes about a minute, if nothing else keeps the cores busy.
 """
 
 import argparse
@@ -31,31 +31,31 @@ from nanovllm.cli.options import add_engine_options, engine_options, new_file, p
 if TYPE_CHECKING:
     from nanovllm import LLM
 
-CPU_SECONDS = 45.0
+CPU_SECONDS = 45.0  # duration of a run on a CPU, roughly
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     add_options(parser)
     parser.add_argument("--num-seqs", type=positive, help="sequences (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of the workload (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the workload (0)")
     parser.add_argument("--repeat", type=positive, default=1, help="timed runs (1)")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     parser.set_defaults(verbose=True)
 
 
 def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> None:
-    """Flags of all benchmarks; `dummy` is the shape where no model is named."""
+    """Add the flags of all benchmarks; `dummy` is the shape used if no model is named."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", help="directory of a checkpoint")
     source.add_argument(
         "--dummy",
         choices=sorted(SHAPES),
         default=dummy,
-        help="random weights in this shape, with --quantization awq or gptq in 4 bits",
+        help="random weights in this shape; in 4 bits with --quantization awq or gptq",
     )
-    parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
-    parser.add_argument("--flops", type=rate, help="its limit, operations per second")
+    parser.add_argument("--bandwidth", type=rate, help="limit of one device, bytes per second")
+    parser.add_argument("--flops", type=rate, help="limit of one device, operations per second")
     parser.add_argument(
         "--save", type=new_file, metavar="FILE", help="append the result, as a line of JSON"
     )
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser, dummy: str | None = None) -> No
 
 
 def model_name(args: argparse.Namespace) -> str:
-    """How results name the model, and the GPUs if there are several."""
+    """The name of the model in results, with the number of GPUs if there are several."""
     name = str(args.model or args.dummy or TINY)
     options = engine_options(args)
     num_replicas, size = (options.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor"))
@@ -74,7 +74,7 @@ def model_name(args: argparse.Namespace) -> str:
 
 @contextmanager
 def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The model's directory and the engine's options, by the command line."""
+    """The model's directory and the engine's options, from the command line."""
     options = engine_options(args)
     if args.model is not None or args.dummy is None:
         yield args.model or TINY, options
@@ -88,7 +88,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def build(args: argparse.Namespace) -> tuple["LLM", float]:
-    """The engine, and the seconds its construction took."""
+    """The engine, and the duration of its construction in seconds."""
     from nanovllm import LLM
 
     with checkpoint(args) as (directory, options):
@@ -133,13 +133,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose_cpu_size(llm: "LLM", seed: int) -> int:
-    """Sequences of the workload that take about `CPU_SECONDS`, from a timed probe of 16."""
+    """The number of sequences that take about `CPU_SECONDS`, by a timed probe of 16."""
     from nanovllm.benchmark import harness
 
     prompts, params = harness.workload(16, seed, llm.model_config.vocab_size)
     short = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=16) for _ in params]
     _, seconds = harness.run_once(llm, prompts, short, progress=False)
-    steps = 562 / 16  # mean output over the probe's
+    steps = 562 / 16  # mean output length over the probe's
     num_seqs = max(1, min(256, int(16 * CPU_SECONDS / (seconds * steps))))
     print(f"CPU: {num_seqs} of the 256 sequences, about a minute on idle cores (--num-seqs N)")
     return num_seqs

@@ -1,8 +1,7 @@
-"""Talk with a model in the terminal; without --model, with the small one of the package.
+"""Chat with a model in the terminal; without --model, with the small one of the package.
 
 Each line is a turn. /clear begins a new conversation, /exit or Ctrl-D ends. Ctrl-C stops an answer;
-what it has said so far is kept. Answers are as long as the model allows, unless --max-tokens says
-otherwise.
+its text so far is kept. Answers are as long as the model allows, unless --max-tokens is given.
 """
 
 import argparse
@@ -24,15 +23,15 @@ from nanovllm.requests.chat import ChatRenderer
 if TYPE_CHECKING:
     from nanovllm import LLM
 
-# Of SamplingParams, what makes no difference to one answer on a screen, or leaves none.
+# Fields of SamplingParams that make no difference to one answer on a screen, or leave none.
 LEFT_OUT = ("n", "logprobs", "prompt_logprobs", "detokenize")
 TINY_KNOWS = "127+345=, reverse: hello =, count from 17:, introduce yourself"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     parser.add_argument("--model", help="directory of a checkpoint, or its name on the hub")
-    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
         "--chat-template-kwargs",
         type=object_value,
@@ -44,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line by line, until there is none."""
+    """Answer line by line, until the last."""
     given = sampling_options(args)
-    SamplingParams(**given)  # a mistake is named before a model is loaded
+    SamplingParams(**given)  # raises for a mistake before a model is loaded
     from nanovllm import LLM
 
     with LLM(args.model or TINY, **engine_options(args)) as llm:
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """Answers lines: with the conversation so far, where it `remembers`, or each on its own."""
+    """A session that answers lines: with the conversation so far, if it `remembers`, or singly."""
 
     def __init__(
         self,
@@ -102,10 +101,10 @@ class Chat:
         self._messages = self._begin
 
     def answer(self, line: str) -> None:
-        """Print the answer as it comes.
+        """Print the answer to a line as it is generated.
 
         Raises:
-            ValueError: if the line, or the conversation, is more than the model takes.
+            ValueError: if the line, or the conversation, is too long for the model.
         """
         prompt: Any = line
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -129,7 +128,7 @@ class Chat:
 
 
 def _take(chat: Chat, line: str) -> bool:
-    """Do what a line says. Whether it is not the last."""
+    """Answer a line or follow its command. Returns whether the session goes on."""
     text = line.strip()
     if text == "/clear":
         chat.clear()
@@ -139,7 +138,7 @@ def _take(chat: Chat, line: str) -> bool:
 
 
 def _talk(chat: Chat) -> None:
-    """Take lines from a terminal."""
+    """Read and answer lines from a terminal."""
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  input() edits lines with it
     while True:
@@ -149,7 +148,7 @@ def _talk(chat: Chat) -> None:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:  # of a line, too
+        except KeyboardInterrupt:  # also while a line is typed
             print()
         except ValueError as error:
             print(f"nanovllm chat: {error} (/clear begins anew)", file=sys.stderr)

@@ -1,8 +1,9 @@
 """Compile the kernels of a model ahead, into Triton's cache: for container images and job arrays.
 
-Loads no weights. For the GPU that is here, or for another one by --capability, also where none is.
-The engine's options decide what is compiled: give those that the engine will have. The cache is the
-directory TRITON_CACHE_DIR, or ~/.triton/cache; it serves the same version of Triton.
+Loads no weights. Compiles for this machine's GPU, or with --capability for another one, also where
+there is no GPU. The engine's options decide which kernels are compiled: give those that the engine
+will have. The cache is the directory TRITON_CACHE_DIR, or ~/.triton/cache; it serves the same
+version of Triton.
 """
 
 import argparse
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     parser.add_argument(
         "--model", required=True, help="directory of a checkpoint, or its name on the hub"
     )
@@ -32,20 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capability",
         metavar="X.Y",
         help="compute capability of the GPU to compile for, such as 9.0 for H100 and H200, or an "
-        "architecture of AMD's, such as gfx942 (default: the GPU that is here)",
+        "AMD architecture, such as gfx942 (default: this machine's GPU)",
     )
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, and say what is where. 1 if a kernel could not be compiled."""
+    """Compile, and print a summary. Returns 1 if a kernel could not be compiled, else 0."""
     options = engine_options(args)
     if str(options.get("device")) == "cpu":
         raise ValueError(
             "`--device` must be cuda or auto, got 'cpu': a CPU has no kernels to compile"
         )
     if find_spec("triton") is None:
-        raise ValueError("the package triton is not installed, by which kernels are compiled")
+        raise ValueError("the package triton, which compiles kernels, is not installed")
     card = find_card(args.capability)
     from triton import knobs
 
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     )
     if needs_launchers(card.target) and not links:
         print(
-            "What launches them is not: this version of Triton links it with NVIDIA's driver, "
+            "Their launchers are not: this version of Triton links them with NVIDIA's driver, "
             "libcuda.so.1, which is not here (TRITON_LIBCUDA_PATH names a directory that has it). "
-            "The first start does, in a third of a second for each kind of arguments."
+            "The first start links them, in a third of a second for each kind of arguments."
         )
     for reason in dict.fromkeys(failed.values()):
         names = [job.function for job, why in failed.items() if why == reason]
@@ -78,19 +79,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_writable(cache: str) -> None:
-    """ValueError if nothing can be written to Triton's cache, which may have to be made."""
+    """ValueError if Triton's cache cannot be written. Makes its directory if there is none."""
     try:
         os.makedirs(cache, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()
     except OSError as error:
         raise ValueError(
-            f"Triton's cache {cache!r} cannot be written ({error.strerror}): have TRITON_CACHE_DIR "
-            "name a directory that can"
+            f"Triton's cache {cache!r} cannot be written ({error.strerror}): set TRITON_CACHE_DIR "
+            "to a directory that can be"
         ) from None
 
 
 def find_card(capability: str | None) -> "Card":
-    """The GPU that --capability names, or that is here. ValueError if there is none."""
+    """The GPU that --capability names, or this machine's. ValueError if there is none."""
     import torch
 
     from nanovllm.cli.stand_in import CARDS, card_here
@@ -100,12 +101,13 @@ def find_card(capability: str | None) -> "Card":
         name = f"{capability}.0" if capability.isdecimal() else capability
         if name not in runs:
             raise ValueError(
-                f"`--capability` must be one of {', '.join(runs)}, the GPUs that are known, "
+                f"`--capability` must be one of {', '.join(runs)}, the known GPUs, "
                 f"got {capability!r}"
             )
         return runs[name]
     if not torch.cuda.is_available():
         raise ValueError(
-            "`--capability` must be given where no GPU is: 9.0 for H100 and H200, 8.0 for A100"
+            "`--capability` must be given where there is no GPU: 9.0 for H100 and H200, 8.0 for "
+            "A100"
         )
     return card_here()

@@ -2,7 +2,7 @@
 
 Rows are objects in JSON, rows of Parquet or lines of text, with a prompt or messages and any
 sampling parameters of their own; the flags here are for rows that have none. Results are written as
-they are finished. The same command again goes on where it ended, whatever ended it.
+they are finished. The same command, run again, continues where it ended, for whatever reason.
 
 exit codes:
   0    every row has its answer
@@ -11,7 +11,7 @@ exit codes:
   3    the engine failed
   4    input or output failed: a full disk, say
   130  stopped by Ctrl-C (143: by SIGTERM), in order
-  141  whoever reads standard output has gone
+  141  the reader of standard output has gone
 """
 
 import argparse
@@ -47,7 +47,7 @@ from nanovllm.config import Config, our_options
 from nanovllm.sampling_params import SamplingParams
 
 ANSWERED, SOME_ERRORS, ENGINE_FAILED, FILE_FAILED = 0, 1, 3, 4
-BY_SIGNAL = 128  # and its number, as shells have it
+BY_SIGNAL = 128  # plus the signal's number, as in shells
 WRONG_NAMES = (
     *(FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
     BlockingIOError,  # another process has the output
@@ -55,12 +55,12 @@ WRONG_NAMES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     add = parser.add_argument
     add(
         "--model",
-        help="directory of a checkpoint, or its name on the hub (required: answers to a file are "
-        "never those of the package's small model by accident)",
+        help="directory of a checkpoint, or its name on the hub (required, so that answers to a "
+        "file never come from the package's small model by accident)",
     )
     add("--input", required=True, metavar="FILE", help="rows; - for standard input")
     add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ordered",
         action="store_true",
-        help="write results in the order of the rows; Ctrl-C loses those that wait for another",
+        help="write results in the order of the rows; Ctrl-C loses those that wait for an earlier "
+        "one",
     )
     add(
         "--shard",
@@ -89,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute rows again that have changed under the same custom_id since their result in "
         "the output",
     )
-    add("--chat", action="store_true", help="prompts are messages of a user, not texts to go on")
-    add("--chat-template", metavar="FILE", help="a Jinja template, for the checkpoint's own")
+    add("--chat", action="store_true", help="prompts are messages of a user, not texts to continue")
+    add("--chat-template", metavar="FILE", help="a Jinja template, in place of the checkpoint's")
     add(
         "--chat-template-kwargs",
         type=object_value,
@@ -104,18 +105,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is to be done, with nothing wrong in it.
+    """A checked call of this command.
 
     Attributes:
-        options: of the engine, for `LLM(config.model, ...)`.
-        params: of rows that have none.
+        config: options of the engine, checked.
+        options: options of the engine as given, for `LLM(config.model, ...)`.
+        params: sampling parameters of rows that have none.
         chat: arguments of `nanovllm.batch.run` about chats.
-        rows: the input.
-        is_piped: it is standard input.
-        read_again: reads it once more; None where only files can be read twice.
-        recomputes: rows that have changed, instead of refusing them.
-        ordered: results are wanted in the order of the rows.
-        sink: the output.
+        rows: rows of the input.
+        is_piped: whether the input is standard input.
+        read_again: function that reads the input once more; None: it can be read only once.
+        recomputes: whether changed rows are computed again instead of refused.
+        ordered: whether results are wanted in the order of the rows.
+        sink: output.
     """
 
     config: Config
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ValueError(
             "--model must be the directory of a checkpoint or its name on the hub, like "
-            "Qwen/Qwen3-0.6B: unlike chat and bench, this command takes none by default"
+            "Qwen/Qwen3-0.6B: unlike chat and bench, this command has no default"
         )
     try:
         kind = format_of(args.input, args.input_format, "input_format", INPUT_FORMATS)
@@ -158,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         with call.sink:
             code = _answer(call, report)
     except OSError as error:
-        if args.output == STANDARD:  # what it has not taken would fail again as Python ends
+        if args.output == STANDARD:  # else unwritten data would fail again as Python exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return BY_SIGNAL + signal.SIGPIPE
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_call(args: argparse.Namespace, kind: str) -> _Call:
-    """What the flags say, the input and the output opened.
+    """Read the flags, and open the input and the output.
 
     Raises:
         TypeError, ValueError: for a mistake.
@@ -187,7 +189,7 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
 
         try:
             check_package()
-        except ImportError as error:  # of which each row would die
+        except ImportError as error:  # every row would fail with it
             raise ValueError(str(error)) from None
     chat = {"chat": args.chat, "chat_template_kwargs": args.chat_template_kwargs}
     if args.chat_template is not None:
@@ -227,11 +229,11 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
 
 
 def _answer(call: _Call, report: Report) -> int:
-    """Compute what is not finished yet.
+    """Compute the rows that are not finished yet.
 
     Raises:
         OSError: if a result cannot be written.
-        ValueError: for a row that is not that of its result.
+        ValueError: for a row that has changed since its result.
     """
     _look_for_changes(call)
     left = call.sink.unfinished(call.rows)
@@ -252,7 +254,7 @@ def _answer(call: _Call, report: Report) -> int:
         stack.enter_context(report)
         rows = _reading(left)
 
-        def ends() -> bool:  # between two steps
+        def ends() -> bool:  # called between two steps
             with _files():
                 call.sink.tick()
             return stop.signum is not None
@@ -281,7 +283,7 @@ def _answer(call: _Call, report: Report) -> int:
 
 def _look_for_changes(call: _Call) -> None:
     """Compare rows with those of finished results, before anything is computed. Rows that can be
-    read once only are compared as they come.
+    read only once are compared as they come.
 
     Raises:
         OSError, ValueError: as `ResumableSink.check` and `drop_changed`.
@@ -296,7 +298,7 @@ def _look_for_changes(call: _Call) -> None:
 
 
 class _FileError(Exception):
-    """Input or output failed, and not the engine: `error` says how."""
+    """An error of input or output, not of the engine; `error` is the cause."""
 
     def __init__(self, error: OSError) -> None:
         self.error = error
@@ -319,7 +321,7 @@ def _reading(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 class _Stop:
-    """Ctrl-C and SIGTERM end the job after the step that is computed; a second one, at once."""
+    """Ctrl-C and SIGTERM end the job after the step in progress; a second one, at once."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -331,7 +333,7 @@ class _Stop:
 
     def __enter__(self) -> "_Stop":
         signums = (signal.SIGINT, signal.SIGTERM)
-        # A shell has background jobs ignore Ctrl-C.
+        # A shell makes background jobs ignore Ctrl-C.
         heeded = [signum for signum in signums if signal.getsignal(signum) is not signal.SIG_IGN]
         self._old = {signum: signal.signal(signum, self._handle) for signum in heeded}
         return self

@@ -1,7 +1,7 @@
-"""What is installed, and what it can run on here.
+"""Report the installation, and the devices that it can run on here.
 
-Versions, devices with their memory, which attention backends each has and why not the others, and
-the extras with the command that installs them. For a report of a problem: --json.
+Versions, devices with their memory, the attention backends of each and the reason why any cannot
+run, and the extras with the command that installs them. For a report of a problem: --json.
 """
 
 import argparse
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
-HEAD_DIM, BLOCK_SIZE = 128, 256  # of the model that backends are asked about
+HEAD_DIM, BLOCK_SIZE = 128, 256  # sizes of the model for which backends are checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the facts."""
     found = collect()
     print(json.dumps(found) if args.json else describe(found))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """All of it, as JSON has it; bytes for memory, None for what is not there."""
+    """All facts, in JSON's types; memory in bytes, None for missing ones."""
     own = [Requirement(text) for text in _requirements()]
     return {
         "nanovllm": __version__,
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def _extra(requirement: Requirement) -> str | None:
-    """The extra that it belongs to."""
+    """The extra that a requirement belongs to; None: it is always required."""
     _, is_of_one, rest = str(requirement.marker or "").partition('extra == "')
     return rest.partition('"')[0] if is_of_one else None
 
@@ -116,7 +116,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _attention(device: "torch.device", dtype: "torch.dtype") -> dict[str, str | None]:
-    """Each backend and why it cannot run there; None if it can."""
+    """The reason why each backend cannot run on a device; None if it can."""
     from nanovllm.attention import BACKENDS, AttentionNeeds
 
     needs = AttentionNeeds(device, dtype, HEAD_DIM, BLOCK_SIZE)
@@ -124,18 +124,18 @@ def _attention(device: "torch.device", dtype: "torch.dtype") -> dict[str, str | 
 
 
 def _no_cuda() -> str | None:
-    """Why there are no CUDA devices; None if there are."""
+    """The reason why there are no CUDA devices; None if there are."""
     import torch
 
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this build of PyTorch is for CPUs alone"
+        return "this build of PyTorch is for CPUs only"
     return f"PyTorch {torch.__version__} finds no GPU, or no driver for it"
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The same as text."""
+    """The facts as text."""
     packages = (f"{name} {version or '(missing)'}" for name, version in found["packages"].items())
     lines = [
         f"nanovllm {found['nanovllm']}, Python {found['python']}, {found['platform']}",

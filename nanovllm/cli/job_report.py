@@ -1,4 +1,4 @@
-"""What a job says on standard error: a bar meanwhile, and at the end what there is."""
+"""Reports of a job on standard error: a bar meanwhile, and a summary at the end."""
 
 import sys
 import time
@@ -10,17 +10,17 @@ from nanovllm.batch.sink import ResumableSink, StreamSink
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     print(f"nanovllm generate: {text}", file=sys.stderr)
 
 
 class Report:
-    """Counts results. Inside of a `with` block it shows a bar, which TQDM_DISABLE=1 turns off.
+    """A count of results, shown inside a `with` block as a bar, which TQDM_DISABLE=1 turns off.
 
     Args:
-        sink: where they go.
-        total: rows of the input; None if that is not known.
-        output: the name of the output; None for standard output.
+        sink: output of the job.
+        total: number of rows in the input; None if it is not known.
+        output: name of the output; None for standard output.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Report:
 
     def __enter__(self) -> "Report":
         self._before, self._began = self._sink.num_finished, time.perf_counter()
-        options = {"desc": "Generating", "unit": "row", "smoothing": 0}  # rates over all the time
+        options = {"desc": "Generating", "unit": "row", "smoothing": 0}  # mean rate of the run
         self._bar = tqdm(total=self._total, initial=self._before, **options)
         return self
 
@@ -40,7 +40,7 @@ class Report:
         self._bar.close()
 
     def add(self, result: Result) -> None:
-        """Count a result that is written."""
+        """Count a result that has been written."""
         self._num_tokens += result.num_generated_tokens
         if result.error is not None and not self._first_error:
             self._first_error = f"row {result.row.number} (the first is 0): {result.error}"
@@ -51,10 +51,10 @@ class Report:
             self._bar.update()
 
     def end(self, is_complete: bool) -> None:
-        """Say what there is.
+        """Print the summary.
 
         Args:
-            is_complete: no row is left.
+            is_complete: whether no row is left.
         """
         sink, seconds = self._sink, time.perf_counter() - self._began
         new = sink.num_finished - self._before
@@ -66,13 +66,13 @@ class Report:
             rate = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tok/s"
             say(f"{new:,} rows in {seconds:.1f} s, {rate}")
         if self._first_error:
-            say(f"the first error now: {self._first_error}")
+            say(f"the first error of this run: {self._first_error}")
         if self._output is None:
             return
         if not is_complete:
-            say("the same command goes on from here")
+            say("the same command continues from here")
             return
         if sink.num_errors and not sink.ordered:
             say("with --retry-errors, the same command computes rows with errors again")
         if sink.num_strangers:
-            say(f"{sink.num_strangers:,} results are of rows that are not in the input any more")
+            say(f"{sink.num_strangers:,} results belong to rows that are no longer in the input")

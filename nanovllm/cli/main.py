@@ -27,7 +27,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130  # exit codes; the latter is a shell's for Ctr
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line: the usage of a command has dozens."""
+    """Parser that prints a mistake in one line: the usage of a command has dozens."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: arguments; None for those of the process.
 
     Returns:
-        The exit code: the command's own; 2 for a mistake of the user, whose one line is then on
-        standard error; 130 after Ctrl-C; 1 if whoever reads standard output has gone.
+        The exit code: the command's own; 2 for a mistake of the user, with one line on standard
+        error; 130 after Ctrl-C; 1 if the reader of standard output has gone.
 
     Raises:
-        SystemExit: after `--help` and `--version`, and where the arguments cannot be read.
+        SystemExit: after `--help` and `--version`, and if the arguments cannot be read.
     """
     parser, commands = _parsers()
     args, unknown = parser.parse_known_args(argv)
@@ -55,23 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("nanovllm").setLevel(level)
     try:
         return COMMANDS[args.command].run(args)
-    except (TypeError, ValueError) as error:  # how the library names what is wrong
+    except (TypeError, ValueError) as error:  # the library's errors for mistakes of the caller
         print(f"nanovllm {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end fails, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit fails
         return 1
 
 
 def _parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of everything, and those of the commands."""
+    """The parser of the whole command line, and those of the commands by name."""
     parser = Parser(prog="nanovllm", description="Offline LLM inference.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     parsers: dict[str, Parser] = {}
     commands = parser.add_subparsers(
-        title="commands", dest="command", required=True, help="`COMMAND --help` says more"
+        title="commands", dest="command", required=True, help="see `COMMAND --help`"
     )
     for name, module in COMMANDS.items():
         summary, _, details = (module.__doc__ or "").partition("\n\n")

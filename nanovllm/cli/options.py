@@ -1,8 +1,8 @@
-"""Flags for the fields of `Config` and `SamplingParams`: their names, types, defaults and help text
-are taken from these classes, so a new field is a flag without a word here.
+"""Flags for the fields of `Config` and `SamplingParams`. Their names, types, defaults and help text
+come from these classes, so a new field becomes a flag without a change here.
 
-A field's own name is its flag, with dashes. `seed` is in both classes: `--seed` is that of
-`SamplingParams`, `--engine-seed` that of `Config`.
+A flag has its field's name, with dashes. `seed` is in both classes: `--seed` is the one of
+`SamplingParams`, `--engine-seed` the one of `Config`.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from nanovllm.config import Config, Options
 from nanovllm.sampling_params import SamplingParams
 
 PATH = "PATH"
-ENGINE, SAMPLING = "engine", "sampling"  # begin the names of what is parsed
+ENGINE, SAMPLING = "engine", "sampling"  # prefixes of names in the namespace
 FLAGS = {(ENGINE, "seed"): "engine-seed"}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Flags for all options of an engine; `model` is for each command to add."""
+    """Add flags for all options of an engine; each command adds `model` itself."""
     _add(parser, ENGINE, Config, get_type_hints(Options))
 
 
@@ -37,7 +37,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def add_sampling_options(
     parser: argparse.ArgumentParser, *, leave_out: Container[str] = ()
 ) -> None:
-    """Flags for the fields of `SamplingParams`."""
+    """Add flags for the fields of `SamplingParams`."""
     hints = get_type_hints(SamplingParams)
     hints = {name: hint for name, hint in hints.items() if name not in leave_out}
     _add(parser, SAMPLING, SamplingParams, hints)
@@ -81,17 +81,17 @@ def _add(parser: argparse.ArgumentParser, kind: str, cls: Any, hints: Mapping[st
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """What the section "Attributes" of a class's docstring says of each, in one line."""
+    """The notes under "Attributes" in a class's docstring, by name, each on one line."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section.partition("\n\n")[0], re.M)
     return {name: " ".join(text.split()) for name, text in found}
 
 
 def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
-    """What reads a value of this type from text, and how help calls it; None for yes or no."""
+    """The reader of a value of this type from text, and its name in help; None for a bool."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     kinds = [kind for kind in (get_args(hint) if is_union else (hint,)) if kind is not type(None)]
-    if {bool, str} <= {*kinds}:  # True where the flag stands alone
+    if {bool, str} <= {*kinds}:  # True if the flag stands alone
         return new_file, PATH
     [kind] = kinds
     if kind is bool:
@@ -105,7 +105,7 @@ def _reader(hint: Any) -> tuple[Callable[[str], Any] | None, str]:
 
 
 def integer(text: str) -> int:
-    """An integer, with a message of the house."""
+    """An integer, with an error in our form."""
     try:
         return int(text)
     except ValueError:
@@ -113,7 +113,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A number, likewise."""
+    """A float, with an error in our form."""
     try:
         return float(text)
     except ValueError:
@@ -121,7 +121,7 @@ def number(text: str) -> float:
 
 
 def json_value(text: str) -> Any:
-    """What a flag for a list or an object takes."""
+    """The value of a flag for a list or an object."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except ValueError as error:
@@ -129,12 +129,14 @@ def json_value(text: str) -> Any:
 
 
 def _refuse(name: str) -> None:
-    """Python reads NaN and Infinity, which are no JSON, and NaN is unlike itself."""
-    raise ValueError(f"{name} is no number there")
+    """Refuse NaN and Infinity, which Python reads and which are not JSON; NaN also differs from
+    itself.
+    """
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def object_value(text: str) -> dict[str, Any]:
-    """What a flag for an object takes."""
+    """The value of a flag for an object."""
     value = json_value(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be an object, got {text!r}")
@@ -142,7 +144,7 @@ def object_value(text: str) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1."""
+    """An integer from 1 up."""
     value = integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -158,14 +160,14 @@ def rate(text: str) -> float:
 
 
 def new_file(text: str) -> str:
-    """A file that can be written: its folder is there."""
+    """A path that can be written: its directory exists."""
     if not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be in a directory that is there, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be in a directory that exists, got {text!r}")
     return text
 
 
 def _strings(text: str) -> Any:
-    """A list, or the only string of one."""
+    """A list, or a single string as a list."""
     return json_value(text) if text.startswith("[") else [text]
 
 

@@ -2,11 +2,11 @@
 
     nanovllm report trace.json
 
-The trace is what `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)` has recorded.
-The page has throughput, batch and KV pool over time, latencies, and in words what held the run
-back; the words are printed, too. The share of the roofline needs the device's limits: those of an
-H200 are known, others are given by --bandwidth and --flops. The page needs
-pip install "plotly>=6"; without it the command prints the words, and ends with code 2.
+TRACE is a file recorded by `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)`. The
+page has throughput, batch and KV pool over time, latencies, and in words the limits of the run; the
+words are printed, too. The share of the roofline needs the device's limits: those of an H200 are
+known, others are given by --bandwidth and --flops. The page needs pip install "plotly>=6"; without
+it the command prints the words, and ends with code 2.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from nanovllm.cli.options import new_file, rate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this command."""
+    """Add the flags of this command."""
     parser.add_argument("trace", metavar="TRACE", help="the recorded file")
     parser.add_argument(
         "-o",
@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page (the trace's name with .html)",
     )
-    parser.add_argument("--bandwidth", type=rate, help="one device's limit, bytes per second")
-    parser.add_argument("--flops", type=rate, help="its limit, operations per second")
+    parser.add_argument("--bandwidth", type=rate, help="limit of one device, bytes per second")
+    parser.add_argument("--flops", type=rate, help="limit of one device, operations per second")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, sum up, say, draw."""
+    """Read the trace, print its summary, and draw the page."""
     from nanovllm.report.reading import read_trace
     from nanovllm.report.summary import Summary
     from nanovllm.report.words import in_words
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if output == source:
         raise ValueError(f"--output must be another file than the trace, got {args.output!r}")
     summary = Summary(read_trace(args.trace), args.bandwidth, args.flops)
-    print(in_words(summary), flush=True)  # also where the page fails
+    print(in_words(summary), flush=True)  # even if the page fails
     try:
         from nanovllm.report.page import page
     except ImportError as error:

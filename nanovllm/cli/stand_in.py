@@ -1,8 +1,8 @@
-"""An engine on a GPU that is not there, in a process that does nothing else.
+"""An engine on a stand-in for a GPU that is not there, in a process that does nothing else.
 
-Tensors have shapes and no content (PyTorch's `meta` device) and say that they are on a GPU. Triton
-asks a driver that answers for that GPU. So the engine itself chooses kernels and their variants,
-which can be compiled; nothing runs.
+Tensors have shapes and no content (PyTorch's `meta` device) and claim to be on a GPU. Triton asks a
+driver that answers for that GPU. So the engine itself chooses kernels and their variants, which can
+be compiled; nothing runs.
 """
 
 import contextlib
@@ -29,24 +29,24 @@ from nanovllm.utils.progress import startup_bar
 GPU = torch.device("cuda", 0)
 META, CPU = torch.device("meta"), torch.device("cpu")
 IS_CUDA, DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "device"))
-WITHOUT = {"load_format": "dummy", "data_parallel_size": 1, "trace": False}  # where nothing runs
-LOWEST = 1 << 20  # where storages begin: at multiples of 16 bytes, as PyTorch's allocator has it
+WITHOUT = {"load_format": "dummy", "data_parallel_size": 1, "trace": False}  # as nothing runs
+LOWEST = 1 << 20  # address of storages, a multiple of 16 bytes as in PyTorch's allocator
 
 
 class Card(NamedTuple):
-    """A GPU: what Triton compiles for, and what PyTorch says of it."""
+    """A GPU: Triton's target, and the facts that PyTorch reports."""
 
     target: Target
     capability: tuple[int, int]
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether our kernels run there."""
+        """Whether our kernels run on this GPU."""
         return self.target.backend != "cuda" or self.capability >= MIN_CAPABILITY
 
     @property
     def name(self) -> str:
-        """What its users call it."""
+        """The GPU's name in messages."""
         if self.target.backend != "cuda":
             return f"AMD's {self.target.arch}"
         return "compute capability {}.{}".format(*self.capability)
@@ -56,8 +56,8 @@ def _cuda(major: int, minor: int, kib: int) -> Card:
     return Card(Target("cuda", 10 * major + minor, 32, kib * 1024), (major, minor))
 
 
-# CUDA C++ Programming Guide, technical specifications by compute capability; of gfx942 the CDNA3
-# instruction set's local data share.
+# CUDA C++ Programming Guide, technical specifications by compute capability; for gfx942 the local
+# data share in the CDNA3 instruction set.
 CARDS = {
     "7.5": _cuda(7, 5, 64),
     "8.0": _cuda(8, 0, 163),
@@ -71,7 +71,7 @@ CARDS = {
 
 
 def card_here() -> Card:
-    """The GPU of this process: the first that it sees."""
+    """The first GPU that this process sees."""
     from triton.runtime import driver
 
     target, capability = driver.active.get_current_target(), torch.cuda.get_device_capability()
@@ -80,10 +80,10 @@ def card_here() -> Card:
 
 
 class OnCard(TorchFunctionMode):
-    """What is asked to be on a GPU goes elsewhere, and what is there says that it is on a GPU.
+    """A mode that moves tensors meant for a GPU elsewhere, where they claim to be on a GPU.
 
     Args:
-        place: `META`; or `CPU`, and then all tensors say so.
+        place: `META`; or `CPU`, and then all tensors there claim it.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -113,7 +113,7 @@ class OnCard(TorchFunctionMode):
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`, of which libraries make types: it must be a class."""
+    """Stand-in for `torch.cuda.Stream`. Libraries make types of it: it must be a class."""
 
     cuda_stream = 0
 
@@ -123,7 +123,7 @@ class Stream:
 
 
 class Region:
-    """Stands for `PeerRegion`."""
+    """Stand-in for `PeerRegion`."""
 
     def __init__(self, rank: int, device: torch.device, num_bytes: int, *args: object) -> None:
         self.num_bytes = num_bytes
@@ -136,8 +136,8 @@ class Region:
 
 
 def put_in(card: Card) -> None:
-    """Have this process see the card, in the place of any GPU and of other ranks: from now on, and
-    for good.
+    """Let this process see the card in the place of any GPU, without other ranks: from now on, for
+    good.
     """
     from triton.runtime import driver
 
@@ -164,7 +164,7 @@ def put_in(card: Card) -> None:
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"):
         setattr(cuda, name, MagicMock())
     cuda.CUDAGraph = cuda.graph = MagicMock()
-    scaled_mm = torch._scaled_mm  # which has no shapes for what it writes in place
+    scaled_mm = torch._scaled_mm  # knows no shapes on `meta` for an `out`
     torch._scaled_mm = lambda *args, out=None, **how: (
         scaled_mm(*args, **how) if out is None else out
     )
@@ -173,7 +173,7 @@ def put_in(card: Card) -> None:
     stand_ins: list[tuple[Any, str, Any]] = [
         (executor, "without_modes", contextlib.nullcontext),  # `OnCard` is one
         (builder, "load_dummy", lambda model, seed: None),
-        (builder, "prepare_device", lambda device: MagicMock()),  # which is not there
+        (builder, "prepare_device", lambda device: MagicMock()),  # there is no device
         (builder, "num_processes", lambda num_ranks: num_processes(1)),  # one by one
         (
             *(controlled_sampler, "upload_beside"),
@@ -189,13 +189,13 @@ def put_in(card: Card) -> None:
 
 
 def meet_nobody(self: Any) -> None:
-    """Stands for `Executor.launch`: one rank of several, alone."""
+    """Stand-in for `Executor.launch`: one rank of several, alone."""
     if self._group.size > 1:
         self._group._backend, self._group._device = MagicMock(), GPU
 
 
 class RehearsedError(Exception):
-    """The end of a `Rehearsing`. Has the compiler, which is closed."""
+    """Raised at the end of a `Rehearsing`, with its compiler, which is closed."""
 
     def __init__(self, compiler: Compiler) -> None:
         super().__init__("rehearsed")
@@ -206,8 +206,8 @@ class Rehearsing(Builder):
     """A builder that compiles a rank's kernels and ends in a `RehearsedError`. Weights stay empty.
 
     Args:
-        rank: the one to play.
-        config, model_config, group: of `Builder`.
+        rank: number of the rank whose place this builder takes.
+        config, model_config, group: arguments of `Builder`.
     """
 
     def __init__(self, rank: int, config: Config, model_config: ModelConfig, group: Group) -> None:
@@ -216,11 +216,11 @@ class Rehearsing(Builder):
 
     def build_model(self, build: Build) -> Qwen3ForCausalLM:
         if self.compiler is None:
-            raise ValueError("no process can be started that compiles")
+            raise ValueError("no process that compiles can be started")
         if build.backend.name == "torch":
             raise ValueError(
-                "kernels cannot be compiled ahead with `attention_backend` torch, which reads what "
-                "is computed, and here nothing is"
+                "kernels cannot be compiled ahead with `attention_backend` torch, which reads "
+                "computed values, and here nothing is computed"
             )
         return super().build_model(build)
 
@@ -237,14 +237,14 @@ class Rehearsing(Builder):
 
 
 def compile_kernels(model: str, card: Card, options: dict[str, Any]) -> list[Compiler]:
-    """Compile the kernels of an engine into Triton's cache. `put_in` comes before.
+    """Compile the kernels of an engine into Triton's cache. Call `put_in` first.
 
     Args:
-        model, options: of `LLM`.
-        card: the GPU.
+        model, options: arguments of `LLM`.
+        card: GPU to compile for.
 
     Returns:
-        Compilers of the ranks, closed, which know what they have compiled.
+        Compilers of the ranks, closed, which list what they have compiled.
     """
     from nanovllm.engine import executor
     from nanovllm.engine.llm_engine import LLMEngine

@@ -1,1 +1,1 @@
-"""What the ranks of a model that is split over devices have in common."""
+"""Collectives and shared memory of the ranks of a model that is split over devices."""

@@ -3,14 +3,14 @@
 The T rows of a step are divided into parts, and each rank owns one (sequence parallelism;
 Korthikanti et al., 2022). A row-parallel product computes the other ranks' parts first, and the
 GPU's copy engines send each part to its owner while the next is computed (`scatter`). The owner
-sums and normalises its part, quantises it where the product that follows likes that, and sends it
-to all others (`gather`) while that column-parallel product begins with the part that is there
-already. Copies take no multiprocessor time.
+sums and normalises its part, quantises it if the next product takes quantised activations, and
+sends it to all others (`gather`) while that column-parallel product begins with the part that has
+already arrived. Copies take no multiprocessor time.
 
 Single buffering is safe. `received` and `outgoing` are overwritten only after the owner's
 normalised rows have arrived, which proves that the owner has read the last partial results. `rows`
-is overwritten, by numbers or by codes, which lie elsewhere in it, only after all ranks' next
-partial results have arrived, which they computed from these rows.
+is overwritten, by values or by codes, which share its memory, only after all ranks' next partial
+results have arrived, which they computed from these rows.
 """
 
 import ctypes
@@ -25,16 +25,16 @@ from nanovllm.utils.integers import cdiv
 
 FLAG_BYTES = 8
 ALIGNMENT = 256  # bytes: rows begin where an allocation may (docs/experiments.md, 44)
-ROUND = 16  # rows of a part are a multiple of it
+ROUND = 16  # the rows of a part are a multiple of it
 
 
 class Scattered(NamedTuple):
-    """Partial results of a row-parallel product: of this rank's part of the step's rows, by all.
+    """Partial results of a row-parallel product, from all ranks, for this rank's part of the rows.
 
     Attributes:
         partial: [size, n, M], to be summed over the ranks.
-        num_rows: T, of all ranks.
-        exchange: delivered them.
+        num_rows: T, rows of the step on all ranks together.
+        exchange: the exchange that delivered them.
     """
 
     partial: torch.Tensor
@@ -46,9 +46,9 @@ class Gathered(NamedTuple):
     """Normalised rows of all ranks; those of other ranks may still be arriving.
 
     Attributes:
-        rows: [T, M], numbers or codes; a part may be read once `parts` has yielded it.
-        epoch: the number of the exchange.
-        exchange: delivers them.
+        rows: [T, M] values or codes; a part may be read once `parts` has yielded it.
+        epoch: number of the exchange.
+        exchange: the exchange that delivers them.
     """
 
     rows: torch.Tensor | Codes
@@ -66,7 +66,7 @@ class Gathered(NamedTuple):
         return range(part.start, part.stop)
 
     def new_empty(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for results of all rows: [T, width], uninitialised."""
+        """An uninitialised buffer for the results of all rows: [T, width]."""
         rows = self.rows.codes if isinstance(self.rows, Codes) else self.rows
         return rows.new_empty(len(rows), width, dtype=dtype)
 
@@ -79,8 +79,8 @@ class Gathered(NamedTuple):
 
 
 def part_of(owner: int, size: int, num_rows: int) -> slice:
-    """The rows that rank `owner` of `size` owns: equal parts, but the last ones may be shorter or
-    empty.
+    """The rows that rank `owner` of `size` owns. Parts are equal, but the last ones may be shorter
+    or empty.
     """
     length = -(-num_rows // (size * ROUND)) * ROUND
     return slice(min(owner * length, num_rows), min((owner + 1) * length, num_rows))
@@ -89,18 +89,18 @@ def part_of(owner: int, size: int, num_rows: int) -> slice:
 class BulkExchange:
     """The buffers, copies and flags of one rank.
 
-    Its region holds flags of what has arrived from each rank, partial results, and rows:
+    Its region holds a flag for each kind of arrival from each rank, partial results, and rows:
 
         flags [2, size] int64, up to 256 bytes | received [size, max_part, M] | rows [max_rows, M]
 
-    Codes take at most half of the bytes of `rows`, and their scales begin at the half.
+    Codes occupy at most half of the bytes of `rows`, and their scales begin at the half.
 
     Args:
-        rank, size: which of how many ranks this is.
-        device: its GPU.
+        rank, size: number of this rank, and of ranks.
+        device: torch.device of this rank, a GPU.
         max_rows: rows of the largest step.
         hidden_size: M, elements of a row.
-        dtype: of the rows.
+        dtype: torch.dtype of the rows.
         abort, share: see `PeerRegion`.
     """
 
@@ -116,36 +116,36 @@ class BulkExchange:
         share: Share,
     ) -> None:
         self.rank, self.size, self._epoch = rank, size, 0
-        self._order = [(rank + 1 + i) % size for i in range(size)]  # the others first, then this
+        self._order = [(rank + 1 + i) % size for i in range(size)]  # the other ranks, then this one
         max_part = self._part(0, max_rows).stop
         num_rows = size * max_part + max_rows
         flag_bytes = cdiv(2 * size * FLAG_BYTES, ALIGNMENT) * ALIGNMENT
         num_bytes = flag_bytes + num_rows * hidden_size * dtype.itemsize
         self.region = PeerRegion(rank, device, num_bytes, 0, abort, share)
         rows = self.region.words[flag_bytes // FLAG_BYTES :].view(dtype).view(-1, hidden_size)
-        # [size, max_part, M]: the ranks' results for our part, ours among them.
+        # [size, max_part, M]: all ranks' results for our part, ours among them.
         self._received = rows[: size * max_part].view(size, max_part, hidden_size)
         self._rows = rows[size * max_part :]  # [max_rows, M]
-        self._codes: Codes | None = None  # the same, as the last layer wanted it
+        self._codes: Codes | None = None  # views of `_rows`, in the form last asked for
         self._outgoing = torch.empty_like(self._received)  # our results for the others' parts
-        # One stream for each peer, so that copies overlap; with priority, so that setting a flag
-        # does not queue behind the programs of a product.
+        # One stream per peer, so that copies overlap; with priority, so that setting a flag does
+        # not queue after the programs of a product.
         self._copies = {peer: torch.cuda.Stream(device, priority=-1) for peer in self._order[:-1]}
 
     @property
     def outgoing_bytes(self) -> int:
-        """Memory beside the region."""
+        """Bytes of GPU memory beside the region."""
         return self._outgoing.nbytes
 
     def _part(self, owner: int, num_rows: int) -> slice:
         return part_of(owner, self.size, num_rows)
 
     def scatter(self, num_rows: int, compute: Callable[[slice, torch.Tensor], object]) -> Scattered:
-        """Compute this rank's results for all rows, and send each owner those of its part.
+        """Compute this rank's results for all rows, and send to each owner those of its part.
 
         Args:
-            num_rows: T.
-            compute: writes the results for a slice of the rows into a tensor [n, M].
+            num_rows: T, rows of the step.
+            compute: function that writes the results for a slice of the rows into a tensor [n, M].
         """
         self._epoch += 1
         for owner in self._order:
@@ -174,8 +174,9 @@ class BulkExchange:
         return made
 
     def own_rows(self, num_rows: int, x_block: int | None = None) -> torch.Tensor | Codes:
-        """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`: codes
-        with a scale for each `x_block` numbers of a row, 0: for all; None: numbers.
+        """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`. With an
+        `x_block`, it holds codes with a scale per `x_block` values of a row (0: per row); None:
+        values.
         """
         return self._all_rows(num_rows, x_block)[self._part(self.rank, num_rows)]
 
@@ -188,7 +189,7 @@ class BulkExchange:
         return Gathered(self._all_rows(num_rows, x_block), self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
-        """The parts of `num_rows` gathered rows that have rows, each after its arrival: this rank's
+        """The non-empty parts of `num_rows` gathered rows, each after its arrival: this rank's
         first, then in the order in which the others send theirs.
         """
         for owner in reversed(self._order):
@@ -207,8 +208,8 @@ class BulkExchange:
             wait_for(flag, epoch, self.region.abort_address)
 
     def _push(self, tensors: list[tuple[torch.Tensor, torch.Tensor]], peer: int, kind: int) -> None:
-        """Copy tensors into a peer's region, each to where the other of its pair lies in ours, and
-        then set its flag, concurrently with our kernels.
+        """Copy each first tensor of a pair to the peer's counterpart of the second, which lies in
+        our region, and then set the peer's flag, concurrently with our kernels.
         """
         from nanovllm.kernels.peers import signal
 

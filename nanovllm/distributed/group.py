@@ -1,4 +1,4 @@
-"""`Group`: the ranks that hold a model together, and what they do together."""
+"""`Group`: the ranks that hold a model together, and their exchanges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.tensors.fp8 import Codes
 
 logger = logging.getLogger(__name__)
 
-ABORT_TIMEOUT = 3.0  # seconds for the end of NCCL
+ABORT_TIMEOUT = 3.0  # seconds to wait for the end of NCCL
 
 
 class LostContactError(RuntimeError):
@@ -27,14 +27,14 @@ class LostContactError(RuntimeError):
 
 
 class Group:
-    """One rank's view of the ranks.
+    """One rank's view of all ranks.
 
     Attributes:
-        rank: 0 is the caller's process.
-        size: how many ranks.
-        name: what sums large results: "nccl", "gloo", or "none" for a single rank.
-        peers: the ranks' memory for exchanges inside kernels; None where there is none.
-        bulk: the same for large steps.
+        rank: number of this rank; 0 is the caller's process.
+        size: number of ranks.
+        name: backend that sums large results: "nccl", "gloo", or "none" for a single rank.
+        peers: memory of the ranks for exchanges inside kernels; None if there is none.
+        bulk: exchange for large steps; None if there is none.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -45,11 +45,11 @@ class Group:
         self._backend: Nccl | Gloo | None = None
         self._abort_lock, self._is_aborted = threading.Lock(), False
         self._aborting: threading.Thread | None = None
-        self._abort_word: torch.Tensor | None = None  # a word that kernels which wait look at
+        self._abort_word: torch.Tensor | None = None  # polled by kernels that wait
 
     def arrive(self, store: dist.Store, device: torch.device) -> None:
         """Tell the other ranks that this one is ready to meet them."""
-        # Rank 1 brings NCCL's id, not 0: what waits for all ranks by it ends with the process.
+        # Rank 1 brings NCCL's id, not 0: its thread that waits for all ranks ends with the process.
         brings_id = self.rank == 1 and device.type == "cuda"
         store.set(arrival(self.rank), get_unique_id() if brings_id else b"")  # type: ignore[arg-type]
 
@@ -71,7 +71,10 @@ class Group:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks.
 
         Args:
-            most_rows: of steps that are too large for kernels that sum rows; 0: NCCL sums those.
+            dtype: torch.dtype of the rows.
+            hidden_size: elements of a row.
+            max_num_seqs: rows of the largest step whose rows kernels sum.
+            most_rows: rows of the largest step that is too large for that; 0: NCCL sums such steps.
         """
         others = [peer for peer in range(self.size) if peer != self.rank]
         possible = all(torch.cuda.can_device_access_peer(self._device, peer) for peer in others)
@@ -91,12 +94,12 @@ class Group:
 
     @property
     def peer_bytes(self) -> int:
-        """Memory of this rank's GPU for exchanges."""
+        """Bytes of this rank's GPU memory for exchanges."""
         outgoing = 0 if self.bulk is None else self.bulk.outgoing_bytes
         return outgoing + sum(region.num_bytes for region in self._regions)
 
     def describe(self) -> str:
-        """How the ranks' results are summed."""
+        """The means by which the ranks' results are summed, for a log line."""
         return self.name if self.peers is None else f"peer memory and {self.name}"
 
     def can_exchange(self, x: torch.Tensor | Codes) -> bool:
@@ -104,7 +107,7 @@ class Group:
         return self.peers is not None and len(x) <= self.peers.max_rows
 
     def bulk_for(self, x: torch.Tensor | Codes) -> BulkExchange | None:
-        """What sums x: [T, M] if that is too large for `can_exchange`."""
+        """The exchange that sums x: [T, M], if x is too large for `can_exchange`."""
         return None if self.can_exchange(x) else self.bulk
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +127,7 @@ class Group:
         return everyone
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace x by that of rank 0."""
+        """Replace x by rank 0's."""
         if self._backend is not None:
             with self._losing_contact():
                 self._backend.broadcast(x)
@@ -140,7 +143,7 @@ class Group:
     def _share(self, data: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         everyone = [bytes(row) for row in self.all_gather(own).cpu().numpy()]
-        self.check()  # what is aborted comes back, too
+        self.check()  # an aborted collective returns, too
         return everyone
 
     @contextmanager
@@ -152,11 +155,11 @@ class Group:
             raise LostContactError(f"an exchange with other ranks has failed: {error}") from error
 
     def abort(self) -> None:
-        """End what waits for the other ranks, since one of them has died. From any thread.
+        """End every wait for the other ranks, since one of them has died. From any thread.
 
-        Waits for nothing: NCCL, once it has ended its kernels, waits for the end of CUDA graphs
-        that hold such, and the end of those that still run is waited for without letting other
-        threads go on. So first `abort`, then wait for the device, then drop the graphs.
+        Returns at once: NCCL, once it has ended its kernels, waits for the end of CUDA graphs that
+        contain such kernels. A graph that is dropped while it runs is waited for, too, and no other
+        thread goes on meanwhile. So first `abort`, then wait for the device, then drop the graphs.
         """
         with self._abort_lock:
             if self._is_aborted:
@@ -174,17 +177,17 @@ class Group:
             backend.abort()
         except RuntimeError as error:
             logger.warning(
-                "%s has not ended (%s): what it holds is free when this process ends",
+                "%s has not ended (%s): its memory and connections are freed with this process",
                 self.name, error,
             )  # fmt: skip
 
     def check(self) -> None:
-        """LostContactError after `abort`, for work that does not talk to the other ranks."""
+        """Raise LostContactError after `abort`: for work that does not talk to the other ranks."""
         if self._is_aborted:
             raise LostContactError("another rank has died")
 
     def close(self) -> None:
-        """Give memory and connections back. The other ranks must have ended."""
+        """Free memory and connections. The other ranks must have ended."""
         self.abort()  # an orderly end of NCCL would wait for the others
         if self._aborting is not None:
             self._aborting.join(ABORT_TIMEOUT)

@@ -1,8 +1,8 @@
 """`Nccl`: collectives between GPUs, through NCCL's C interface.
 
-PyTorch's (`ProcessGroupNCCL`) has the handle of a communicator only once all ranks are connected.
-If one dies before, nothing ends the wait for it, or gives back the memory of what was connected.
-Here the handle is there from the beginning.
+PyTorch's binding (`ProcessGroupNCCL`) has the handle of a communicator only once all ranks are
+connected. If one dies before, nothing ends the wait for it, or frees the memory of the connections
+made so far. Here the handle is there from the beginning.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 """
@@ -25,14 +25,14 @@ INT8 = 0  # ncclDataType_t
 DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 POLL_SECONDS = 0.001
 
-ENVIRONMENT = {  # None: not set. NCCL reads the first two once in a process
-    "NCCL_RUNTIME_CONNECT": "0",  # what connections take is taken before the KV cache
+ENVIRONMENT = {  # None: not set. NCCL reads the first two once per process
+    "NCCL_RUNTIME_CONNECT": "0",  # connections take their memory before the KV cache is sized
     "NCCL_RAS_ENABLE": "0",  # would leave a thread and two ports
-    "NCCL_COMM_ID": None,  # would let rank 0 wait for all, and the engines of a host meet
+    "NCCL_COMM_ID": None,  # would let rank 0 wait for all, and engines on one host meet
     "NCCL_COMM_BLOCKING": None,
 }
 
-_connecting = threading.Lock()  # one at a time: the environment is the whole process's
+_connecting = threading.Lock()  # one at a time: the environment belongs to the whole process
 
 
 class _UniqueId(ctypes.Structure):
@@ -63,7 +63,7 @@ def _call(name: str, *args: object) -> None:
 
 @contextmanager
 def _group() -> Iterator[None]:
-    """Calls to NCCL that take effect together, at the end."""
+    """Group calls to NCCL, so that they take effect together, at the end."""
     _call("ncclGroupStart")
     try:
         yield
@@ -72,9 +72,9 @@ def _group() -> Iterator[None]:
 
 
 def get_unique_id() -> bytes:
-    """What the ranks of a communicator meet by.
+    """The id through which the ranks of a communicator meet.
 
-    A thread of this process waits for them all. Nothing but the end of the process ends it before.
+    A thread of this process waits for them all. Nothing but the end of the process ends it earlier.
     """
     data = _UniqueId()
     with _environment():
@@ -92,7 +92,7 @@ class Nccl:
         self.rank, self.size = rank, size
         self._device = device
         self._handle = ctypes.c_void_p()  # NCCL sets it as soon as it begins to connect
-        self._calling = threading.Lock()  # held in a call
+        self._calling = threading.Lock()  # held during a call
         self._is_aborted = False
         self._opened: set[int] = set()  # inodes of sockets that NCCL may have forgotten
 
@@ -104,7 +104,7 @@ class Nccl:
         with _connecting, _environment(), _no_file_left(), on_device, self._one_call():
             before = {_inode(sock) for sock in _listening()}
             try:
-                with _group():  # else NCCL drops the handle if it fails, and loses what it had
+                with _group():  # else NCCL drops the handle if it fails, and leaks its resources
                     _call("ncclCommInitRank", ctypes.byref(self._handle), size, own_id, rank)
             except BaseException:
                 self._opened = {_inode(sock) for sock in _listening()} - before
@@ -120,7 +120,7 @@ class Nccl:
         self._collective("ncclAllGather", x, out, ctypes.c_size_t(x.nbytes), INT8)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Replace x by that of rank 0."""
+        """Replace x by rank 0's."""
         root = 0
         self._collective("ncclBroadcast", x, x, ctypes.c_size_t(x.nbytes), INT8, root)
 
@@ -139,24 +139,23 @@ class Nccl:
             yield
 
     def abort(self) -> None:
-        """End what waits for the other ranks, and give GPU memory and ports back. From any thread,
-        once.
+        """End every wait for the other ranks, and free GPU memory and ports. From any thread, once.
 
-        Returns when no kernel of NCCL runs any more and no CUDA graph holds one.
+        Returns when no kernel of NCCL runs any more and no CUDA graph contains one.
         """
         self._is_aborted = True
         while self._calling.locked() and not self._handle:  # it is about to be set
             time.sleep(POLL_SECONDS)
         try:
             if self._handle:
-                with _group():  # at whose end it frees
+                with _group():  # NCCL frees at its end
                     _call("ncclCommAbort", self._handle)
-                    with self._calling:  # the call of another thread has come to its end by that
+                    with self._calling:  # by then the call of another thread has returned
                         pass
         finally:
             for sock in _listening():
                 if _inode(sock) in self._opened:
-                    with suppress(OSError):  # it is closed
+                    with suppress(OSError):  # it is closed already
                         sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -175,7 +174,7 @@ def _environment() -> Iterator[None]:
 
 @contextmanager
 def _no_file_left() -> Iterator[None]:
-    """Unlink what NCCL opens in /dev/shm: a crash would leave it there."""
+    """Unlink the files that NCCL opens in /dev/shm: a crash would leave them there."""
     before = _files()
     try:
         yield
@@ -192,8 +191,8 @@ def _files() -> set[str]:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """The sockets on which NCCL listens in this process, each while the iteration is at it: TCP,
-    without the option that servers, stores and Gloo set to take a port again.
+    """The sockets on which NCCL listens in this process, each valid during its iteration: TCP,
+    without SO_REUSEADDR, which servers, stores and Gloo set.
     """
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile

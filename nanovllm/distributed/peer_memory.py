@@ -1,8 +1,8 @@
 """Memory on each GPU that the other ranks can write: `PeerRegion`, and `PeerMemory` for kernels.
 
-It is allocated and opened through the CUDA driver (`cuIpcGetMemHandle`, `cuIpcOpenMemHandle`),
-because PyTorch has no stable interface for it, and leaves nothing behind: the driver frees it with
-the process.
+The memory is allocated and opened through the CUDA driver (`cuIpcGetMemHandle`,
+`cuIpcOpenMemHandle`), because PyTorch has no stable interface for it. The driver frees it with the
+process, so nothing remains.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from nanovllm.utils.device import capturing, wait_for_device
 
 ALIGNMENT = 16  # bytes of a vector store: rows begin at multiples of it
 
-Share = Callable[[bytes], list[bytes]]  # this rank's value -> the values of all ranks
+Share = Callable[[bytes], list[bytes]]  # maps this rank's value to the values of all ranks
 
 
 class _Handle(ctypes.Structure):
@@ -23,7 +23,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Raw:
-    """Device memory at an address, for `torch.as_tensor`."""
+    """Device memory at an address, as `torch.as_tensor` accepts it."""
 
     def __init__(self, address: int, num_words: int) -> None:
         self.__cuda_array_interface__ = {
@@ -35,18 +35,18 @@ class PeerRegion:
     """A region on each GPU.
 
     Args:
-        rank: which of the ranks this is.
-        device: its GPU.
-        num_bytes: its size, a multiple of 8.
-        fill: what its bytes are at first.
-        abort: [1] int64 in pinned memory: kernels stop waiting when it is not 0. The host sets it
+        rank: number of this rank.
+        device: torch.device of this rank, a GPU.
+        num_bytes: size of the region in bytes, a multiple of 8.
+        fill: initial value of its bytes.
+        abort: [1] int64 in pinned memory; kernels stop waiting when it is not 0. The host sets it
             without the driver, which may itself be waiting for such a kernel.
-        share: exchanges what the others need to open the region.
+        share: function through which ranks exchange the handles that open the regions.
 
     Attributes:
         words: [num_bytes / 8] int64, this rank's region.
-        addresses: where each rank's region begins in this process.
-        abort_address: where kernels find `abort`.
+        addresses: address of each rank's region in this process.
+        abort_address: address of `abort` for kernels.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PeerRegion:
         size = ctypes.c_size_t(num_bytes)
         with capturing:
             torch.cuda.synchronize(device)  # the driver's calls need PyTorch's context
-            torch.cuda.empty_cache()  # and may need what PyTorch keeps
+            torch.cuda.empty_cache()  # and may need memory that PyTorch caches
         self.call("cuMemAlloc_v2", ctypes.byref(self._own), size)
         self.call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(fill), size)
         wait_for_device(device)
@@ -101,7 +101,7 @@ class PeerRegion:
 
     def close(self) -> None:
         """Free the region. No rank may use it any more."""
-        with torch.cuda.device(self._device), ExitStack() as finally_:  # all, whatever fails
+        with torch.cuda.device(self._device), ExitStack() as finally_:  # all of it, if parts fail
             finally_.callback(self.call, "cuMemFree_v2", self._own)
             for address in self._opened:
                 finally_.callback(self.call, "cuIpcCloseMemHandle", address)
@@ -109,9 +109,9 @@ class PeerRegion:
 
 
 class PeerMemory:
-    """Memory of `max_rows` rows that each rank can give to each other, inside kernels.
+    """Memory for up to `max_rows` rows that each rank passes to each other rank, inside kernels.
 
-    A rank's region holds two buffers that calls take in turn, for a row from each rank:
+    A rank's region holds two buffers, used by calls in alternation, for a row from each rank:
 
         [2, size, max_rows, row_bytes]
 
@@ -119,16 +119,16 @@ class PeerMemory:
     into the ranks' regions, and polls its own. A slot whose row has not arrived has all bits set.
 
     Args:
-        rank, size: which of how many ranks this is.
-        device: its GPU.
+        rank, size: number of this rank, and of ranks.
+        device: torch.device of this rank, a GPU.
         max_rows: rows of the largest exchange.
         row_bytes: bytes of a row, a multiple of 16.
         abort, share: see `PeerRegion`.
 
     Attributes:
-        addresses: [size + 2] int64, where each rank's region begins, where `abort` is, and where
-            the first kernel that sees it says so to those that follow.
-        epochs: [max_rows] int64, the calls so far in which each row was exchanged.
+        addresses: [size + 2] int64, the addresses of each rank's region, of `abort`, and of a word
+            in which the first kernel that sees `abort` tells later ones.
+        epochs: [max_rows] int64, number of calls so far that exchanged each row.
     """
 
     def __init__(

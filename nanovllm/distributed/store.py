@@ -1,4 +1,4 @@
-"""`Store`: what the ranks tell each other while they meet.
+"""`Store`: the values that the ranks exchange while they meet.
 
 Rank 0's `Workers` keep the values, and the other ranks ask for them through the socket pairs that
 they have in any case: the store does not listen, so no other process of the machine can read or
@@ -23,7 +23,8 @@ class Store(dist.Store):
     own `ask` raises then.
 
     Args:
-        ask: sets the value of a key, if it is given one. Returns the value, None if there is none.
+        ask: function that sets the value of a key, if given one, and returns the value, or None if
+            there is none.
     """
 
     def __init__(self, ask: Callable[[str, bytes | None], bytes | None]) -> None:
@@ -31,7 +32,7 @@ class Store(dist.Store):
         self._ask = ask
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Let all ranks know a value."""
+        """Publish a value to all ranks."""
         self._ask(key, value)
 
     def get(self, key: str) -> bytes:

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 
 def model_class(architecture: str) -> type[Qwen3ForCausalLM]:
-    """The class of a supported architecture; its file is imported now."""
+    """The class of a supported architecture. Imports its file."""
     module, _, name = FAMILIES[architecture].model.partition(".")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

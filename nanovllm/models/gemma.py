@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (Gemma team, 2024 and 2025) and GLM-4-0414: Qwen3's layers, with norms behind
+"""Gemma 2 and 3 (Gemma team, 2024 and 2025) and GLM-4-0414: Qwen3's layers, with norms after
 attention and MLP as well as before them.
 """
 
@@ -16,7 +16,7 @@ from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 class Gemma2DecoderLayer(nn.Module):
     """x = x + norm(attention(norm(x))); x = x + norm(mlp(norm(x)))"""
 
-    # Before and behind attention, before and behind the MLP.
+    # Before and after attention, before and after the MLP.
     norms = (
         "input_layernorm",
         "post_attention_layernorm",
@@ -45,7 +45,7 @@ class Gemma2DecoderLayer(nn.Module):
 
 
 class Glm4DecoderLayer(Gemma2DecoderLayer):
-    """The same by other names."""
+    """Gemma 2's layer, with other names for its norms."""
 
     norms = (
         "input_layernorm",

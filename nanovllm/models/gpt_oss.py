@@ -14,7 +14,7 @@ from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCau
 
 
 class Sinks(Layer):
-    """A score for each head of this rank, see `Scoring`."""
+    """Learned scores, one for each head of this rank; see `Scoring`."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class GptOssAttention(Qwen3Attention):
 
 
 class GptOssDecoderLayer(Qwen3DecoderLayer):
-    """Experts in all layers."""
+    """A layer with experts."""
 
     attention_class = GptOssAttention
 

@@ -1,6 +1,6 @@
-"""Checkpoint weights into a model: every parameter filled, every tensor used, or an error.
+"""Load checkpoint weights into a model: fill every parameter and use every tensor, or raise.
 
-Knows safetensors files; each layer says which tensors fill it (`Layer.shards`).
+Knows safetensors files; each layer names the tensors that fill it (`Layer.shards`).
 """
 
 import logging
@@ -28,29 +28,29 @@ logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Of the part for text in checkpoints with others, in the spellings of transformers 4 and 5.
+# Prefixes of the text model in checkpoints that have other parts, as transformers 4 and 5 write it.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-# Of the other parts of such checkpoints, which are left out, in both spellings.
+# Prefixes of the other parts of such checkpoints, which are left out, in both spellings.
 OTHER_PARTS = tuple(
     f"{model}{part}."
     for model in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector")
 )
-ROWS = 4096  # of a matrix that are compared at once
+ROWS = 4096  # rows of a matrix to compare at once
 _SHOWN = 8  # names listed in an error
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of each tensor in a checkpoint.
 
-    An index file decides which files of the directory count, as in vLLM (transformers prefers
-    `model.safetensors`). Without one it is `model.safetensors`, or all files if there is none of
-    that name.
+    An index file decides which checkpoint shards count, as in vLLM (transformers prefers
+    `model.safetensors`). Without an index it is `model.safetensors`, or if there is no such file
+    all *.safetensors.
 
     Raises:
         ValueError: if there are no safetensors, or a file of the index is missing or elsewhere.
@@ -92,7 +92,7 @@ def find_weights(directory: Path) -> dict[str, Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """The tensors of a safetensors file, by memory map."""
+    """The tensors of a safetensors file, memory-mapped."""
     try:
         tensors = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -104,9 +104,9 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
-    """Checkpoint tensor name -> the parameter, or the rows of a packed one, that it fills."""
+    """Map each checkpoint tensor's name to the parameter, or the rows of a packed one, it fills."""
     found: dict[str, Shard] = {}
-    filled: Counter[int] = Counter()  # elements, by the storage that they are in
+    filled: Counter[int] = Counter()  # elements filled, by storage
     for path, layer in model.named_modules():
         for name, shard in layer.shards(path) if isinstance(layer, Layer) else ():
             assert name not in found, f"{name} fills two parameters"
@@ -121,7 +121,7 @@ def checkpoint_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:
-    """Tensor name in a model of text alone -> its name in a checkpoint that has other parts."""
+    """Map names of a text-only model's tensors to their names in a checkpoint with other parts."""
     return {
         own + name.removeprefix(prefix): name
         for name in names
@@ -131,8 +131,8 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Likewise in one that was saved without its head (Qwen3-Embedding), where nothing is called
-    `model.`; empty for others.
+    """Map the same names to those in a checkpoint saved without its head (Qwen3-Embedding), where
+    no name begins with `model.`; empty for other checkpoints.
     """
     names = list(names)
     if any(name.startswith("model.") for name in names):
@@ -141,8 +141,8 @@ def bare_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
-    """The name of a tensor in a checkpoint, where others may have other `names`. Transformers calls
-    the scale of a whole tensor as it calls those of blocks (`FP8Linear`).
+    """The name of a tensor in a checkpoint, which may have other `names`. Transformers names the
+    scale of a whole tensor like those of scale blocks (`FP8Linear`).
     """
     spellings = [own, f"{own}_inv"] if own.endswith(".weight_scale") else [own]
     found = [names.get(spelling, spelling) for spelling in spellings]
@@ -150,13 +150,13 @@ def as_saved(own: str, names: Mapping[str, str], files: Container[str]) -> str:
 
 
 def _other_names(files: Iterable[str], is_part: bool) -> dict[str, str]:
-    """Tensor name in a model -> its name in a checkpoint that calls it otherwise."""
+    """Map names of a model's tensors to their names in a checkpoint, if those differ."""
     return text_names(files) if is_part else bare_names(files)
 
 
 def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The facts of a checkpoint. If its config.json ties the LM head to the embedding, but there is
-    a head with other numbers, that head counts, as in transformers, and the log says so.
+    """The facts of a checkpoint. If its config.json ties the LM head to the embedding, but the
+    checkpoint has a head with other values, that head counts, as in transformers, with a warning.
     """
     if not config.tie_word_embeddings:
         return config
@@ -176,7 +176,7 @@ def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
 
 
 def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:
-    """Whether two matrices of a checkpoint have the same numbers."""
+    """Whether two matrices of a checkpoint have the same values."""
     with _open(files[name]) as tensors, _open(files[other]) as others:
         one, two = tensors.get_slice(name), others.get_slice(other)
         shape = one.get_shape()
@@ -187,10 +187,10 @@ def _are_equal(files: Mapping[str, Path], name: str, other: str) -> bool:
 
 
 def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
-    """Name the files of a checkpoint that other libraries take weights from, and we do not."""
+    """Warn of weights that other libraries would read from a checkpoint and this one does not."""
     if directory / SINGLE not in read and has_file(directory / SINGLE):
         logger.warning(
-            "%s is not read, as %s names other files: delete what is out of date",
+            "%s is not read, as %s names other files: delete whichever is out of date",
             directory / SINGLE,
             INDEX,
         )
@@ -205,7 +205,7 @@ def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
 def _targets_and_files(
     model: nn.Module, directory: Path, is_part: bool
 ) -> tuple[dict[str, Shard], dict[str, Path]]:
-    """What the tensors of a checkpoint fill, and which file has each, by their names there.
+    """The parameters that a checkpoint's tensors fill, and their files, by the names there.
 
     Raises:
         ValueError: naming tensors that are missing or left over.
@@ -221,7 +221,7 @@ def _targets_and_files(
     # Old checkpoints carry the rotary frequencies.
     ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
     if is_tied and embedding in files:
-        ignored.add(head)  # saved twice: `with_own_head` has compared them
+        ignored.add(head)  # saved twice; `with_own_head` has compared them
     elif is_tied and head in files:
         targets[head] = targets.pop(embedding)
     problems = []
@@ -250,11 +250,14 @@ def load_model(
     *,
     is_part: bool = False,
 ) -> None:
-    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Of each
-    tensor only the part that this rank holds is read. `check` is called before each, and may raise.
+    """Copy the checkpoint in `directory` into `model`, converting to the parameters' dtype. Only
+    this rank's part of each tensor is read.
 
     Args:
-        is_part: the checkpoint has `OTHER_PARTS`, which are left out.
+        model: model to fill.
+        directory: directory of the checkpoint.
+        check: function called before each tensor, which may raise.
+        is_part: whether the checkpoint has `OTHER_PARTS`, which are left out.
 
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
@@ -278,8 +281,8 @@ def load_model(
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:
-    """Random weights, the same for the same seed and kind of device, however many ranks divide
-    them: N(0, 0.02^2), norms 1, biases 0.
+    """Fill a model with random weights: N(0, 0.02^2), norms 1, biases 0. They are the same for the
+    same seed and kind of device, whatever the number of ranks.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

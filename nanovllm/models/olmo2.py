@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (OLMo team, 2024 and 2025): norms behind attention and MLP, none before them, and of
-all queries and all keys as a whole.
+"""OLMo 2 and 3 (OLMo team, 2024 and 2025): norms after attention and MLP, none before them, and
+norms of all queries and of all keys as a whole.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,12 @@ from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
 
 class SplitRMSNorm(RMSNorm):
-    """Of rows whose numbers are divided over the ranks.
+    """RMSNorm of rows that are divided over the ranks.
 
     Args:
-        part: what of a row this rank has.
+        part: part of a row that this rank has.
+        eps: constant added to the mean square.
+        build: facts and options that all layers share.
     """
 
     def __init__(self, part: Part, eps: float, build: Build) -> None:
@@ -32,18 +34,18 @@ class SplitRMSNorm(RMSNorm):
         yield f"{path}.weight", Shard(self.weight.data, (self.part,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, len(part.held)] -> the same"""
+        """Normalise [T, len(part.held)]; the result has the same shape."""
         return super().forward(x) if self.build.group.size == 1 else self.plain(x)
 
     def mean_square(self, h: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, which have equally many numbers; several may have the same."""
+        """The mean square over all ranks, whose parts are equally long; some may be the same."""
         group = self.build.group
         return group.all_reduce(super().mean_square(h)) / group.size
 
 
 def add(hidden: Hidden, residual: Residual, group: Group) -> torch.Tensor:
-    """Their sum; None stands for zero, and hidden for partial results [1, T, M] of an embedding."""
-    assert isinstance(hidden, torch.Tensor), "models that add behind a norm divide no rows"
+    """The sum; None stands for zero, and `hidden` for partial results [1, T, M] of an embedding."""
+    assert isinstance(hidden, torch.Tensor), "models that add after a norm divide no rows"
     if hidden.dim() == 3:
         hidden = group.all_reduce(hidden.squeeze(0).contiguous())
     own = kept(residual, len(hidden), group)
@@ -51,11 +53,11 @@ def add(hidden: Hidden, residual: Residual, group: Group) -> torch.Tensor:
 
 
 class Olmo2Attention(Qwen3Attention):
-    """Queries and keys are normalised over all heads."""
+    """Attention with queries and keys normalised over all heads."""
 
     def __init__(self, config: ModelConfig, i: int, rope: RotaryEmbedding, build: Build) -> None:
         super().__init__(config, i, rope, build)
-        self.qkv_proj.partial = False  # norms want whole results
+        self.qkv_proj.partial = False  # the norms need complete results
         eps = config.rms_norm_eps
         self.q_norm, self.k_norm = (
             SplitRMSNorm(part, eps, build) for part in self.qkv_proj.head_parts

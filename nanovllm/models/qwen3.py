@@ -1,6 +1,6 @@
-"""Qwen3, dense (Qwen team, 2025). Others of `checkpoint/families.py` differ from it in facts alone.
+"""Qwen3, dense (Qwen team, 2025). Others in `checkpoint/families.py` differ from it in facts only.
 
-Module names are those of the checkpoints. Between layers travel what the last one adds, `hidden`,
+Module names are those of the checkpoints. A layer passes on `hidden`, which the last module adds,
 and the residual stream beside it; either may be spread over GPUs (see `RMSNorm.add_forward`).
 """
 
@@ -103,7 +103,7 @@ class Qwen3ForCausalLM(nn.Module):
     """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
 
     layer_class: type[nn.Module] = Qwen3DecoderLayer
-    adds_behind_norms = False  # if so, large steps do not divide their rows over GPUs
+    adds_behind_norms = False  # if True, large steps do not divide their rows over GPUs
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -114,11 +114,11 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.tie_to(self.model.embed_tokens)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: [T] int32. Returns hidden states [T, M], or of the rows that
-        `Context.kept_rows` names [n, M].
+        """Compute hidden states [T, M] from input_ids and positions, both [T] int32; only the rows
+        [n, M] of `Context.kept_rows`, if it is set.
         """
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, M] -> [B, V], the columns of this rank; see `ParallelLMHead`."""
+        """Logits of the columns of this rank, [B, M] -> [B, V]; see `ParallelLMHead`."""
         return self.lm_head(hidden, out)

@@ -7,7 +7,7 @@ from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3MLP
 
 
 class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
-    """Experts in most layers, or in all."""
+    """A layer with experts or, in some models, a dense MLP."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         if config.layers[i].is_sparse:
@@ -18,7 +18,7 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
 
 
 class MixtralDecoderLayer(Qwen3DecoderLayer):
-    """Experts in all layers."""
+    """A layer with experts."""
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         experts = NumberedExperts(config, ("w1", "w3", "w2"), build)

@@ -1,12 +1,12 @@
 """`Channel`: messages from rank 0 to all workers, through shared memory. No torch here.
 
-The memory has no name: it is a file that lives in memory only (`memfd_create`), and workers inherit
-its descriptor. So nothing can be left behind in /dev/shm, and engines cannot meet by accident.
+The memory has no name: it is an anonymous file (`memfd_create`), and workers inherit its
+descriptor. So nothing can remain in /dev/shm, and engines cannot meet by accident.
 
-    positions of the readers, a cache line each | slot 0 | slot 1 | ...     slot: length, message
+    reader positions, a cache line each | slot 0 | slot 1 | ...        slot: length, message
 
-Message n lies in slot n % NUM_SLOTS. Its writer wakes each reader by one byte through a socket (see
-`Workers`), and waits before it overwrites a message that a reader has not taken yet.
+Message n lies in slot n % NUM_SLOTS. The writer wakes each reader by one byte through a socket (see
+`Workers`), and waits before it overwrites a message that some reader has not read yet.
 """
 
 import mmap
@@ -14,25 +14,25 @@ import os
 
 LINE = 64  # bytes of a cache line
 NUM_SLOTS = 4
-NUMBER = 8  # bytes of one
+NUMBER = 8  # bytes of a position or a length
 
 
 class Channel:
     """One end of the channel.
 
     Args:
-        fd: descriptor of the memory.
-        num_readers: how many workers read.
-        capacity: bytes of the longest message.
+        fd: file descriptor of the memory.
+        num_readers: number of workers that read.
+        capacity: length of the longest message, in bytes.
     """
 
     def __init__(self, fd: int, num_readers: int, capacity: int) -> None:
         self._num_readers, self._capacity = num_readers, capacity
         self._slot_size = self._slot_bytes(capacity)
         self._memory = mmap.mmap(fd, self.num_bytes(num_readers, capacity))
-        # Each is written at once: `struct` would write zeros first, for another process to see.
+        # Whole words, each stored at once: `struct` would store zeros first, for readers to see.
         self._numbers = memoryview(self._memory).cast("q")
-        self._num_messages = 0  # sent or received at this end
+        self._num_messages = 0  # messages sent or received at this end
 
     @staticmethod
     def _slot_bytes(capacity: int) -> int:
@@ -40,12 +40,12 @@ class Channel:
 
     @classmethod
     def num_bytes(cls, num_readers: int, capacity: int) -> int:
-        """Bytes of memory for a channel."""
+        """The memory that a channel needs, in bytes."""
         return num_readers * LINE + NUM_SLOTS * cls._slot_bytes(capacity)
 
     @classmethod
     def create(cls, num_readers: int, capacity: int) -> tuple["Channel", int]:
-        """The writer's end, and the descriptor for the readers, which is the caller's to close."""
+        """The writer's end, and the file descriptor for the readers, which the caller closes."""
         fd = os.memfd_create("nanovllm")
         try:
             os.ftruncate(fd, cls.num_bytes(num_readers, capacity))
@@ -58,7 +58,7 @@ class Channel:
         return self._num_readers * LINE + self._num_messages % NUM_SLOTS * self._slot_size
 
     def has_room(self) -> bool:
-        """Whether all readers have taken the message that the next one overwrites."""
+        """Whether all readers have read the message that the next one overwrites."""
         oldest = min(self._numbers[i * LINE // NUMBER] for i in range(self._num_readers))
         return self._num_messages - oldest < NUM_SLOTS
 

@@ -1,4 +1,4 @@
-"""`Meeting`: how rank 0 meets the workers, so that the ranks can sum."""
+"""`Meeting`: connects rank 0 with the workers, so that the ranks can sum."""
 
 import threading
 
@@ -13,11 +13,12 @@ POLL_SECONDS = 0.005
 
 
 class Meeting:
-    """In a thread: what connects cannot be interrupted, but a worker may die meanwhile.
+    """A meeting of all ranks, in a thread: connecting cannot be interrupted if a worker dies.
 
     Args:
-        group, device: of rank 0.
-        workers: the others.
+        group: rank 0's `Group`.
+        device: torch.device of rank 0.
+        workers: processes of the other ranks.
     """
 
     def __init__(self, group: Group, device: torch.device, workers: Workers) -> None:
@@ -50,7 +51,7 @@ class Meeting:
             self._error = error
 
     def end(self) -> None:
-        """Wait for the thread, and keep no error: it holds what its frames hold."""
+        """Wait for the thread, and drop its error, which would keep its frames alive."""
         if self._thread.ident is not None:  # it was started
             self._thread.join(EXIT_TIMEOUT)
         self._error = None

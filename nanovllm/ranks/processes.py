@@ -1,8 +1,8 @@
-"""Processes of an engine: how they start, what they are told, how they end. No torch here.
+"""Processes of an engine: their start, their messages, their end. Imports no torch.
 
 They are started by `python -c`, not forked, and do not import the caller's script, so a script
 needs no `if __name__ == "__main__"`. Each has a socket to the process that started it, and ends
-when that is closed, or when that process is gone.
+when that socket is closed or that process is gone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-EXIT_TIMEOUT = 3.0  # seconds that a process has to end by itself
+EXIT_TIMEOUT = 3.0  # seconds that a process has to end by itself before it is killed
 MAX_REPORT = 20_000  # characters of a traceback
 POLL_SECONDS = 0.2
 
@@ -28,9 +28,9 @@ class WorkerError(RuntimeError):
     closed.
 
     Attributes:
-        rank: of the worker, or the number of the replica.
-        exit_code: of its process; -9 if it was killed by signal 9.
-        worker_traceback: of the error that ended it, "" if it left none.
+        rank: rank of the worker, or number of the replica.
+        exit_code: exit code of its process; -9 if it was killed by signal 9.
+        worker_traceback: traceback of the error that ended it; "" if it left none.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WorkerError(RuntimeError):
 
 
 def how_ended(exit_code: int) -> str:
-    """The end of a process in words."""
+    """A process's end in words, for messages."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     how = f"was killed by {_signal_name(-exit_code)} (exit code {exit_code})"
@@ -70,10 +70,10 @@ def start_python(
     """Start a process that runs `main(fd, parent)` of a module; see `live`.
 
     Args:
-        module: by its name.
-        fd: its end of a socket.
-        more_fds: other descriptors that it inherits.
-        environment: variables beside those of this process.
+        module: name of the module.
+        fd: file descriptor of its end of a socket.
+        more_fds: further file descriptors that it inherits.
+        environment: variables to set beside those of this process.
     """
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
@@ -85,7 +85,7 @@ def start_python(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env={**os.environ, **environment},
-        start_new_session=True,  # Ctrl-C is for this process
+        start_new_session=True,  # Ctrl-C is for this process alone
     )
 
 
@@ -104,13 +104,15 @@ def live(
     work: Callable[[socket.socket, Any], None],
     report: Callable[[BaseException, str], Any],
 ) -> None:
-    """The life of a started process. Does not return.
+    """Run a started process to its end. Does not return.
 
     Args:
-        fd: its end of the socket.
-        parent: the process that started it.
-        work: is given the socket and the first object sent through it, and runs until the end.
-        report: what to send of the error that ends it, given that and the traceback.
+        fd: file descriptor of its end of the socket.
+        parent: id of the process that started it.
+        work: function that gets the socket and the first object sent through it, and runs until
+            the end.
+        report: function that makes, from an error that ended `work` and its traceback, the object
+            to send before the end.
     """
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sock = socket.socket(fileno=fd)
@@ -121,12 +123,12 @@ def live(
         with contextlib.suppress(OSError):  # the parent is gone, too
             send_object(sock, report(error, text))
         os._exit(1)
-    os._exit(0)  # at once, whatever the device is doing: the system takes everything back
+    os._exit(0)  # at once, whatever the device is doing: the system frees everything
 
 
 def _end_with_parent(parent: int) -> None:
-    """The socket tells when the parent is gone, but the main thread may be waiting for the device,
-    and forks of the parent hold the socket open.
+    """End this process when its parent is gone. The socket says so, too, but the main thread may be
+    waiting for the device, and forks of the parent hold the socket open.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
@@ -134,13 +136,13 @@ def _end_with_parent(parent: int) -> None:
 
 
 def send_object(sock: socket.socket, value: Any) -> None:
-    """Send a value and its length before it."""
+    """Send a value, with its length before it."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     sock.sendall(len(data).to_bytes(8, "little") + data, socket.MSG_NOSIGNAL)
 
 
 def receive_object(sock: socket.socket) -> Any:
-    """What `send_object` has sent. EOFError if the other end is closed."""
+    """The next value that `send_object` has sent. EOFError if the other end is closed."""
     return pickle.loads(_receive(sock, int.from_bytes(_receive(sock, 8), "little")))
 
 
@@ -155,7 +157,7 @@ def _receive(sock: socket.socket, size: int) -> bytearray:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let an error and its causes keep nothing alive but themselves."""
+    """Clear the frames of an error and its causes, so that it keeps nothing else alive."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)

@@ -13,26 +13,26 @@ from nanovllm.ranks.processes import live, receive_object, send_object
 
 
 class Setup(NamedTuple):
-    """What a worker is told at its start."""
+    """The first message to a worker."""
 
     rank: int
     config: Config
     model_config: ModelConfig
     channel_fd: int
     channel_capacity: int
-    num_threads: int  # of PyTorch on the CPU
+    num_threads: int  # threads of PyTorch on the CPU
 
 
 class Report(NamedTuple):
-    """What a worker says before it dies of an error."""
+    """A worker's last message, if it dies of an error."""
 
     traceback: str
     lost_contact: bool  # another rank's death may be the cause
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve rank 0, process `parent` at the other end of the socket `fd`, until it closes it or is
-    gone. Does not return.
+    """Serve rank 0, process `parent` at the other end of the socket `fd`, until it closes the
+    socket or is gone. Does not return.
     """
     live(fd, parent, _serve, _report)
 
@@ -52,14 +52,14 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
     from nanovllm.startup.builder import Builder
     from nanovllm.utils.device import resolve_device
 
-    logging.disable(logging.WARNING)  # rank 0 says it
+    logging.disable(logging.WARNING)  # rank 0 logs the same
     torch.set_num_threads(setup.num_threads)
     size = setup.config.tensor_parallel_size
     group = Group(setup.rank, size)
     device = resolve_device(setup.config.device, setup.rank, size)
     store = Store(partial(_ask, sock))
     group.arrive(store, device)
-    store.wait([arrival(0)])  # rank 0 is there when all are
+    store.wait([arrival(0)])  # rank 0 arrives once all others have
     group.connect(store, device)
     built = Builder(setup.config, setup.model_config, group).build()
     runner = ModelRunner(setup.config, built)
@@ -70,6 +70,6 @@ def _serve(sock: socket.socket, setup: Setup) -> None:
 
 
 def _ask(sock: socket.socket, key: str, value: bytes | None) -> bytes | None:
-    """What a worker's `Store` calls: rank 0's `Workers` answer."""
+    """Ask rank 0's `Workers`, on behalf of a worker's `Store`."""
     send_object(sock, (key, value))
     return receive_object(sock)

@@ -1,6 +1,6 @@
-"""`Workers`: the processes of ranks 1 and up, seen from rank 0: started, called, watched, ended.
+"""`Workers`: the processes of ranks 1 and up, as rank 0 starts, calls, watches and ends them.
 
-A thread here answers what a worker asks for while the ranks meet, and notices when it ends.
+A thread per worker answers its questions while the ranks meet, and notices its end.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ class _Worker(NamedTuple):
 
 
 class Workers:
-    """Starts a worker for each rank but 0.
+    """The workers, one for each rank but 0. The constructor starts them.
 
     Args:
-        config, model_config: what each gets, the same for all.
-        num_threads: of PyTorch in each, on the CPU.
-        on_failure: called when a worker has died, from a thread of ours.
+        config, model_config: options and model of the engine, the same for all workers.
+        num_threads: threads of PyTorch on the CPU, in each worker.
+        on_failure: function called when a worker has died, in a thread of this class.
 
     Attributes:
-        failure: why the workers cannot be used any more, once one has died.
+        failure: reason why the workers cannot be used any more, once one has died; else None.
     """
 
     def __init__(
@@ -61,16 +61,19 @@ class Workers:
     ) -> None:
         self.failure: WorkerError | None = None
         self._on_failure = on_failure
-        self._blame = threading.Lock()  # of who decides which worker is the cause
+        self._blame = threading.Lock()  # held by the thread that decides which worker is the cause
         self._blamed, self._failed = threading.Event(), threading.Event()
-        self._closing = self._killed = False  # by `close`
-        self._told: dict[str, bytes] = {}  # what the ranks' `Store`s hold
+        self._closing = self._killed = False  # set by `close`
+        self._told: dict[str, bytes] = {}  # values of the ranks' `Store`s
         self._workers: list[_Worker] = []
         ranks = range(1, config.tensor_parallel_size)
         max_len = config.longest(model_config.max_position_embeddings)
-        sizes = config.max_num_seqs, config.max_num_batched_tokens
-        most_blocks = -(-max_len // config.kvcache_block_size)
-        message_bytes = max_plan_bytes(*sizes, most_blocks) + OVERHEAD
+        plan_bytes = max_plan_bytes(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            max_blocks=-(-max_len // config.kvcache_block_size),
+        )
+        message_bytes = plan_bytes + OVERHEAD
         self._channel, channel_fd = Channel.create(len(ranks), message_bytes)
         try:
             for rank in ranks:
@@ -93,7 +96,7 @@ class Workers:
             except BaseException:
                 ours.close()
                 raise
-        with contextlib.suppress(OSError):  # it has died already: `_watch` says so
+        with contextlib.suppress(OSError):  # it has died already: `_watch` reports it
             send_object(ours, setup)
         watcher = threading.Thread(
             target=self._watch, args=(setup.rank, process, ours), daemon=True
@@ -102,8 +105,8 @@ class Workers:
         watcher.start()
 
     def call(self, method: str, *args: Any) -> None:
-        """Call a method of every worker's `ModelRunner`, without waiting for it. There must be
-        room for it.
+        """Call a method of every worker's `ModelRunner`, without waiting for it. The channel must
+        have room.
 
         Raises:
             WorkerError: if a worker has died.
@@ -115,7 +118,7 @@ class Workers:
             worker.socket.send(b"\1", socket.MSG_NOSIGNAL)
 
     def wait_for_room(self) -> None:
-        """Wait until a call finds room: a worker may be some steps behind.
+        """Wait until the channel has room for a call: a worker may lag by some steps.
 
         Raises:
             WorkerError: if a worker has died.
@@ -125,13 +128,13 @@ class Workers:
             time.sleep(1e-4)
 
     def ask(self, key: str, value: bytes | None) -> bytes | None:
-        """What rank 0's `Store` calls.
+        """Set or get a value, on behalf of rank 0's `Store`.
 
         Raises:
             RuntimeError: if a worker has died, or after `close`.
         """
         if self._closing or self.failure is not None:
-            # Not `failure` itself: the frames of whoever waits here would live as long as it.
+            # Not `failure` itself: it would keep alive the frames of whoever waits here.
             raise RuntimeError("the ranks do not meet any more")
         return self._tell(key, value)
 
@@ -141,7 +144,7 @@ class Workers:
         return self._told.get(key)
 
     def check(self) -> None:
-        """WorkerError if a worker has died."""
+        """Raise WorkerError if a worker has died."""
         if self.failure is not None:
             raise self.failure
 
@@ -152,17 +155,18 @@ class Workers:
         if isinstance(error, (LostContactError, ConnectionError)):
             self._failed.wait(BLAME_TIMEOUT + EXIT_TIMEOUT)  # the death is about to be noticed
         elif not isinstance(error, RuntimeError):
-            return error  # not of the device: all ranks meet the same mistake in a checkpoint
+            return error  # not from the device: all ranks meet the same mistake in a checkpoint
         return self.failure or error
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        """Answer a worker's `Store`, and wait for its end. The first that ends, but for lost
-        contact, is to blame.
+        """Answer a worker's `Store`, and wait for its end. The first worker to end for another
+        reason than lost contact is to blame.
         """
         report = Report("", lost_contact=False)
-        with contextlib.suppress(EOFError, OSError):  # it left none
+        with contextlib.suppress(EOFError, OSError):  # it left no report
             while not isinstance(message := receive_object(sock), Report):
-                send_object(sock, self._tell(*message))
+                key, value = message
+                send_object(sock, self._tell(key, value))
             report = message
         if report.lost_contact:
             self._blamed.wait(BLAME_TIMEOUT)
@@ -179,8 +183,8 @@ class Workers:
         self._on_failure()
 
     def close(self, kill: bool) -> None:
-        """End all workers: after what they have been called to do, or at once. A worker that fails
-        in that is the `failure`. May be called again.
+        """End all workers, once they have finished their calls or, with `kill`, at once. A worker
+        that fails meanwhile is the `failure`. May be called again.
         """
         self._closing = True
         self._failed.set()  # nobody needs to wait any more

@@ -1,4 +1,4 @@
-"""Several engines behind one, each in a process of its own.
+"""Several engines that act as one, each in a process of its own.
 
 Doors: `replicas` and `assembly`, for `LLM` alone.
 """

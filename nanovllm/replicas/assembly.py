@@ -1,4 +1,4 @@
-"""Puts replicas before what calls them, once they have started."""
+"""Assembly of an engine around replicas that have started."""
 
 from functools import partial
 
@@ -11,13 +11,13 @@ from nanovllm.replicas.replicated_core import ReplicatedCore
 
 
 def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entrance) -> Parts:
-    """An engine whose requests replicas compute.
+    """Parts of an engine whose requests replicas compute.
 
     Args:
-        replicas: started.
-        facts: of all of them.
-        config: the engine's options.
-        entrance: of the engine.
+        replicas: processes, which have started.
+        facts: facts that hold for all of them.
+        config: options of the engine.
+        entrance: checks of requests, and their limits.
     """
     core = ReplicatedCore(replicas, config, entrance.max_model_len, entrance.pool_tokens)
     return Parts(

@@ -1,17 +1,18 @@
-"""`Dispatcher`: which replica computes which request. No processes and no torch here.
+"""`Dispatcher`: assigns requests to replicas. Imports no torch and knows no processes.
 
-Requests that arrive together are ordered by their expected work, the most first: then the last ones
-to be handed out are small, and replicas end at about the same time. Prompts with a common beginning
-stay together as one item of that order, unless they are more than a replica's part of the whole:
-then each replica computes that beginning once. A prompt of which a replica has seen most before (a
-conversation that goes on) is for that replica.
+Requests that arrive together are ordered by their expected work, the largest first: then the last
+ones to be handed out are small, and replicas end at about the same time. Prompts with a common
+beginning stay together as one item of that order, so that one replica computes that beginning once,
+unless they are more than a replica's part of the whole: then each replica computes it once. A
+prompt of which a replica has seen at least half before (a conversation that goes on) is for that
+replica.
 
 A replica is handed requests while it has room: some more sequences than it runs at once, so that
-its own scheduler never lacks any, and not many more, so that others can take the rest. The one with
-the least work chooses first: of the items that it has begun, then a new one, then something that
-another one has begun and cannot take, or would end much later with.
+its own scheduler never lacks any, and not many more, so that others can take the rest. The replica
+with the least work chooses first: from the items that it has begun, then a new item, then a request
+of an item that another replica has begun and has no room for, or would finish much later.
 
-A request that was lost with two replicas may be the reason: it is computed alone from then on.
+A request that was lost with two replicas may be the cause: from then on it is computed alone.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -21,21 +22,21 @@ from nanovllm.engine.block_manager import NO_HASH, BlockManager
 from nanovllm.replicas.remote_request import RemoteRequest
 from nanovllm.scheduling.admission import LengthEstimator
 
-# A generated token costs as much as so many of a prompt. On one H200 prompts are computed at 4 (8B
-# shape) to 15 times (0.6B shape) the rate of the bench's decodes.
+# Cost of a generated token, in prompt tokens. On one H200, prompts are computed at 4 (8B shape) to
+# 15 times (0.6B shape) the rate of the bench's decodes.
 DECODE_COST = 8
-AHEAD = 8  # a replica is handed an eighth more than it runs at once
-MAX_HOMES = 1 << 16  # blocks of prompts that are remembered
+AHEAD = 8  # a replica is handed 1 / AHEAD more than it runs at once
+MAX_HOMES = 1 << 16  # remembered blocks of prompts
 
 
 class _Entry:
-    """A request and what is expected of it.
+    """A request, with its expected cost.
 
     Attributes:
-        num_seqs, num_tokens: that it takes of a replica, at its end.
-        work: in tokens of a prompt.
+        num_seqs, num_tokens: sequences and KV tokens that it occupies in a replica at its end.
+        work: expected cost, in prompt tokens.
         blocks: hashes of the full blocks of its prompt.
-        replica: that has it, None while it waits.
+        replica: number of the replica that has it; None while it waits.
     """
 
     def __init__(self, request: RemoteRequest, remaining: int, block_size: int) -> None:
@@ -51,7 +52,7 @@ class _Entry:
 
 
 class _Load:
-    """What a replica has been handed and has not finished, and the items that it has begun."""
+    """The unfinished requests of a replica, counted, and the items that it has begun."""
 
     def __init__(self) -> None:
         self.num_seqs = self.num_tokens = self.work = 0
@@ -62,18 +63,18 @@ class _Load:
         self.num_seqs += sign * entry.num_seqs
         self.num_tokens += sign * entry.num_tokens
         self.work += sign * entry.work
-        self.has_suspect = sign > 0 and entry.request.is_suspect  # which is alone
+        self.has_suspect = sign > 0 and entry.request.is_suspect  # a suspect is alone
 
 
 class Dispatcher:
-    """Keeps all requests: those that wait, and those that replicas have.
+    """The keeper of all requests: of those that wait, and of those that replicas have.
 
     Args:
-        num_replicas: that there are.
-        block_size: tokens of a KV block; 0 where no prefixes are cached.
-        max_num_seqs: the most that a replica runs at once.
-        pool_tokens: tokens that the KV pool of one holds.
-        max_model_len: the most tokens of prompt and output.
+        num_replicas: number of replicas.
+        block_size: tokens of a KV block; 0: prefixes are not cached.
+        max_num_seqs: maximum number of sequences that a replica runs at once.
+        pool_tokens: tokens that fit a replica's KV pool.
+        max_model_len: maximum length of prompt and output together, in tokens.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Dispatcher:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all requests, and what replicas have cached."""
-        self._homes: OrderedDict[int, int] = OrderedDict()  # replica by a block's hash
-        self._entries: dict[int, _Entry] = {}  # by the requests' ids
+        """Forget all requests, and the cached blocks of the replicas."""
+        self._homes: OrderedDict[int, int] = OrderedDict()  # replicas by a block's hash
+        self._entries: dict[int, _Entry] = {}  # entries by request id
         self._arrived: list[_Entry] = []
         self._items: deque[deque[_Entry]] = deque()
         self._loads = [_Load() for _ in range(self._num_replicas)]
@@ -106,7 +107,7 @@ class Dispatcher:
         return self._num_waiting
 
     def add(self, request: RemoteRequest) -> None:
-        """Let a request wait."""
+        """Queue a request."""
         entry = _Entry(request, self._lengths.remaining(request), self._block_size)
         self._entries[request.request_id] = entry
         self._arrived.append(entry)
@@ -127,7 +128,7 @@ class Dispatcher:
             self._lengths.observe(request)
 
     def take_back(self, replica: int) -> list[RemoteRequest]:
-        """A replica has died: its requests wait again, at the head. Returns them."""
+        """Requeue the requests of a replica that has died, before all others, and return them."""
         back = [entry for entry in self._entries.values() if entry.replica == replica]
         for entry in back:
             entry.replica = None
@@ -141,7 +142,7 @@ class Dispatcher:
         return [entry.request for entry in back]
 
     def hand_out(self, replicas: Iterable[int]) -> list[tuple[int, RemoteRequest]]:
-        """Give these replicas the requests that they have room for. Returns who gets what."""
+        """Give these replicas the requests that they have room for. Returns pairs of both."""
         self._sort_arrived()
         handed: list[tuple[int, RemoteRequest]] = []
         ready = list(replicas)
@@ -155,10 +156,10 @@ class Dispatcher:
                 break
         return handed
 
-    # -- who takes what -------------------------------------------------------------------------
+    # -- the choice of requests -----------------------------------------------------------------
 
     def _sort_arrived(self) -> None:
-        """Make items of the requests that have arrived since the last call."""
+        """Group the requests that have arrived since the last call into items."""
         arrived = [entry for entry in self._arrived if self._waits(entry)]
         self._arrived = []
         share = sum(entry.work for entry in arrived) / self._num_replicas
@@ -168,7 +169,7 @@ class Dispatcher:
                 work[block] += entry.work
         items: defaultdict[object, deque[_Entry]] = defaultdict(deque)
         for entry in sorted(arrived, key=lambda entry: entry.work, reverse=True):
-            # The shortest common beginning that is not too much for one replica.
+            # The shortest common beginning whose requests are not too much for one replica.
             shared = (block for block in entry.blocks if work[block] <= share)
             items[next(shared, entry)].append(entry)
         for item in sorted(items.values(), key=lambda item: -sum(entry.work for entry in item)):
@@ -201,7 +202,7 @@ class Dispatcher:
             last = self._first(other.begun, last=True)
             if last is None or not self._has_room(load, last):
                 continue
-            # Computing its beginning here, too, should pay.
+            # It must pay to compute the beginning of the prompt here, too.
             later = other.work - load.work >= last.request.num_tokens
             if later or not self._has_room(other, last):
                 return other.begun.pop()
@@ -211,7 +212,7 @@ class Dispatcher:
         return entry.replica is None and entry.request.request_id in self._entries
 
     def _first(self, begun: deque[_Entry], *, last: bool = False) -> _Entry | None:
-        """The first (or last) one that still waits."""
+        """The first (or last) entry that still waits. Drops those that do not, on the way."""
         while begun and not self._waits(begun[-1 if last else 0]):
             if last:
                 begun.pop()

@@ -1,4 +1,4 @@
-"""What replicas are told at their start, and what they say."""
+"""Messages between the engine's process and its replicas."""
 
 from typing import Any, NamedTuple
 
@@ -8,13 +8,13 @@ from nanovllm.tracing.metrics import Latencies, Metrics
 
 
 class Setup(NamedTuple):
-    """What a replica is told at its start.
+    """The first message to a replica.
 
     Attributes:
-        number: from 0.
-        config: of the engine.
-        num_threads: of PyTorch, on the CPU.
-        log_level: the least that the caller's process logs.
+        number: number of the replica, from 0.
+        config: options of the engine.
+        num_threads: threads of PyTorch on the CPU.
+        log_level: lowest level that the caller's process logs.
     """
 
     number: int
@@ -24,12 +24,13 @@ class Setup(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a replica says when it is ready.
+    """A replica's message when it is ready.
 
     Attributes:
-        max_model_len: the most tokens of prompt and output, by the model and the options.
-        num_blocks: of its KV pool.
-        description: what took effect, see `ModelRunner.describe`.
+        max_model_len: maximum length of prompt and output together, in tokens, by the model and
+            the options.
+        num_blocks: blocks of its KV pool.
+        description: options that took effect, see `ModelRunner.describe`.
     """
 
     max_model_len: int
@@ -42,18 +43,18 @@ class Facts(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a replica says after a step: the outputs without prompts, and all its counters."""
+    """A replica's message after a step: the outputs, without prompts, and all its counters."""
 
     outputs: list[RequestOutput]
     metrics: Metrics
 
 
 class Description(NamedTuple):
-    """What a replica says when it is asked.
+    """A replica's answer to a question.
 
     Attributes:
-        question: the number of the question.
-        metrics: see `LLMEngine.metrics`.
+        question: number of the question.
+        metrics: metrics of the replica, see `LLMEngine.metrics`.
         latencies: histograms of its times.
     """
 
@@ -69,8 +70,8 @@ class Recorded(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What a replica says before it dies of an error, which goes with it if it is a mistake of the
-    caller's.
+    """A replica's last message, if it dies of an error: the traceback, and the error itself if it
+    is a mistake of the caller's.
     """
 
     traceback: str
@@ -78,7 +79,7 @@ class Failure(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Said for a replica that has ended; the last that is said for it."""
+    """The last message about a replica: its process has ended. Put in its place by `Replicas`."""
 
     exit_code: int
     failure: Failure

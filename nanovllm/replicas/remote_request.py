@@ -1,4 +1,4 @@
-"""`RemoteRequest`: a request that a replica computes; `Order`: the same on its way there."""
+"""`RemoteRequest`: a request that a replica computes; `Order`: the same, as the replica gets it."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from nanovllm.requests.request import Listener, Ticket
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
 
-MAX_LOSSES = 3  # replicas that die of a request before it is given up; the last computes it alone
+MAX_LOSSES = 3  # replicas that may die with a request before it fails; the last computes it alone
 
 
 class Order(NamedTuple):
-    """What a replica is told of a request.
+    """A request as a replica gets it.
 
     Attributes:
-        ticket: its numbers, and the tokens that its completions go on from.
-        token_ids: the prompt.
-        params: how to sample.
-        pooling: "last" or "mean" hidden state of the prompt, for embeddings.
-        has_listener: whether news are wanted after each step.
+        ticket: ids, arrival time, and the tokens from which completions continue.
+        token_ids: token ids of the prompt.
+        params: sampling parameters.
+        pooling: "last" or "mean" hidden state of the prompt, for embeddings; else None.
+        has_listener: whether news is wanted after each step.
     """
 
     ticket: Ticket
@@ -33,23 +33,24 @@ class Order(NamedTuple):
 def remote(
     intake: Intake, checked: CheckedRequest, pooling: str | None, listener: Listener | None
 ) -> "RemoteRequest":
-    """A new request; see `Intake.make`."""
+    """Make a new request; see `Intake.make`."""
     return RemoteRequest(checked, intake.ticket(checked.params.n), pooling, listener)
 
 
 class RemoteRequest:
-    """Stays with the caller's process, and can be given to another replica at any time: completions
-    go on there from the tokens that a listener has been told, without one they begin anew.
+    """A request that stays with the caller's process and can go to another replica at any time: its
+    completions continue there from the tokens that a listener has got; without a listener they
+    begin anew.
 
     Args:
-        checked: what the caller wants.
-        ticket: its numbers.
+        checked: request of the caller, checked.
+        ticket: ids, arrival time, and the tokens of its completions so far.
         pooling: "last" or "mean", for embeddings.
-        listener: see `LLMEngine.add_request`.
+        listener: function that gets outputs, see `LLMEngine.add_request`.
 
     Attributes:
-        num_losses: replicas that died while they computed it.
-        num_completion_tokens: of the longest completion, as far as it is known.
+        num_losses: number of replicas that died while they computed it.
+        num_completion_tokens: known length of the longest completion, in tokens.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class RemoteRequest:
         self._ticket, self._pooling = ticket, pooling
         self._prompt_logprobs: TokenLogprobs | None = None
         self._result: RequestOutput | None = None
-        self._error: str | None = None  # of a completion
+        self._error: str | None = None  # error of a completion
         self.num_completion_tokens = 0
 
     @property
     def num_seqs(self) -> int:
-        """Completions that have not ended."""
+        """Number of completions that have not ended."""
         return len(self._ticket.completions)
 
     @property
@@ -80,11 +81,11 @@ class RemoteRequest:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be what replicas die of."""
+        """Whether this request may be the cause of the deaths of replicas."""
         return self.num_losses >= MAX_LOSSES - 1
 
     def lose(self) -> None:
-        """The replica that computed it has died."""
+        """Count the death of a replica that computed this request."""
         self.num_losses += 1
 
     @property
@@ -96,7 +97,7 @@ class RemoteRequest:
         return len(self.prompt_token_ids) + self.num_completion_tokens
 
     def order(self) -> Order:
-        """For a replica."""
+        """The request as a replica gets it."""
         return Order(
             self._ticket,
             self.prompt_token_ids,
@@ -106,7 +107,7 @@ class RemoteRequest:
         )
 
     def book(self, news: RequestOutput) -> RequestOutput:
-        """Take what a replica says. Returns it with the prompt, which does not travel."""
+        """Book a replica's news. Returns it with the prompt, which does not travel."""
         if news.prompt_logprobs is not None:
             self._prompt_logprobs = news.prompt_logprobs
         self._error = news.error or self._error
@@ -132,7 +133,7 @@ class RemoteRequest:
         return output
 
     def fail(self, error: str) -> RequestOutput:
-        """End it without a result."""
+        """End the request with an error in place of a result."""
         self._ticket.completions.clear()
         self._result = RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [], True, 0, error=error

@@ -1,4 +1,4 @@
-"""A replica: a process that runs a whole engine for some of the requests of another one. `Replicas`
+"""A replica: a process that runs a whole engine for some of another engine's requests. `Replicas`
 starts it with `main`.
 """
 
@@ -22,15 +22,15 @@ from nanovllm.ranks.processes import live, receive_object, send_object
 from nanovllm.replicas.messages import Description, Facts, Failure, News, Recorded, Setup
 from nanovllm.replicas.remote_request import Order
 
-NEWS_SECONDS = 0.2  # between counters, where nothing else is new
+NEWS_SECONDS = 0.2  # between two messages with counters alone
 
 
 class Replica(LLMEngine):
     """An engine whose requests come from another process. Used by one thread.
 
     Args:
-        config: its options.
-        tell: sends a message to that process.
+        config: options of the engine.
+        tell: function that sends a message to that process.
     """
 
     core: EngineCore
@@ -40,12 +40,12 @@ class Replica(LLMEngine):
         super().__init__(options.pop("model"), **options)
         self._tell = tell
         self._news: list[RequestOutput] = []
-        self._told_prompts: set[int] = set()  # requests
+        self._told_prompts: set[int] = set()  # requests whose prompt_logprobs have been sent
         self._told_at = 0.0  # seconds of time.monotonic
-        self._recorded: Callable[[], None] = lambda: None  # ends a recording
+        self._recorded: Callable[[], None] = lambda: None  # ends the recording
 
     def facts(self) -> Facts:
-        """What the other process needs to know."""
+        """Facts that the other process needs."""
         built = self.model_runner.built
         max_model_len = built.build.max_model_len
         return Facts(max_model_len, built.num_blocks, self.model_runner.describe())
@@ -58,32 +58,32 @@ class Replica(LLMEngine):
             self.core.add(self._intake.make(checked, order.pooling, listener, order.ticket))
 
     def drop(self, request_ids: list[int]) -> None:
-        """Compute requests no further."""
+        """Stop computing requests."""
         self.core.abort(request_ids)
 
     def forget(self) -> None:
-        """Drop all requests and all that is cached."""
+        """Drop all requests and all cached blocks."""
         self.core.reset()
         self._news.clear()
 
     def answer(self, question: int) -> None:
-        """Describe this engine."""
+        """Send a description of this engine."""
         self._tell(Description(question, self.metrics(), self.core.latencies))
 
     def record(self, number: int) -> None:
-        """Record what this engine does, as the replica of this number."""
+        """Record this engine's steps and requests, as those of replica `number`."""
         self._recorded = self.core.record(
             lambda lines: self._tell(Recorded(lines)), self._facts(), (number, f"replica {number}")
         )
 
     def stop_recording(self, question: int) -> None:
-        """Send what has been recorded, then an answer."""
+        """Stop recording, send what is left of the recording, then answer."""
         self.core.timeline = None
         self._recorded()
         self.answer(question)
 
     def advance(self) -> None:
-        """Go on with the requests, and tell what is new."""
+        """Compute a step, and send the news."""
         finished = self.step()
         outputs = [self._short(output) for output in (*self._news, *finished)]
         self._news.clear()
@@ -93,7 +93,7 @@ class Replica(LLMEngine):
             self._told_at = now
 
     def _short(self, output: RequestOutput) -> RequestOutput:
-        """Without the prompt, and with its log-probabilities only the first time."""
+        """An output without the prompt, and with `prompt_logprobs` only the first time."""
         short = {**vars(output), "prompt_token_ids": []}
         if output.prompt_logprobs is not None:
             if output.request_id in self._told_prompts:
@@ -105,7 +105,7 @@ class Replica(LLMEngine):
 
 
 class _LogSender(logging.Handler):
-    """Sends what is logged to the process that started this one, whose handlers it is for."""
+    """A handler that sends log records to the process that started this one, for its handlers."""
 
     def __init__(self, number: int, tell: Callable[[Any], None]) -> None:
         super().__init__()
@@ -116,20 +116,20 @@ class _LogSender(logging.Handler):
         plain = {**vars(record), "msg": message, "args": None, "exc_info": None, "exc_text": None}
         try:
             self._tell(logging.makeLogRecord(plain))
-        except Exception:  # as handlers do: it cannot be sent, or that process is gone
+        except Exception:  # as handlers do: the record cannot be sent, or that process is gone
             self.handleError(record)
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve the process `parent` at the other end of the socket `fd`, until it closes it or is
-    gone. Does not return.
+    """Serve the process `parent` at the other end of the socket `fd`, until it closes the socket or
+    is gone. Does not return.
     """
     live(fd, parent, _serve, _report)
 
 
 def _report(error: BaseException, text: str) -> Failure:
     if isinstance(error, (TypeError, ValueError)):
-        with suppress(Exception):  # some exceptions cannot be read elsewhere
+        with suppress(Exception):  # some exceptions cannot be unpickled
             return Failure(text, pickle.loads(pickle.dumps(error)))
     return Failure(text, None)
 

@@ -1,8 +1,8 @@
-"""`Replicas`: the processes of a data-parallel engine, seen from the caller's: started, told,
-watched, started again, ended.
+"""`Replicas`: the processes of a data-parallel engine, as the caller's process starts, calls,
+watches, restarts and ends them.
 
-Each runs a whole engine (`replica.py`). A thread here takes what it sends, and notices when it
-ends.
+Each runs a whole engine (`replica.py`). A thread per replica takes its messages, and notices its
+end.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from nanovllm.utils.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 REPLICA = "nanovllm.replicas.replica"
-MAX_RESTARTS = 3  # of one replica, without a request that it has finished
+MAX_RESTARTS = 3  # restarts of one replica, since it last finished a request
 ANSWER_SECONDS = 5.0
 
 
@@ -55,11 +55,11 @@ class _Replica:
     """A started process.
 
     Attributes:
-        outbox: what it is to be told, by a thread of its own, so that nobody waits for a process
-            that hangs; None at the end.
+        outbox: messages to it, sent by a thread of its own, so that nobody waits for a process that
+            hangs; None ends it.
         answers: descriptions that it was asked for; None when it has ended.
-        facts: None until it is ready.
-        threads: they take what it says, and tell it what is in the outbox.
+        facts: facts about its engine; None until it is ready.
+        threads: two threads, one for its messages and one for the outbox.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", sock: socket.socket) -> None:
@@ -70,33 +70,33 @@ class _Replica:
         self.threads: list[threading.Thread] = []
 
     def join(self) -> None:
-        """Wait for the end of its threads, when its process has ended."""
+        """Wait for the end of its threads, once its process has ended."""
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def send(self) -> None:
-        """Tell it what is in the outbox."""
+        """Send the messages in the outbox."""
         try:
             while (message := self.outbox.get()) is not None:
                 send_object(self.socket, message)
             self.socket.shutdown(socket.SHUT_WR)
-        except OSError:  # it has ended: its watcher says so
+        except OSError:  # it has ended: its watcher reports it
             pass
-        except BaseException:  # it would wait for the rest
+        except BaseException:  # it would wait for the rest of the message
             self.process.kill()
             raise
 
 
 class Replicas:
-    """Starts `config.data_parallel_size` replicas.
+    """The replicas of an engine, `config.data_parallel_size` processes.
 
     Args:
-        config: of the engine. `model` must be a directory.
+        config: options of the engine. `model` must be a directory.
 
     Attributes:
-        is_broken: whether none is left.
-        num_restarts: of all replicas.
+        is_broken: whether no replica is left.
+        num_restarts: number of restarts of all replicas together.
     """
 
     def __init__(self, config: Config) -> None:
@@ -109,12 +109,12 @@ class Replicas:
         self._config = replace(config, revision=None, trace=False)
         self._shares = device_shares(config.device, count, config.tensor_parallel_size)
         self._replicas: dict[int, _Replica] = {}  # those that have not ended
-        self._tries = [0] * count  # since it finished a request
+        self._tries = [0] * count  # starts of each replica since it last finished a request
         self._num_starts = 0
         self._inbox: deque[tuple[int, Any]] = deque()
         self._has_come = threading.Event()
         self._num_questions = 0
-        self._write: Callable[[list[str]], None] | None = None  # what they record
+        self._write: Callable[[list[str]], None] | None = None  # writes their recordings
         self.is_broken = False
 
     @property
@@ -123,7 +123,7 @@ class Replicas:
 
     @property
     def ready(self) -> list[int]:
-        """Numbers of the replicas that take requests."""
+        """Numbers of the replicas that accept requests."""
         return sorted(i for i, replica in self._replicas.items() if replica.facts is not None)
 
     def launch(self) -> None:
@@ -132,14 +132,14 @@ class Replicas:
             self._start(number)
 
     def start(self, beside: Callable[[bool], None]) -> Facts:
-        """Wait until all replicas are ready. Returns what holds for all of them.
+        """Wait until all replicas are ready. Returns the facts that hold for all of them.
 
         Args:
-            beside: is called while they start, and told that there is time.
+            beside: function that is called with True while they start, and may take its time.
 
         Raises:
             TypeError, ValueError: for a mistake of the caller's that only they can find.
-            WorkerError: if one dies otherwise.
+            WorkerError: if one dies for another reason.
         """
         beside(True)
         while len(self.ready) < len(self._shares):
@@ -189,7 +189,7 @@ class Replicas:
             self._replicas[number] = replica
 
     def start_again(self, number: int) -> bool:
-        """Start a replica that has ended, unless it has been often enough. Returns whether."""
+        """Restart a replica that has ended, unless it has failed too often. Returns whether."""
         again = self._tries[number] <= MAX_RESTARTS
         if again:
             try:
@@ -218,7 +218,7 @@ class Replicas:
                     self._put(number, message)
         except (EOFError, OSError):  # the end
             pass
-        except Exception:  # it says what cannot be read here
+        except Exception:  # it has sent something that cannot be read here
             failure = Failure(traceback.format_exc(), None)
             replica.process.kill()
         finally:
@@ -230,18 +230,18 @@ class Replicas:
         self._inbox.append((number, message))
         self._has_come.set()
 
-    # -- what they say --------------------------------------------------------------------------
+    # -- messages from replicas -----------------------------------------------------------------
 
     def wait(self, seconds: float | None) -> int:
-        """Wait for a message, or for so long. Returns how many there are to `pop`."""
+        """Wait for a message, or `seconds`. Returns the number of messages to `pop`."""
         self._has_come.clear()
         if not self._inbox:
             self._has_come.wait(seconds)
         return len(self._inbox)
 
     def pop(self) -> tuple[int, Any]:
-        """Take the first message, with the number of its replica. Notes who is ready, and who has
-        ended.
+        """Take the first message, with the number of its replica. Notes which replicas are ready
+        and which have ended.
         """
         number, message = self._inbox.popleft()
         if isinstance(message, Facts):
@@ -253,38 +253,38 @@ class Replicas:
                 self._tries[number] = 1
         elif isinstance(message, Ended):
             replica = self._replicas.pop(number, None)
-            if replica is not None:  # it was started whole
+            if replica is not None:  # its start was complete
                 replica.join()
                 replica.socket.close()
         return number, message
 
     @staticmethod
     def error(number: int, ended: Ended) -> WorkerError:
-        """The end of a replica, for those who cannot do without."""
+        """The error for a replica's end, where the engine cannot go on without it."""
         return WorkerError(number, ended.exit_code, ended.failure.traceback, "replica")
 
-    # -- what they are told ---------------------------------------------------------------------
+    # -- messages to replicas -------------------------------------------------------------------
 
     def tell(self, number: int, method: str, *args: Any) -> None:
         """Call a method of a replica without waiting for it. If it has ended, nothing happens."""
         self._replicas[number].outbox.put((method, *args))
 
     def record(self, write: Callable[[list[str]], None]) -> None:
-        """Have all of them record what they do, those that are started again, too."""
+        """Have all replicas record their steps, including those that are restarted."""
         self._write = write
         for number in self.ready:
             self.tell(number, "record", number)
 
     def stop_recording(self) -> None:
-        """Have what they have recorded written."""
+        """Have all replicas send the rest of their recordings."""
         try:
             self.ask("stop_recording")
         finally:
             self._write = None
 
     def ask(self, method: str = "answer") -> dict[int, Description]:
-        """Have all that are ready describe themselves. Those that end meanwhile, or do not answer
-        within `ANSWER_SECONDS`, are left out.
+        """Have all replicas that are ready describe themselves. The result lacks those that end
+        meanwhile or do not answer within `ANSWER_SECONDS`.
         """
         self._num_questions += 1
         found: dict[int, Description] = {}
@@ -326,5 +326,5 @@ class Replicas:
 def _log(record: logging.LogRecord) -> None:
     try:
         logging.getLogger(record.name).handle(record)
-    except Exception:  # of a filter or a handler of the caller's
+    except Exception:  # from a filter or a handler of the caller's
         logger.warning("a message of a replica could not be logged", exc_info=True)

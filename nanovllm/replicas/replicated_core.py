@@ -1,7 +1,7 @@
-"""`ReplicatedCore`: requests that replicas compute, each in a process of its own. No torch here.
+"""`ReplicatedCore`: requests that replicas compute, each in its own process. Imports no torch.
 
-A `step` hands requests out and books the news of the replicas. When a replica ends, its requests go
-to others, and it is started again.
+A `step` hands requests out and books the replicas' news. When a replica ends, its requests go to
+other replicas, and it is restarted.
 """
 
 import logging
@@ -34,17 +34,17 @@ SUMS = (
     "num_shared_prefix_steps",
     "num_kernels_compiling",
 )
-STEP_SECONDS = 0.01  # that a step waits for news, so that callers can add requests meanwhile
+STEP_SECONDS = 0.01  # a step's longest wait for news, so that callers can add requests in between
 
 
 class ReplicatedCore(Core[RemoteRequest]):
-    """Has requests computed by replicas.
+    """A core whose requests replicas compute.
 
     Args:
-        replicas: started.
-        config: of the engine.
-        max_model_len: the most tokens of prompt and output.
-        pool_tokens: tokens that the KV pool of each replica holds.
+        replicas: processes, which have started.
+        config: options of the engine.
+        max_model_len: maximum length of prompt and output together, in tokens.
+        pool_tokens: tokens that fit the KV pool of each replica.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             pool_tokens=pool_tokens,
             max_model_len=max_model_len,
         )
-        self._counted: defaultdict[int, Metrics] = defaultdict(Metrics)  # of each, in `metrics`
+        self._counted: defaultdict[int, Metrics] = defaultdict(Metrics)  # already in `metrics`
         self._to_tell: deque[tuple[RemoteRequest, RequestOutput]] = deque()
 
     def add(self, request: RemoteRequest) -> None:
@@ -69,7 +69,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._dispatcher.add(request)
 
     def step(self) -> None:
-        """Hand out what replicas have room for, and book what they have said meanwhile.
+        """Hand out the requests that replicas have room for, and book the replicas' news.
 
         Raises:
             WorkerError: if no replica is left.
@@ -87,7 +87,7 @@ class ReplicatedCore(Core[RemoteRequest]):
                 request.listener(output)
 
     def _book_all(self, seconds: float) -> None:
-        """Book what replicas have said. Waits so long if they have said nothing."""
+        """Book the replicas' messages. Waits up to `seconds` if there are none yet."""
         for _ in range(self._replicas.wait(seconds)):
             with uninterrupted(), self.reset_on_error():
                 self._book(*self._replicas.pop())
@@ -108,7 +108,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._counted[replica] = message.metrics
             for news in message.outputs:
                 request = self.requests.get(news.request_id)
-                if request is not None:  # or it has been dropped
+                if request is not None:  # else it has been dropped
                     self._take(request, request.book(news))
 
     def _take(self, request: RemoteRequest, output: RequestOutput) -> None:
@@ -140,7 +140,7 @@ class ReplicatedCore(Core[RemoteRequest]):
                 self._take(request, request.fail(f"{how} while it computed this request{trace}"))
 
     def abort(self, request_ids: Iterable[int]) -> int:
-        """Drop the unfinished ones of these requests. Returns how many there were."""
+        """Drop the unfinished ones of these requests. Returns their number."""
         with uninterrupted():
             return super().abort(request_ids)
 
@@ -150,7 +150,7 @@ class ReplicatedCore(Core[RemoteRequest]):
         ids: defaultdict[int, list[int]] = defaultdict(list)
         for request in requests:
             if request.is_finished:
-                continue  # and its listener has not been told
+                continue  # only its listener has not been told yet
             replica = self._dispatcher.replica_of(request)
             self._dispatcher.drop(request)
             if replica is not None:
@@ -159,7 +159,7 @@ class ReplicatedCore(Core[RemoteRequest]):
             self._replicas.tell(replica, "drop", some)
 
     def reset(self) -> None:
-        """Drop every request, and all that the replicas have cached."""
+        """Drop every request, and all cached blocks of the replicas."""
         with uninterrupted():
             super().reset()
             self._to_tell.clear()
@@ -170,13 +170,13 @@ class ReplicatedCore(Core[RemoteRequest]):
     def record(
         self, write: Write, facts: dict[str, Any], process: Process = ENGINE
     ) -> Callable[[], None]:
-        """Have each replica record what it does, with facts and a process of its own."""
+        """Have each replica record its steps, with facts and a process of its own."""
         self._replicas.record(write)
         return self._replicas.stop_recording
 
     def describe(self) -> dict[str, Any]:
-        """Sums over all replicas, and in `replicas`, by their numbers, the `metrics` of those that
-        are ready and answer soon. Histograms and queues are of these alone.
+        """Sums over all replicas, and in `replicas`, by number, the `metrics` of each that is ready
+        and answers in time. Histograms and queues cover those only.
         """
         self._drop_left()
         self._book_all(0.0)

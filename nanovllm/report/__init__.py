@@ -1,1 +1,1 @@
-"""A trace as a page: read it, sum it up, say what held the run back, draw it. Imports no torch."""
+"""A trace as a page: read, summed up, explained and drawn. Imports no torch."""

@@ -1,7 +1,7 @@
-"""`Bins`: what steps did, over equal parts of a trace's time.
+"""`Bins`: the work of steps, over equal parts of a trace's time.
 
-Steps may be millions, a chart has at most `NUM_BINS` points: what a step did is spread evenly over
-the time that it took.
+There may be millions of steps, and a chart has at most `NUM_BINS` points: the work of a step is
+spread evenly over its time.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ NUM_BINS = 240
 class Bins:
     """Equal parts of the time from the first step to the end of the last.
 
-    Amounts and values are given as a [steps] array for each of the engines.
+    Amounts and values are passed as a [steps] array for each of the engines.
 
     Attributes:
-        times: [bins] seconds, the middle of each.
-        width: seconds of each.
+        times: [bins] middle of each bin, in seconds.
+        width: length of each bin, in seconds.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -35,27 +35,27 @@ class Bins:
         return [each[name] for each in self._engines]
 
     def sums(self, amounts: Sequence[Floats]) -> Floats:
-        """[bins] of what all engines did."""
+        """[bins] sum of amounts over all engines."""
         pairs = zip(self._engines, amounts, strict=True)
         return np.sum([self.spread(*pair) for pair in pairs], 0)
 
     def rates(self, name: str) -> Floats:
-        """[bins] of a column, by the second."""
+        """[bins] amounts of a column per second."""
         return self.sums(self.column(name)) / self.width
 
     def levels(self, name: str) -> Floats:
-        """[bins] of a column that tells how many there are at a time, of all engines together."""
+        """[bins] mean of a column that counts what exists at a time, of all engines together."""
         amounts = [each[name] * each["seconds"] for each in self._engines]
         return self.sums(amounts) / self.width
 
     def shares(self, seconds: Sequence[Floats]) -> Floats:
-        """[bins] of the time that engines had requests; NaN where none had."""
+        """[bins] share of the time that engines had requests; NaN where none had."""
         total = self.sums(self.column("seconds"))
         empty = np.full_like(total, np.nan)
         return np.divide(self.sums(seconds), total, out=empty, where=total > 0)
 
     def spread(self, engine: Engine, amount: Floats) -> Floats:
-        """[bins] of what one engine's steps did."""
+        """[bins] amounts of one engine's steps."""
         begin, done = engine["begin"], np.cumsum(amount)
         times = np.stack([begin, begin + engine["seconds"]], 1).ravel()
         sums = np.stack([done - amount, done], 1).ravel()

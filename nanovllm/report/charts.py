@@ -1,4 +1,4 @@
-"""The charts of a report: what happened over time, and how times spread. Needs plotly.
+"""The charts of a report: curves over time, and distributions of times. Needs plotly.
 
 Colours of text and lines are the page's, light or dark (`page.py`).
 """
@@ -39,10 +39,10 @@ class Chart(NamedTuple):
     """A figure with its words.
 
     Attributes:
-        name: of the element in the page.
-        title: what it shows.
-        text: how to read it.
-        figure: its height is that of the element.
+        name: id of the element in the page.
+        title: heading of the chart.
+        text: explanation for the reader.
+        figure: figure of plotly; its height is that of the element.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Chart(NamedTuple):
 
 
 def charts(summary: Summary) -> list[Chart]:
-    """All that the trace allows, in the order of the page."""
+    """All charts for which the trace has data, in the order of the page."""
     drawn = [throughput, sequences, pool, waiting, host, roofline, latencies, replicas]
     found = (draw(summary) for draw in drawn)
     return [chart for chart in found if chart is not None]
@@ -72,7 +72,7 @@ def throughput(summary: Summary) -> Chart:
 
 
 def sequences(summary: Summary) -> Chart:
-    """Running and waiting."""
+    """Running and waiting sequences."""
     bins = Bins(summary.trace)
     most = summary.facts["max_num_seqs"] * len(summary.trace.engines)
     running, waits = bins.levels("running"), bins.levels("waiting")
@@ -96,7 +96,7 @@ def sequences(summary: Summary) -> Chart:
 
 
 def _reasons(summary: Summary) -> str:
-    """Why the first in the queue waited, with shares of the time that it did, the largest first."""
+    """The reasons of the first in the queue for waiting, with shares of its time, largest first."""
     engines, seconds = summary.trace.engines, dict[str, float]()
     for reason, (name, _) in HELD_BY.items():
         seconds[name] = sum(
@@ -128,7 +128,7 @@ def pool(summary: Summary) -> Chart:
 
 
 def waiting(summary: Summary) -> Chart | None:
-    """What the first in the queue was waiting for."""
+    """The reasons of the first in the queue for waiting, over time."""
     engines, bins = summary.trace.engines, Bins(summary.trace)
     figure = _over_time("share of the time", share=True)
     for reason, (name, color) in HELD_BY.items():
@@ -140,11 +140,11 @@ def waiting(summary: Summary) -> Chart | None:
 
 
 def host(summary: Summary) -> Chart:
-    """What the host did meanwhile, and the GPU."""
+    """The work of the host over time, and the GPU's."""
     bins = Bins(summary.trace)
     figure, shares = _over_time("share of the time", share=True), host_shares(summary)
     did = {name: bins.shares(bins.column(name)) for name in PHASES if name != "between"}
-    known = np.sum(list(did.values()), 0)  # above 1 where a step was launched before its time began
+    known = np.sum(list(did.values()), 0)  # over 1 if a step was launched before its time began
     did = {name: share / np.maximum(known, 1) for name, share in did.items()}
     did["between"] = np.maximum(1 - known, 0)
     for name, color in PHASES.items():
@@ -164,7 +164,7 @@ def host(summary: Summary) -> Chart:
 
 
 def roofline(summary: Summary) -> Chart | None:
-    """The least time of steps over the time that they took."""
+    """The least time of steps, over their time."""
     if summary.least_seconds is None:
         return None
     bins, figure = Bins(summary.trace), _over_time("share of the roofline", share=True)
@@ -177,7 +177,7 @@ def roofline(summary: Summary) -> Chart | None:
 
 
 def replicas(summary: Summary) -> Chart | None:
-    """Each replica's throughput."""
+    """The throughput of each replica."""
     engines, bins = summary.trace.engines, Bins(summary.trace)
     if len(engines) < 2:
         return None
@@ -190,7 +190,7 @@ def replicas(summary: Summary) -> Chart | None:
     return Chart("replicas", "Replicas", text, figure)
 
 
-# -- spreads ---------------------------------------------------------------------------------------
+# -- distributions ---------------------------------------------------------------------------------
 
 
 def latencies(summary: Summary) -> Chart | None:
@@ -225,7 +225,7 @@ def _median(values: Floats) -> str:
 
 
 def log_edges(values: Floats) -> Floats:
-    """[NUM_BARS + 1] of bars evenly apart by their logarithms, over all values; zeros are in the
+    """[NUM_BARS + 1] edges of bars of equal width in logarithms, over all values; zeros are in the
     first bar.
     """
     positive = values[values > 0]
@@ -235,7 +235,7 @@ def log_edges(values: Floats) -> Floats:
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Two to five values between these that are easily read."""
+    """Two to five round values between these bounds."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1, 2, 5), (1, 3), (1,)):
         values = [digit * 10.0**decade for decade in decades for digit in digits]
@@ -249,7 +249,7 @@ def round_values(low: float, high: float) -> list[float]:
 
 
 def _over_time(*titles: str, share: bool = False) -> Any:
-    """Charts over the same time, one below the other; `share`: of shares in percent."""
+    """Charts over the same time, one below another; `share`: of shares in percent."""
     figure = make_subplots(len(titles), 1, shared_xaxes=True, vertical_spacing=0.1)
     figure.update_layout(_layout(190 + 110 * len(titles)), hovermode="x unified")
     for row, title in enumerate(titles, 1):
@@ -262,7 +262,7 @@ def _over_time(*titles: str, share: bool = False) -> Any:
 
 
 def _count_whole(figure: Any, most: float, **at: int) -> None:
-    """No ticks between integers: plotly has some where an axis counts up to less than seven."""
+    """Have no ticks between integers: plotly has some on an axis that ends below seven."""
     if most < 7:
         figure.update_yaxes(dtick=1, **at)
 

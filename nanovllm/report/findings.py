@@ -1,16 +1,16 @@
-"""What held a run back, in words: each cause with the numbers that it rests on, and its remedy.
+"""The causes that held a run back, in words: each with its figures and its remedy.
 
 The rules look at shares of the time that engines had requests, and name a cause
 
-- from `NOTABLE`, a tenth, on where time is lost (a GPU that waits, sequences that wait for blocks):
-  who mends it wins about as much, and below that two runs of the same differ as much;
-- from `MOST`, half, on where time goes into work that is wanted (prompts), or could be shared with
-  more of it (few sequences): only what takes most of the time decides what a run is bound by.
+- from `NOTABLE`, a tenth, up if time is lost (a GPU that waits, sequences that wait for blocks):
+  its remedy wins about as much, and smaller shares differ between two runs of the same;
+- from `MOST`, half, up if time goes into work that is wanted (prompts), or that more requests could
+  share (few sequences): a run is bound only by the work that takes most of its time.
 
-A decode step reads all weights whatever it computes, so sequences beside others cost little until
-arithmetic takes as long as reading: on an H200, 790e12 operations over 4.3e12 bytes a second, that
-is at 184 rows of 16-bit weights. `FEW` rows are a third of that, on a CPU, which has some 20
-operations for a byte, 16.
+A decode step reads all weights, however few its rows, so further sequences cost little until
+arithmetic takes as long as reading: on an H200, with 790e12 operations and 4.3e12 bytes a second,
+that is at 184 rows for 16-bit weights. `FEW` rows are a third of that; on a CPU, which has some 20
+operations per byte, 16.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ class Finding:
     """A cause.
 
     Attributes:
-        cause: its name.
-        share: of the time that engines had requests.
-        text: what the trace says of it.
-        remedy: what to change; options stand between backticks.
+        cause: name of the cause.
+        share: share of the time that engines had requests.
+        text: evidence in the trace.
+        remedy: changes to make; options stand between backticks.
     """
 
     cause: str
@@ -47,8 +47,8 @@ class Finding:
 
 
 def find(summary: Summary) -> list[Finding]:
-    """What held the run back, the largest share first; what there is to say of one that nothing
-    did.
+    """The causes that held the run back, the largest share first; if there is none, one finding
+    that says so.
     """
     rules: list[Callable[[Summary], Finding | None]] = [blocks, prefill, host, few_sequences]
     found = [finding for rule in rules if (finding := rule(summary)) is not None]
@@ -56,17 +56,17 @@ def find(summary: Summary) -> list[Finding]:
 
 
 def percent(share: float) -> str:
-    """To the whole percent; below ten to the tenth."""
+    """A share in whole percent; below ten percent with one decimal."""
     return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
 
 
 def blocks(summary: Summary) -> Finding | None:
-    """Sequences wait for KV blocks, or lose them."""
+    """The finding that sequences wait for KV blocks, or lose them."""
     engines, facts = summary.trace.engines, summary.facts
     share = summary.share(each["seconds"] * (each.held_by == "blocks") for each in engines)
     repeated = summary.num_repeated_tokens
     repeated_share = repeated / max(summary.trace.total("prefill_tokens"), 1)
-    again = repeated_share * summary.share(map(prefill_seconds, engines))  # of the time
+    again = repeated_share * summary.share(map(prefill_seconds, engines))  # share of the time
     if max(share, again) < NOTABLE:
         return None
     num_blocks, size = engines[0].num_blocks, facts["kvcache_block_size"]
@@ -98,7 +98,7 @@ def blocks(summary: Summary) -> Finding | None:
 
 
 def prefill(summary: Summary) -> Finding | None:
-    """Prompts take most of the time."""
+    """The finding that prompts take most of the time."""
     engines, facts = summary.trace.engines, summary.facts
     share = summary.share(map(prefill_seconds, engines))
     if share < MOST:
@@ -127,8 +127,9 @@ def prefill(summary: Summary) -> Finding | None:
 
 
 def prefill_seconds(engine: Engine) -> Floats:
-    """[steps] the time of each that is due to prompts: what it took beyond the median step that
-    only decodes, where it decodes as well. Without such steps, their part of its tokens.
+    """[steps] the time of each step that is due to prompts: its time beyond that of the median step
+    with decodes only, if it decodes as well. If there is no such step, the prompts' share of its
+    tokens counts.
     """
     seconds, prefill, decode = engine["seconds"], engine["prefill_tokens"], engine["decode_tokens"]
     only_decodes = seconds[(prefill == 0) & (decode > 0)]
@@ -140,7 +141,7 @@ def prefill_seconds(engine: Engine) -> Floats:
 
 
 def host(summary: Summary) -> Finding | None:
-    """The GPU waits for the host. On a CPU, which is both, nothing can be said."""
+    """The finding that the GPU waits for the host. None on a CPU, which is both."""
     busy, facts = summary.gpu_share, summary.facts
     if busy is None or 1 - busy < NOTABLE:
         return None
@@ -174,14 +175,16 @@ def host(summary: Summary) -> Finding | None:
 
 
 def host_shares(summary: Summary) -> dict[str, float]:
-    """What the host did with the time: the four phases of a step, and `between` steps the rest."""
+    """Shares of the host's time: the four phases of a step, and `between` steps the rest."""
     phases = ("schedule", "launch", "wait", "book")
     shares = {name: summary.share(each[name] for each in summary.trace.engines) for name in phases}
     return {**shares, "between": max(0.0, 1 - sum(shares.values()))}
 
 
 def few_sequences(summary: Summary) -> Finding | None:
-    """Decode steps of few rows, and nobody waits; or `max_num_seqs` lets no more run."""
+    """The finding that decode steps have few rows while nobody waits, or while `max_num_seqs` lets
+    no more run.
+    """
     engines, facts = summary.trace.engines, summary.facts
     few = FEW_ON_CPU if facts["device"] == "cpu" else FEW
     lacking = [_decodes_few(each, few, "") for each in engines]
@@ -224,13 +227,15 @@ def few_sequences(summary: Summary) -> Finding | None:
 
 
 def _decodes_few(engine: Engine, few: int, held_by: str) -> Floats:
-    """[steps] the time of those that decode fewer rows, no prompt, while others wait for that."""
+    """[steps] the time of each step that has fewer than `few` rows and no prompt, while the first
+    in the queue is `held_by` that; else 0.
+    """
     decodes = (engine["prefill_tokens"] == 0) & (engine["rows"] < few)
     return engine["seconds"] * (decodes & (engine.held_by == held_by))
 
 
 def _is_tail(engines: list[Engine], lacking: list[Floats]) -> bool:
-    """Whether three quarters of that time are in the second half of all time."""
+    """Whether three quarters of that time lie in the second half of all time."""
     late = total = 0.0
     for engine, part in zip(engines, lacking, strict=True):
         ends = np.cumsum(engine["seconds"])
@@ -240,7 +245,7 @@ def _is_tail(engines: list[Engine], lacking: list[Floats]) -> bool:
 
 
 def nothing(summary: Summary) -> Finding:
-    """No rule applies."""
+    """The finding that no rule applies."""
     text = "No cause took a notable part of the time."
     if (busy := summary.gpu_share) is not None:
         text += f" The GPU computed for {percent(busy)} of it."

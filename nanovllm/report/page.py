@@ -80,10 +80,11 @@ dark.addEventListener("change", draw);
 
 
 def page(summary: Summary, source: str) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        source: the trace's name, for its reader.
+        summary: figures of the trace.
+        source: name of the trace, for the reader of the page.
     """
     drawn = charts(summary)
     title = f"A run of {summary.facts['model']}, {duration(summary.trace.seconds)}"
@@ -120,7 +121,7 @@ def page(summary: Summary, source: str) -> str:
 
 
 def _words(text: str) -> str:
-    """Text for HTML, in which names of options stand between backticks."""
+    """Text for HTML. Names of options stand between backticks."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 

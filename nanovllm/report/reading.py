@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from nanovllm.tracing.trace_events import BEGAN, ENDED, FULL
 
 Floats = NDArray[np.float64]
-US = 1e-6
+US = 1e-6  # seconds
 COUNTS = (
     *("rows", "prefill_tokens", "decode_tokens", "sampled_tokens", "running", "waiting"),
     *("used_blocks", "free_blocks", "preempted"),
 )
 PHASES = ("schedule_us", "launch_us", "wait_us", "book_us")
-WANTED = ('"cat":"step"', '"cat":"recording"', '"args":{"request":', '"process_name"')  # of lines
+WANTED = ('"cat":"step"', '"cat":"recording"', '"args":{"request":', '"process_name"')  # in lines
 
 
 @dataclass
@@ -29,14 +29,14 @@ class Engine:
     """A process of a trace: an engine, or a replica of one.
 
     Attributes:
-        name: what viewers call it.
-        facts: see `engine_facts`.
+        name: name of the process in viewers.
+        facts: facts about the engine, see `engine_facts`.
         steps: columns of [steps] float64, by the names of a step's args, times in seconds, without
             `_us`. `begin` is counted from the trace's first step. `seconds` is the time since the
-            end of the step before it, unless the engine had no request then; `own` is what the step
-            itself took, as `metrics()` counts it. `gpu` is NaN where the device is the host.
-        held_by: [steps] why the first that waited did not run.
-        keys, pairs: [steps, 1 + windows] see `StepRecord`.
+            end of the step before it, unless the engine had no request then; `own` is the step's
+            own time, as `metrics()` counts it. `gpu` is NaN if the device is the host.
+        held_by: [steps] reason why the first waiting sequence did not run.
+        keys, pairs: [steps, 1 + windows] keys and pairs that rows see, see `StepRecord`.
     """
 
     name: str
@@ -51,19 +51,19 @@ class Engine:
 
     @property
     def num_blocks(self) -> int:
-        """Of its KV pool."""
+        """Number of blocks in the engine's KV pool."""
         return int(self["used_blocks"][0] + self["free_blocks"][0])
 
 
 @dataclass
 class Trace:
-    """What a file has.
+    """The contents of a file.
 
     Attributes:
-        engines: those that computed a step, by their numbers.
-        sequences: args of those that ended, with `arrived` in seconds as steps have it.
-        has_ended: the recording came to its end; else its process was killed.
-        is_full: the file had no room for all of it.
+        engines: engines that computed a step, by their numbers.
+        sequences: args of the sequences that ended, with `arrived` in seconds on the steps' clock.
+        has_ended: whether the recording came to its end; else its process was killed.
+        is_full: whether the file had no room for all of it.
     """
 
     engines: list[Engine]
@@ -73,11 +73,11 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first step's begin to the last one's end."""
+        """Time from the first step's begin to the last one's end."""
         return max(float((each["begin"] + each["seconds"]).max()) for each in self.engines)
 
     def total(self, column: str) -> float:
-        """The sum over all steps."""
+        """The sum of a column over all steps of all engines."""
         return sum(float(each[column].sum()) for each in self.engines)
 
 
@@ -93,7 +93,7 @@ def read_trace(path: str) -> Trace:
     """Read a file.
 
     Raises:
-        ValueError: if it cannot be read, is no trace of ours, or has no step.
+        ValueError: if it cannot be read, is not a trace of ours, or has no step.
     """
     processes: dict[int, _Process] = {}
     seen: set[str] = set()
@@ -138,7 +138,7 @@ def _no_trace(path: str) -> ValueError:
 
 
 def _events(path: str) -> Iterator[dict[str, Any]]:
-    """The events that a report is made of. The last line may be torn."""
+    """The events that a report needs. The last line may be incomplete."""
     with Path(path).open(encoding="utf-8") as file:
         torn: ValueError | None = None
         for line in file:
@@ -174,8 +174,8 @@ def _engine(process: _Process, origin: float) -> Engine:
 
 
 def _timed(gpu: Floats, seconds: Floats) -> Floats:
-    """The GPU's time of each step. One that was launched before the recording began was not timed:
-    it is taken for an average one.
+    """The GPU's time of each step. A step launched before the recording began was not timed: it
+    counts as an average one.
     """
     known = ~np.isnan(gpu)
     if known.any():
@@ -184,7 +184,7 @@ def _timed(gpu: Floats, seconds: Floats) -> Floats:
 
 
 def _gaps(begin: Floats, seconds: Floats, sequences: list[dict[str, Any]]) -> Floats:
-    """[steps] the time before each in which no step was under way, but some sequence was."""
+    """[steps] the time before each step in which no step was under way, but some sequence was."""
     ends = np.concatenate([begin[:1], (begin + seconds)[:-1]])
     arrived = np.sort([seq["arrived"] for seq in sequences])
     ended = np.sort([seq["arrived"] + seq["total_us"] * US for seq in sequences])
@@ -193,5 +193,5 @@ def _gaps(begin: Floats, seconds: Floats, sequences: list[dict[str, Any]]) -> Fl
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> Floats:
-    """NaN for null."""
+    """A column of args as float64, NaN for null."""
     return np.array([row[key] for row in rows], np.float64)

@@ -1,4 +1,4 @@
-"""`Summary`: a trace in figures; each is also what a rule of `findings.py` rests on."""
+"""`Summary`: the figures of a trace, on which also the rules of `findings.py` rest."""
 
 import json
 import tempfile
@@ -19,11 +19,13 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Summary:
-    """Shares are of the time that engines had requests, all replicas together.
+    """The figures of a trace. Shares are of the time that engines had requests, all replicas
+    together.
 
     Args:
-        trace: of which.
-        bandwidth, flops: limits of one device; None for those that are known.
+        trace: trace to sum up.
+        bandwidth: limit of one device in bytes per second; None: the known one.
+        flops: limit of one device in operations per second; None: the known one.
     """
 
     trace: Trace
@@ -32,26 +34,26 @@ class Summary:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the first engine; replicas differ in devices alone."""
+        """Facts about the first engine; replicas differ in their devices only."""
         return self.trace.engines[0].facts
 
     @cached_property
     def busy_seconds(self) -> float:
-        """In which engines had requests."""
+        """Time in which engines had requests."""
         return self.trace.total("seconds")
 
     def share(self, seconds: Iterable[Floats]) -> float:
-        """Of that time: the sum of what each engine's steps took of it."""
+        """The share of that time that the engines' steps took, given the seconds of each."""
         return sum(float(each.sum()) for each in seconds) / self.busy_seconds
 
     def mean(self, column: str) -> float:
-        """Of a column, over that time."""
+        """The mean of a column over that time."""
         return self.share(each[column] * each["seconds"] for each in self.trace.engines)
 
     # -- requests -------------------------------------------------------------------------------
 
     def num_requests(self, *reasons: str) -> int:
-        """Requests all of whose completions ended for one of the reasons."""
+        """Number of requests all of whose completions ended for one of the reasons."""
         ended: dict[int, bool] = {}
         for seq in self.trace.sequences:
             request = seq["request"]
@@ -59,8 +61,8 @@ class Summary:
         return sum(ended.values())
 
     def times(self, name: str) -> Floats:
-        """[sequences] seconds from the arrival, of those that came so far: `queue_us`,
-        `first_token_us`, `total_us`; `token_us` is the time of each later token.
+        """[sequences] seconds since the arrival, of sequences that came so far: `queue_us`,
+        `first_token_us`, `total_us`; for `token_us` the mean time of a later token.
         """
         found = []
         for seq in self.trace.sequences:
@@ -76,13 +78,13 @@ class Summary:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that the prefix cache served."""
+        """Share of prompt tokens that the prefix cache served."""
         prompt = sum(seq["prompt_tokens"] for seq in self.trace.sequences)
         return sum(seq["cached_tokens"] for seq in self.trace.sequences) / max(prompt, 1)
 
     @property
     def num_repeated_tokens(self) -> int:
-        """Tokens that preempted sequences computed again: what prefills computed beyond prompts."""
+        """Tokens that preempted sequences computed again: those of prefills beyond the prompts'."""
         once = sum(
             seq["prompt_tokens"] - seq["cached_tokens"]
             for seq in self.trace.sequences
@@ -95,21 +97,21 @@ class Summary:
 
     @property
     def gpu_share(self) -> float | None:
-        """Of that time, that in which the GPU computed; None where the device is the host."""
+        """Share of that time in which the GPU computed; None if the device is the host."""
         share = self.share(each["gpu"] for each in self.trace.engines)
         return None if np.isnan(share) else share
 
     @property
     def peak_pool_share(self) -> float:
-        """The most of its KV blocks that an engine held."""
+        """The largest share of its KV blocks that an engine held."""
         return max(
             float(each["used_blocks"].max()) / each.num_blocks for each in self.trace.engines
         )
 
     @cached_property
     def least_seconds(self) -> list[Floats] | None:
-        """For each engine, [steps] the least time of each step by the limits of its device; None
-        where these are not known.
+        """The least time of each step, [steps] for each engine, by the limits of its device; None
+        if these are not known.
         """
         found = [least_seconds(each, self.bandwidth, self.flops) for each in self.trace.engines]
         known = [each for each in found if each is not None]
@@ -117,13 +119,13 @@ class Summary:
 
     @property
     def roofline_share(self) -> float | None:
-        """The least time of all steps over the time that they took."""
+        """The least time of all steps, over their time."""
         return None if self.least_seconds is None else self.share(self.least_seconds)
 
 
 def least_seconds(engine: Engine, bandwidth: float | None, flops: float | None) -> Floats | None:
-    """[steps] the least time of each, see `limits.least_step_seconds`. What sequences share is read
-    once at best, so no more keys are counted than the pool held.
+    """[steps] the least time of each step, see `limits.least_step_seconds`. Shared prefixes are
+    read once at best, so no more keys are counted than the pool held.
     """
     facts = engine.facts
     itemsize = 4 if facts["dtype"] == "float32" else 2

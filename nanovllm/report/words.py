@@ -1,4 +1,4 @@
-"""The report in words: what ran, its key figures, what held it back. The page has these, too."""
+"""The report in words: the run, its key figures, the causes. The page has these, too."""
 
 import time
 
@@ -21,7 +21,7 @@ def in_words(summary: Summary) -> str:
 
 
 def subtitle(summary: Summary) -> str:
-    """What ran, on what, and when."""
+    """The model, the device and the time of the run."""
     facts, count = summary.facts, len(summary.trace.engines)
     what = f"{facts['architecture']}, {facts['dtype']}"
     if facts["quantization"] not in ("none", facts["dtype"]):
@@ -34,12 +34,12 @@ def subtitle(summary: Summary) -> str:
 
 
 def warnings(summary: Summary) -> list[str]:
-    """Gaps of the recording: a full file, an end that is not there."""
+    """Gaps in the recording: a full file, a missing end."""
     trace, found = summary.trace, []
     if trace.is_full:
         found.append(
-            f"The trace's file was full after {duration(trace.seconds)}: what came later is not in "
-            "this report. A part of a long run is recorded by `with llm.trace(path):`."
+            f"The trace's file was full after {duration(trace.seconds)}: the rest of the run is "
+            "not in this report. `with llm.trace(path):` records a part of a long run."
         )
     if not trace.has_ended:
         found.append("The recording has no end: its process was killed, or is still running.")
@@ -47,23 +47,23 @@ def warnings(summary: Summary) -> list[str]:
 
 
 def unknown(summary: Summary) -> list[str]:
-    """Gaps of the report, with the reason: a CPU, a device without known limits."""
+    """Gaps in the report, with the reason: a CPU, a device without known limits."""
     found, name = [], summary.facts["device_name"]
     if summary.gpu_share is None:
         found.append(
-            "The device is a CPU, which is the host as well: whether the host held the run back "
-            "cannot be told."
+            "The device is a CPU, which is the host as well: the report cannot tell whether the "
+            "host held the run back."
         )
     if summary.least_seconds is None:
         found.append(
             f"The limits of this device ({name}, {summary.facts['dtype']}) are not known, so there "
-            "is no share of the roofline: `--bandwidth` and `--flops` say them."
+            "is no share of the roofline: pass them by `--bandwidth` and `--flops`."
         )
     return found
 
 
 def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
-    """Value, name, and what belongs to it: "64,000 tok/s", "generated", "25,600 tokens"."""
+    """Value, name and detail of each figure: "64,000 tok/s", "generated", "25,600 tokens"."""
     trace, facts = summary.trace, summary.facts
     seconds, generated = trace.seconds, trace.total("sampled_tokens")
     busy = min(1.0, summary.busy_seconds / seconds / len(trace.engines))
@@ -95,7 +95,7 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits them."""
+    """A duration with three digits, in the unit that suits it."""
     for unit, scale in (("µs", 1e6), ("ms", 1e3)):
         if seconds * scale < 999.5:
             return f"{seconds * scale:.3g} {unit}"

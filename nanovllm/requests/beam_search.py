@@ -1,6 +1,6 @@
-"""Beam search over the log-probabilities of next tokens, wherever those come from.
+"""Beam search over log-probabilities of next tokens, from whatever source.
 
-Candidates, their order and what ends a beam are vLLM's. Imports no torch.
+Candidates, their order and the end of a beam are as in vLLM. Imports no torch.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,20 +13,21 @@ from nanovllm.outputs import BeamSearchSequence
 from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
-Candidates: TypeAlias = Mapping[int, float]  # the log-probabilities of next tokens, by their ids
+Candidates: TypeAlias = Mapping[int, float]  # log-probabilities of next tokens, by token id
 
 
 class BeamSearch:
-    """The search for one prompt: `beams` are lengthened by `advance` until none is left.
+    """The search for one prompt: `advance` lengthens the `beams` until none is left.
 
-    All beams have the same length. What has ended competes by its score, see `BeamSearchParams`,
-    with what ends later. `error` says why it could not go on.
+    All beams have the same length. A beam that has ended competes by its score, see
+    `BeamSearchParams`, with those that end later. `error` is the reason why the search could not
+    go on, or None.
 
     Args:
-        prompt: its tokens.
-        params: of the search.
-        eos_token_ids: each of them ends a beam, unless `ignore_eos`.
-        max_model_len: the most tokens of prompt and output.
+        prompt: token ids of the prompt.
+        params: parameters of the search.
+        eos_token_ids: tokens that end a beam, unless `ignore_eos`.
+        max_model_len: maximum length of prompt and output together, in tokens.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class BeamSearch:
         self._max_len = min(len(prompt) + params.max_tokens, max_model_len)
 
     def advance(self, candidates: Sequence[Candidates | str]) -> None:
-        """Lengthen the beams by their most likely next tokens, given in the order of the beams. A
-        beam that has an error in their place ends the search.
+        """Lengthen the beams by their most likely next tokens, given in the order of the beams. An
+        error in place of a beam's candidates ends the search.
 
-        A candidate that ends its beam is kept, however many go before it; of the others the
-        `beam_width` most likely go on.
+        A candidate that ends its beam is kept, however many are likelier; of the others the
+        `beam_width` most likely continue.
         """
-        grown = []  # (log-probability, beam, token): only the best become lists
+        grown = []  # (log-probability, beam, token); only the best become lists of tokens
         for beam, logprobs in zip(self.beams, candidates, strict=True):
             if isinstance(logprobs, str):
                 self.beams, self.error = [], logprobs
@@ -75,7 +76,7 @@ class BeamSearch:
             self.beams = []
 
     def best(self) -> list[BeamSearchSequence]:
-        """What has ended, at most `beam_width` sequences, the best first."""
+        """The sequences that have ended, at most `beam_width`, the best first."""
         return sorted(self._finished, key=self._score, reverse=True)[: self._width]
 
     def _score(self, beam: BeamSearchSequence) -> float:
@@ -85,8 +86,8 @@ class BeamSearch:
     def _is_decided(self) -> bool:
         """Whether no beam can become better than all that have ended.
 
-        A beam never gets likelier, so at best it stays as it is and ends at the length that the
-        penalty favours.
+        The log-probability of a beam never rises. So its best score is its present log-probability
+        at the length that the penalty favours.
         """
         if len(self._finished) < self._width:
             return False
@@ -104,16 +105,16 @@ def beam_search(
     max_model_len: int,
     use_tqdm: bool = False,
 ) -> list[list[BeamSearchSequence] | str]:
-    """The best sequences for each prompt, or why there are none. All beams of all prompts advance
-    together.
+    """The best sequences for each prompt, or an error. All beams of all prompts advance together.
 
     Args:
-        prompts: their tokens.
-        params: for all.
-        next_tokens: of sequences of tokens the most likely next ones, or an error.
-        eos_token_ids: see `BeamSearch`.
-        max_model_len: likewise.
-        use_tqdm: show a progress bar.
+        prompts: token ids of the prompts.
+        params: parameters of the search, for all prompts.
+        next_tokens: function that gives, for sequences of tokens, the most likely next tokens of
+            each, or an error.
+        eos_token_ids: tokens that end a beam, see `BeamSearch`.
+        max_model_len: maximum length of prompt and output together, in tokens.
+        use_tqdm: whether to show a progress bar.
     """
     searches = [BeamSearch(p, params, eos_token_ids, max_model_len) for p in prompts]
     options = SHOWN if use_tqdm else SILENT

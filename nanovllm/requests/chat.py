@@ -1,4 +1,4 @@
-"""Conversations as prompts: what callers pass to `LLM.chat`, checked and rendered.
+"""Conversations as prompts: the arguments of `LLM.chat`, checked and rendered.
 
 Imports no torch, and transformers only for tools that are functions; the tokenizer comes from the
 engine.
@@ -28,16 +28,16 @@ Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
 
 logger = logging.getLogger(__name__)
 
-PROBE = "nanovllm-probe"  # an argument that no conversation has
-ARGUMENTS = {  # of apply_chat_template, which are no variables of the template
+PROBE = "nanovllm-probe"  # an argument's name that no conversation has
+ARGUMENTS = {  # arguments of apply_chat_template that are not variables of the template
     *("conversation", "tools", "chat_template", "tokenize"),
     *("add_generation_prompt", "continue_final_message"),
 }
-JINJA = ("<template>", "<unknown>")  # a template's name in frames; of one that cannot be read
+JINJA = ("<template>", "<unknown>")  # file names of templates in frames; "<unknown>": unparsable
 
 
 class ChatRenderer:
-    """Turns conversations into prompts by a chat template; the arguments are `LLM.chat`'s.
+    """A renderer of conversations as prompts, by a chat template. Arguments are `LLM.chat`'s.
 
     Raises:
         TypeError, ValueError: naming the argument that is wrong.
@@ -100,18 +100,18 @@ class ChatRenderer:
         }
 
     def render(self, conversation: Any, name: str) -> dict[str, Any]:
-        """The prompt that a conversation becomes; `name` is what errors call it."""
+        """Render a conversation as a prompt. `name` stands for it in errors."""
         messages = read_conversation(conversation, name, has_developer=self._has_developer)
         try:
             if has_calls(messages):
                 messages = with_calls(messages, self._form_of_calls(messages, name))
             text = self._apply(messages)
-        except Exception as error:  # whatever the code in the template raises
+        except Exception as error:  # anything that the code in the template raises
             raise ValueError(
                 f"`{name}` cannot be rendered by the chat template "
                 f"({type(error).__name__}: {error}){_line_of(error)}"
             ) from None
-        # The template has written the special tokens: a tokenizer that adds them would do it twice.
+        # The template has written the special tokens; the tokenizer must not add them again.
         token_ids = encode(self._tokenizer, text, name, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": token_ids}
 
@@ -119,17 +119,18 @@ class ChatRenderer:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
 
     def _form_of_calls(self, messages: Messages, name: str) -> Callable[[Any], Any]:
-        """How the template wants the arguments of calls: as objects, if it does not join these to
-        text, or print them as Python does; else as JSON, which other templates would quote.
+        """The form in which the template needs the arguments of calls: objects, unless it
+        concatenates them with text or prints them as Python does; then JSON, which other templates
+        would quote.
         """
         probe, texts = with_calls(messages, lambda _: {PROBE: ""}), []
         for form in (arguments_as_object, arguments_as_json):
-            with suppress(Exception):  # whatever the code in the template raises
+            with suppress(Exception):  # anything that the code in the template raises
                 texts.append(self._apply(with_calls(probe, form)))
                 if PROBE in texts[-1] and f"{{'{PROBE}'" not in texts[-1]:
                     return form
         if texts and not self._has_warned:
-            self._has_warned = True  # of many conversations the first is enough
+            self._has_warned = True  # once is enough for many conversations
             logger.warning(
                 "the chat template leaves out the arguments of `tool_calls`, in `%s` first", name
             )
@@ -137,7 +138,7 @@ class ChatRenderer:
 
 
 def name_conversations(messages: Any) -> dict[str, Any]:
-    """One conversation or many, by what errors call them."""
+    """One conversation or many, keyed by their names in errors."""
     items = listed(messages)
     if items is None:
         raise TypeError(
@@ -151,7 +152,7 @@ def name_conversations(messages: Any) -> dict[str, Any]:
 
 
 def _line_of(error: Exception) -> str:
-    """Where in the template it was raised, in words; nothing for an error of other code."""
+    """The line of the template that raised an error, in words; "" if other code raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename in JINJA]
     return f" in its line {lines[-1]}" if lines else ""
@@ -164,7 +165,7 @@ def _read_tool(tool: Any, name: str) -> dict[str, Any]:
 
     try:
         return get_json_schema(tool)
-    except Exception as error:  # for other objects, whatever inspect raises
+    except Exception as error:  # for other objects, anything that `inspect` raises
         raise TypeError(
             f"`{name}` must be a dictionary, or a function with types and a docstring, "
             f"got {tool!r}: {error}"

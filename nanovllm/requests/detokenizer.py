@@ -1,4 +1,4 @@
-"""`Detokenizer`: the text of a completion that grows by tokens, and the stop strings in it."""
+"""`Detokenizer`: the text of a completion as its tokens arrive, and the stop strings in it."""
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
@@ -20,48 +20,48 @@ from nanovllm.requests.text import (
 
 
 class TokenText:
-    """The text of tokens as they come, each piece as soon as no later token can change it.
+    """The text of tokens as they arrive, each piece as soon as no later token can change it.
 
-    Of a tokenizer of the tokenizers library that is `DecodeStream`'s work. It gives nothing while
-    the text ends in U+FFFD: then, and for other tokenizers, the tokens whose text is open are
-    decoded here, behind the one before them, so that no leading space is stripped from them.
+    For tokenizers of the tokenizers library, `DecodeStream` does that. It returns nothing while the
+    text ends in U+FFFD: then, and for other tokenizers, the tokens whose text is open are decoded
+    here, after the token before them, so that no leading space is stripped from them.
 
     Args:
-        tokenizer: of transformers.
-        decode: its text of tokens.
-        skip: leave special tokens out.
-        context: tokens before.
+        tokenizer: tokenizer of transformers.
+        decode: function that returns the text of tokens.
+        skip: whether special tokens are left out.
+        context: tokens before the first one.
     """
 
     def __init__(
         self, tokenizer: Any, decode: Callable[[list[int]], str], skip: bool, context: list[int]
     ) -> None:
         self._tokenizer, self._decode, self._skip = tokenizer, decode, skip
-        self._window = context  # the last token before open text, and those of that
-        self._text: str | None = None  # that of the window, once it was needed
-        self._begin = 0  # of open text in it
-        self._num_given = 0  # characters of it that have been given
+        self._window = context  # the last token before open text, and the tokens of that text
+        self._text: str | None = None  # text of the window, once needed
+        self._begin = 0  # position of the open text in it
+        self._num_given = 0  # characters of it that have been returned
         self._num_left_out = 0  # tokens without text that the stream holds
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._new_stream = partial(DecodeStream, skip_special_tokens=skip)
         self._begin_stream()
 
     def _begin_stream(self) -> None:
-        """Begin anew behind the window: the old stream decodes again all that had no text."""
+        """Start a new stream after the window: the old one decodes again all that had no text."""
         self._stream, self._num_left_out = self._new_stream(), 0
         given = ""
         for token_id in self._window if self._backend is not None else ():
             given = self._stream.step(self._backend, token_id) or ""
         if self._window and not given:
-            self._backend = None  # it would give the text of the window once more
+            self._backend = None  # it would return the text of the window once more
 
     def step(self, token_id: int) -> str:
-        """Add a token. Returns the text that is certain now."""
+        """Add a token. Returns the text that has become certain."""
         if self._backend is not None:
             text = None
             try:
                 text = self._stream.step(self._backend, token_id)
-            except Exception:  # of no type of its own: the token changes text that was given
+            except Exception:  # it has no type of its own: the token changes text already returned
                 self._backend = None
             if text is not None:
                 start = self._num_given - self._begin
@@ -78,7 +78,7 @@ class TokenText:
                 self._begin_stream()
             return ""
         start = self._num_given
-        # Wrong bytes look like incomplete ones, but only so many can be incomplete.
+        # Wrong bytes look like incomplete ones, but only MAX_INCOMPLETE can be incomplete.
         end = max(start, len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE)
         self._window, self._text, self._num_given = window, text, end
         if len(window) > 2 * CONTEXT:
@@ -86,28 +86,29 @@ class TokenText:
         return text[start:end]
 
     def _shorten(self, open_text: str) -> None:
-        """Endless wrong bytes must not take ever longer. The first token keeps its place; what the
-        others show at their beginning may be wrong, their end agrees with the whole.
+        """Bound the window, so that endless wrong bytes do not take ever longer. The first token
+        keeps its place. The beginning of the others' text may then be wrong; its end agrees with
+        the whole.
         """
         window = [self._window[0], *self._window[-CONTEXT:]]
         text = self._decode(window)
         if text.endswith(open_text):
             self._window, self._text, self._num_given = window, text, len(text) - len(open_text)
-            self._backend = None  # whose stream goes on decoding all of them
+            self._backend = None  # its stream would go on decoding all of them
 
     def rest(self) -> str:
-        """The text that is not certain: incomplete bytes."""
+        """The text that is not certain yet: incomplete bytes."""
         return (self._text or "")[self._num_given :]
 
 
 class ByteRun:
-    """Byte tokens in a row, of a tokenizer that decodes them together.
+    """Consecutive byte tokens, of a tokenizer that decodes them together.
 
-    They are the text that their bytes are in UTF-8. One wrong or missing byte makes each byte of
-    the run U+FFFD, the right ones before it too: nothing is certain before a run ends or fails.
+    Their text is what their bytes spell in UTF-8. One wrong or missing byte makes each byte of the
+    run U+FFFD, right ones before it included: nothing is certain before a run ends or fails.
 
     Args:
-        strips: the tokenizer leaves the first byte out, a space at the beginning of the text.
+        strips: whether the tokenizer drops the first byte, a space at the beginning of the text.
     """
 
     def __init__(self, strips: bool) -> None:
@@ -146,27 +147,27 @@ class ByteRun:
 
 
 class Detokenizer:
-    """The text of one completion while it grows; ends it at a stop string.
+    """The text of one completion as it grows; ends it at a stop string.
 
-    The text is what its tokens add to that of the prompt, by `tokenizer.decode` for all tokens of
-    both, without the clean-up of spaces that some tokenizers ask for and that spoils code
-    (`clean_up_tokenization_spaces`). That holds where a token changes no text before it, except
+    The text is the part that its tokens add to the prompt's text, by `tokenizer.decode` for all
+    tokens of both, without the clean-up of spaces (`clean_up_tokenization_spaces`) that some
+    tokenizers ask for and that spoils code. That holds if a token changes no text before it, except
     bytes of the same character or the same run of byte tokens: for byte-level BPE, sentencepiece
-    and metaspace. It does not for decoders that look further, as those that merge equal tokens
-    (CTC).
+    and metaspace. It does not hold for decoders that look further back, such as those that merge
+    equal tokens (CTC).
 
-    A stop string counts when its last character has arrived. Of several the one ends the text
-    that is complete first, and of those the one that begins first: as if the text came character
-    by character, whatever the tokens are, and in whatever order the strings are listed. One that is
-    a special token ends the text there, too, although it has no part in it.
+    A stop string counts when its last character has arrived. If there are several, the one that is
+    complete first ends the text, and of those the one that begins first: as if the text came
+    character by character, whatever the tokens and the order of the list. A stop string that is a
+    special token ends the text there, too, although it is no part of the text.
 
     Args:
-        tokenizer: of transformers, fast or slow.
+        tokenizer: tokenizer of transformers, fast or slow.
         stop: strings that end the text, none of them empty.
-        include_stop_str_in_output: end it behind the stop string, not before.
-        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: whether the text ends after the stop string, not before it.
+        skip_special_tokens: whether special tokens are left out of the text.
         context: tokens before the first one (`Decoder.context`).
-        stop_tokens: stop strings that are special tokens left out of the text, by their ids.
+        stop_tokens: stop strings that are special tokens left out of the text, by token id.
     """
 
     def __init__(
@@ -187,30 +188,30 @@ class Detokenizer:
         self._has_runs = self._decodes_runs()
 
         self._text = self._make_text([])
-        self._run: ByteRun | None = None  # behind that
-        self._has_begun = bool(context)  # whether a token that is not left out has come
-        self._shown = ""  # the end of the prompt's text, which its next token may change
+        self._run: ByteRun | None = None  # after that text
+        self._has_begun = bool(context)  # whether a token that is not left out has arrived
+        self._shown = ""  # the end of the prompt's text, which the next token may change
         for token_id in context:
             self._extend(token_id)
         if context:
             self._shown = self._rest()
         self._parts: list[str] = []  # the text before the tail
         self._tail = ""  # the text that is not certain or may begin a stop string
-        self._num_certain = 0  # characters of the tail that no token changes any more
-        self._num_ready = 0  # and those that `take` has been given
+        self._num_certain = 0  # characters of the tail that no token can change any more
+        self._num_ready = 0  # characters of the tail that are ready for `take`
         self._ready: list[str] = []
         self._ended = False
 
     @property
     def text(self) -> str:
-        """All text so far, but for U+FFFD at its end that may be a character's first bytes."""
+        """All text so far, except for U+FFFD at its end that may be a character's first bytes."""
         return "".join(self._parts) + self._tail
 
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token. Returns the stop string that has ended the text, if one has.
 
-        `may_stop=False` is for the tokens below `min_tokens`: a stop string that is complete with
-        one of them is never looked for, one that has begun there is.
+        `may_stop=False` is for the tokens before `min_tokens`: a stop string that such a token
+        completes does not count, but one may begin there.
         """
         assert not self._ended, "the text has ended"
         if may_stop and token_id in self._stop_tokens:
@@ -231,26 +232,26 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """The completion has ended: incomplete bytes become U+FFFD, and nothing is held back.
+        """End the completion: incomplete bytes become U+FFFD, and nothing is held back any more.
 
-        No stop string is looked for in that.
+        That text is not searched for stop strings.
         """
         if not self._ended:
             rest = added_text(self._shown, self._rest())
             self._end(self._tail[: self._num_certain] + rest)
 
     def take(self) -> str:
-        """The text that is new since the last call, and final.
+        """The final text that is new since the last call.
 
-        What may be the beginning of a stop string is held back, unless stop strings stay in the
-        output: it belongs there in any case.
+        Text that may begin a stop string is held back, unless stop strings stay in the output: then
+        it belongs there in any case.
         """
         text = "".join(self._ready)
         self._ready.clear()
         return text
 
     def _extend(self, token_id: int) -> tuple[str, str]:
-        """One more token. Returns the text that is certain now, and what follows that."""
+        """Decode one more token. Returns the text that is certain now, and the text after that."""
         byte = self._byte(token_id) if self._has_runs else None
         if byte is not None:
             return self._extend_run(byte)
@@ -259,20 +260,20 @@ class Detokenizer:
         if is_left_out(self._tokenizer, token_id, self._skip):
             if self._run is None:
                 return self._text.step(token_id), ""
-            return "", self._run.text  # bytes may go on behind it
+            return "", self._run.text  # the run may go on after it
         self._has_begun = True
         certain = "" if self._run is None else self._run.end()
         self._run = None
         return certain + self._text.step(token_id), ""
 
     def _extend_run(self, byte: bytes) -> tuple[str, str]:
-        """The same for a byte token of a run."""
+        """Decode a byte token of a run. Returns the same."""
         certain = ""
         if self._run is None:
             certain = self._text.rest()
             strips = not self._has_begun and byte == b" " and self._strips_space
             self._run, self._has_begun = ByteRun(strips), True
-            self._text = self._make_text([self._letter])  # what follows does not begin the text
+            self._text = self._make_text([self._letter])  # later text does not begin the text
         certain += self._run.append(byte)
         return certain, self._run.text
 
@@ -281,7 +282,7 @@ class Detokenizer:
         return self._text.rest() if self._run is None else self._run.end()
 
     def _cut(self, certain: str, uncertain: str) -> tuple[str, str]:
-        """The same without what the prompt has shown."""
+        """The certain and uncertain text, without the part that the prompt has already shown."""
         new = added_text(self._shown, certain)
         if new:
             self._shown = ""
@@ -303,7 +304,7 @@ class Detokenizer:
         return min(found, default=None)
 
     def _release(self) -> None:
-        """Hand out what is certain, and cut from the tail what cannot be part of a stop string."""
+        """Release certain text, and cut off the tail's part that cannot be in a stop string."""
         certain = self._tail[: self._num_certain]
         begin = max(len(certain) - self._max_stop_len + 1, 0)
         while begin < len(certain) and not self._begins_stop(certain[begin:]):
@@ -332,5 +333,5 @@ class Detokenizer:
         return True
 
     def _byte(self, token_id: int) -> bytes | None:
-        """The byte of a byte token."""
+        """The byte of a byte token; None for other tokens."""
         return byte_of(self._tokenizer.convert_ids_to_tokens(token_id))

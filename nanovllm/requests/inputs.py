@@ -21,20 +21,20 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, with the text that its result is to show."""
+    """A prompt as token ids, with optional text to show in its result."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     def encode(self, text: str, *, verbose: bool, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def name_prompts(prompts: Prompts) -> dict[str, Any]:
-    """One prompt or many, by what errors call them."""
+    """One prompt or many, keyed by their names in errors."""
     if isinstance(prompts, (str, Mapping)):
         return {"prompts": prompts}
     items = listed(prompts)
@@ -43,7 +43,7 @@ def name_prompts(prompts: Prompts) -> dict[str, Any]:
             "`prompts` must be a string, token ids, a dictionary, or a list of those, "
             f"got {type(prompts).__name__}"
         )
-    # A text or list among them is a prompt; numbers alone are the tokens of one.
+    # A text or list among them is a prompt; integers alone are the tokens of one prompt.
     kinds = set(map(type, items))
     if any(map(_is_int, items[:1])) and not any(issubclass(kind, Iterable) for kind in kinds):
         return {"prompts": items}
@@ -53,8 +53,8 @@ def name_prompts(prompts: Prompts) -> dict[str, Any]:
 def spread_sampling_params(
     params: Params, count: int, default: SamplingParams
 ) -> list[tuple[str, SamplingParams]]:
-    """Those of each prompt, from one for all, one each, or None for the default, behind what errors
-    call them.
+    """The parameters of each of `count` prompts, after their name in errors. `params` is one for
+    all, one for each, or None for the default.
     """
     if params is None:
         params = default
@@ -82,10 +82,10 @@ def spread_sampling_params(
 def special_stops(
     stop: Iterable[str], special_tokens: Mapping[str, int], name: str = "stop"
 ) -> dict[int, str]:
-    """The stop strings that are special tokens, by their ids. They end a text without being in it.
+    """The stop strings that are special tokens, by token id. They end a text without being in it.
 
     Raises:
-        ValueError: for a stop string that has such a token, and more: no text has it.
+        ValueError: for a stop string that contains such a token and more: no text contains it.
     """
     found = {}
     for text in stop:
@@ -107,11 +107,11 @@ def bad_word_tokens(
 ) -> list[tuple[int, ...]]:
     """The token sequences that must not be generated.
 
-    A word is forbidden at the start of a text and after a space, whether it is given with a space
-    before it or not: it is tokenised in both forms. vLLM leaves out the one with the space where
-    it has another number of tokens; here it is left out only where it ends with the other one,
-    which forbids it already. Other tokens that spell the same word are not found, nor is another
-    case, and a token that also is a part of longer words is missing from these too.
+    A word is forbidden at the start of a text and after a space, whether it is given with a leading
+    space or not: it is tokenised in both forms. vLLM drops the form with the space if it has
+    another number of tokens; here it is dropped only if it ends with the other form, which forbids
+    it already. Other tokens that spell the same word are not found, nor is another case. A token
+    that is also a part of longer words cannot occur in these, either.
 
     Raises:
         ValueError: for a word that has no tokens.
@@ -132,9 +132,9 @@ def bad_word_tokens(
 
 
 def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[int]:
-    """The tokens of a text; `name` is what errors call it."""
+    """The token ids of a text. `name` stands for it in errors."""
     try:
-        # Its warning of long texts would come before our error, which says more.
+        # The tokenizer's own warning of long texts would precede our error, which says more.
         return tokenizer.encode(text, verbose=False, **options)
     except (TypeError, UnicodeError) as error:
         reason: object = error
@@ -144,7 +144,7 @@ def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[
 
 
 def check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """ValueError unless all are tokens of the vocabulary; `name` is what the error calls them."""
+    """ValueError unless all tokens are in the vocabulary. `name` stands for them in the error."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(
@@ -153,10 +153,10 @@ def check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> 
 
 
 def listed(value: Any) -> list[Any] | None:
-    """What an iterable gives, in a list (a list as it is).
+    """The items of an iterable as a list (a list itself, not a copy).
 
-    None for what is no list of anything: texts, mappings, tables (which give the names of their
-    columns), and sets, which have no order.
+    None for anything that does not count as a list: texts, mappings, tables (which iterate over
+    column names), and sets, which have no order.
     """
     if isinstance(value, list):
         return value
@@ -175,14 +175,14 @@ def listed(value: Any) -> list[Any] | None:
 
 
 def whole_numbers(items: list[Any], name: str) -> list[int]:
-    """Python's own integers, of any kind of integers; `name` is what errors call them.
+    """Integers of any kind as Python's own. `name` stands for them in errors.
 
     Raises:
         TypeError: for anything else.
     """
     if set(map(type, items)) <= {int}:
         return list(items)
-    wrong = [item for item in items if not _is_int(item)]  # numpy's integers are right, say
+    wrong = [item for item in items if not _is_int(item)]  # numpy's integers, say, are right
     if wrong:
         is_prompt = isinstance(wrong[0], (str, Mapping)) or listed(wrong[0]) is not None
         remedy = ": it is one prompt, no list of them" if is_prompt else ""

@@ -1,4 +1,4 @@
-"""`Intake`: what callers pass becomes requests, or one sentence that says what is wrong with it.
+"""`Intake`: checks callers' arguments and makes requests, or one sentence about the mistake.
 
 Everything is checked here, before anything is queued. Imports no torch.
 """
@@ -34,7 +34,7 @@ OnError: TypeAlias = Literal["raise", "return"]
 
 OTHERS = '; on_error="return" completes the others'
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-TEXT_FIELDS = {  # of sampling parameters, and what there is for token ids
+TEXT_FIELDS = {  # sampling parameters that need a tokenizer, and the remedies without one
     "stop": "pass stop_token_ids",
     "bad_words": "pass logit_bias",
     "structured_outputs": "pass allowed_token_ids",
@@ -42,14 +42,14 @@ TEXT_FIELDS = {  # of sampling parameters, and what there is for token ids
 
 
 class CheckedRequest(NamedTuple):
-    """What a caller wants, with nothing wrong in it.
+    """A request of a caller, free of mistakes.
 
     Attributes:
-        text: the prompt, None if it came as token ids.
-        token_ids: the prompt.
-        params: how to sample.
-        controls: what that means for the logits.
-        grammars: one for each completion, None where its form is free.
+        text: text of the prompt; None if it came as token ids.
+        token_ids: token ids of the prompt.
+        params: sampling parameters.
+        controls: effect of the parameters on the logits; None: none.
+        grammars: one for each completion, None if its form is free.
     """
 
     text: str | None
@@ -60,7 +60,7 @@ class CheckedRequest(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """In the place of a request: the prompt if it was text, and what is wrong."""
+    """A mistake in the place of a request: the prompt, if it was text, and the error."""
 
     text: str | None
     error: str
@@ -70,18 +70,20 @@ class Intake:
     """The way into one engine.
 
     Args:
-        tokenizer: of transformers; None if the model has none: what is about text is refused then.
+        tokenizer: tokenizer of transformers; None: the model has none, and parameters that are
+            about text are refused.
         vocab_size: V; token ids must be below it.
         eos_token_ids: tokens that end a text.
-        default: what None stands for as sampling parameters.
-        grammars: compiles the forms of structured outputs.
-        max_model_len: the most tokens of prompt and output, by the model and the options.
-        pool_tokens: tokens that the KV pool holds.
+        default: sampling parameters used in place of None.
+        grammars: compiler of the forms of structured outputs.
+        max_model_len: maximum length of prompt and output together, in tokens, by the model and the
+            options.
+        pool_tokens: tokens that fit the KV pool.
         block_size: tokens of a KV block.
-        seed: of requests without one.
+        seed: seed of requests without one.
 
     Attributes:
-        decoder: gives the text of tokens.
+        decoder: decoder of tokens to text.
     """
 
     def __init__(
@@ -103,15 +105,15 @@ class Intake:
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
         self._block_size, self._seed = block_size, seed
         self._grammar_compiler = grammars
-        self._num_requests = self._num_seqs = 0  # that have a number
+        self._num_requests = self._num_seqs = 0  # ids given out so far
 
     # -- checks ---------------------------------------------------------------------------------
 
     def check(self, prompt: Any, params: SamplingParams | None) -> CheckedRequest:
-        """One prompt.
+        """Check one prompt.
 
         Raises:
-            TypeError, ValueError: naming what is wrong.
+            TypeError, ValueError: naming the mistake.
         """
         own = self._default if params is None else params
         controls = self.read_params(own)
@@ -119,7 +121,7 @@ class Intake:
         return CheckedRequest(text, token_ids, own, controls, self._grammars(own, own.n))
 
     def read_again(self, token_ids: list[int], params: SamplingParams) -> CheckedRequest:
-        """A prompt that another process has checked."""
+        """Read a prompt that another process has checked."""
         controls = self.read_params(params)
         return CheckedRequest(None, token_ids, params, controls, self._grammars(params, params.n))
 
@@ -130,27 +132,28 @@ class Intake:
         on_error: OnError = "raise",
         render: Callable[[T, str], Any] | None = None,
     ) -> list[CheckedRequest | Refusal]:
-        """Many prompts; see `LLMEngine.generate`.
+        """Check many prompts; see `LLMEngine.generate`.
 
         Args:
-            prompts: by what errors call them.
-            params: for all, for each, or None.
-            on_error: "return" gives a `Refusal` in the place of a prompt with which, or with whose
-                own parameters, something is wrong.
-            render: makes prompts of what has their place; None: they are prompts.
+            prompts: prompts, keyed by their names in errors.
+            params: sampling parameters for all, for each, or None.
+            on_error: "return" puts a `Refusal` in the place of a prompt that has a mistake, or
+                whose own parameters have one.
+            render: function that makes a prompt of each value of `prompts` and its name; None: the
+                values are prompts.
 
         Raises:
-            TypeError, ValueError: naming what is wrong, with one prompt or with the whole call.
+            TypeError, ValueError: naming the mistake in one prompt or in the whole call.
         """
         check_choice("on_error", on_error, get_args(OnError))
         spread = spread_sampling_params(params, len(prompts), self._default)
-        read: dict[int, RequestControls | None] = {}  # by identity: most often they are one object
+        read: dict[int, RequestControls | None] = {}  # by identity: most often all are one object
         checked: list[CheckedRequest | Refusal] = []
         for (name, given), (params_name, own) in zip(prompts.items(), spread, strict=True):
             try:
                 if id(own) not in read:
                     controls = self.read_params(own, params_name)
-                    self._grammars(own, 1)  # is there one?
+                    self._grammars(own, 1)  # raises if there is none
                     read[id(own)] = controls
                 prompt = given if render is None else render(given, name)
                 text, token_ids = self.read_prompt(prompt, name)
@@ -165,10 +168,10 @@ class Intake:
         return checked
 
     def read_prompt(self, prompt: Any, name: str = "prompt") -> tuple[str | None, list[int]]:
-        """The text of a prompt, if it has one, and its tokens; `name` is what errors call it.
+        """The text of a prompt, if it has one, and its token ids. `name` stands for it in errors.
 
         Raises:
-            TypeError, ValueError: naming what is wrong with it.
+            TypeError, ValueError: naming the mistake.
         """
         text, token_ids = None, prompt
         if isinstance(prompt, Mapping):
@@ -207,7 +210,7 @@ class Intake:
         return text, ids
 
     def _check_length(self, name: str, length: int) -> None:
-        others = OTHERS if name.endswith("]") else ""  # there may be some
+        others = OTHERS if name.endswith("]") else ""  # it may be one of several
         if not length:
             raise ValueError(f"`{name}` must have at least one token, got none")
         if length >= self._max_model_len:
@@ -226,10 +229,10 @@ class Intake:
     def read_params(
         self, params: SamplingParams, name: str = "sampling_params"
     ) -> RequestControls | None:
-        """What sampling parameters mean for the logits; `name` is what errors call them.
+        """The effect of sampling parameters on the logits. `name` stands for them in errors.
 
         Raises:
-            TypeError, ValueError: naming what is wrong with them that they cannot check themselves.
+            TypeError, ValueError: naming a mistake that `SamplingParams` cannot find itself.
         """
         if not isinstance(params, SamplingParams):
             remedy = ": there is one prompt for them" if listed(params) is not None else ""
@@ -253,13 +256,13 @@ class Intake:
         return request_controls(params, self._vocab_size, self._eos_token_ids, words)
 
     def _stop_tokens(self, params: SamplingParams, name: str) -> dict[int, str]:
-        """The stop strings that are special tokens without text, by their ids."""
+        """The stop strings that are special tokens without text, by token id."""
         if not params.stop or not params.skip_special_tokens:
             return {}
         return special_stops(params.stop, self.decoder.special_tokens, f"{name}.stop")
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
-        """One for each of so many completions, which follows its own."""
+        """A grammar for each of `count` completions, since each is followed separately."""
         if (form := params.structured_outputs) is None:
             return [None] * count
         return [self._grammar_compiler.compile(form, params.ignore_eos) for _ in range(count)]
@@ -267,12 +270,12 @@ class Intake:
     # -- requests -------------------------------------------------------------------------------
 
     def refused(self, refusal: Refusal) -> RequestOutput:
-        """What a prompt that was refused gets in the place of a result."""
+        """The output of a refused prompt, in the place of a result."""
         request_id = self.ticket(0).request_id
         return RequestOutput(request_id, refusal.text, [], [], True, 0, error=refusal.error)
 
     def ticket(self, n: int) -> Ticket:
-        """For a new request of `n` completions."""
+        """A ticket for a new request of `n` completions."""
         ticket = Ticket(
             self._num_requests,
             self._num_seqs,
@@ -290,13 +293,13 @@ class Intake:
         listener: Listener | None = None,
         ticket: Ticket | None = None,
     ) -> Request:
-        """The request, with its sequences.
+        """Make a request and its sequences.
 
         Args:
-            checked: what is wanted.
+            checked: request of the caller, checked.
             pooling: "last" or "mean" hidden state of the prompt, for embeddings.
-            listener: see `LLMEngine.add_request`.
-            ticket: of a request that came to another process; None: it is new.
+            listener: function that gets outputs, see `LLMEngine.add_request`.
+            ticket: ticket that another process gave to the request; None: the request is new.
         """
         text, token_ids, params, controls, grammars = checked
         ticket = ticket or self.ticket(params.n)
@@ -356,7 +359,7 @@ def _catch_up(
     detokenizer: Detokenizer | None,
     logprobs: TokenLogprobs | None,
 ) -> None:
-    """Bring a completion that began elsewhere to where its listener is."""
+    """Bring a completion that began in another process to the state that its listener knows."""
     if detokenizer is not None:
         for count, token_id in enumerate(told.token_ids, 1):
             detokenizer.append(token_id, may_stop=count > params.min_tokens)
@@ -368,4 +371,4 @@ def _catch_up(
 
 
 def _no_text(token_id: int) -> None:
-    """For tokens whose text is not wanted."""
+    """None, in the place of a token's text, where texts are not wanted."""

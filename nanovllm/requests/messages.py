@@ -1,9 +1,9 @@
-"""Messages in OpenAI's form, checked and brought into the form that chat templates know.
+"""Messages in OpenAI's form, checked and brought into the form that chat templates expect.
 
-What is null is left out, as it says nothing. `developer` is the system where a template knows no
-developer, `function` and `function_call`, OpenAI's older names, are `tool` and `tool_calls`, a
-refusal is what the assistant has said, and `arguments` of calls are JSON or objects. What is no
-text is refused. Imports no torch.
+Null values are dropped: they mean nothing. `developer` becomes `system` if the template has no such
+role. OpenAI's older names `function` and `function_call` become `tool` and `tool_calls`, a
+`refusal` becomes the assistant's content, and `arguments` of calls become JSON or objects. Anything
+but text is refused. Imports no torch.
 """
 
 import json
@@ -16,15 +16,15 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 def read_conversation(conversation: Any, name: str, *, has_developer: bool) -> Messages:
-    """The messages, checked. All have `content`, a string, which templates add to other text.
+    """The messages, checked. All have `content`, a string, which templates concatenate with text.
 
     Args:
-        conversation: what the caller passes.
-        name: what errors call it.
-        has_developer: whether the template knows this role.
+        conversation: messages of the caller.
+        name: name of the conversation in errors.
+        has_developer: whether the template knows the role `developer`.
 
     Raises:
-        TypeError, ValueError: naming what is wrong.
+        TypeError, ValueError: naming the mistake.
     """
     messages = listed(conversation)
     if messages is None:
@@ -39,12 +39,12 @@ def read_conversation(conversation: Any, name: str, *, has_developer: bool) -> M
 
 
 def has_calls(messages: Messages) -> bool:
-    """Whether a message has `tool_calls`."""
+    """Whether any message has `tool_calls`."""
     return any("tool_calls" in message for message in messages)
 
 
 def with_calls(messages: Messages, arguments: Callable[[Any], Any]) -> Messages:
-    """The messages with the arguments of their calls in another form: `arguments` is
+    """The messages with the arguments of their calls in the form that `arguments` gives them:
     `arguments_as_object` or `arguments_as_json`.
     """
     return [
@@ -56,21 +56,21 @@ def with_calls(messages: Messages, arguments: Callable[[Any], Any]) -> Messages:
 
 
 def arguments_as_object(arguments: Any) -> Any:
-    """The arguments of a call as an object; nothing stands for none."""
+    """The arguments of a call as an object; empty for None and for an empty string."""
     if isinstance(arguments, str):
         return json.loads(arguments) if arguments.strip() else {}
     return {} if arguments is None else arguments
 
 
 def arguments_as_json(arguments: Any) -> str:
-    """The same as JSON, as the model wrote it where that is what there is."""
+    """The arguments of a call as JSON; JSON that the model wrote stays as it is."""
     if isinstance(arguments, str) and arguments.strip():
         return arguments
     return json.dumps(arguments_as_object(arguments), ensure_ascii=False, default=dict)
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a value of the caller's is a list, or may stand for one."""
+    """Whether a caller's value is a list, or may stand for one."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
@@ -114,7 +114,7 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _read_content(fields: dict[str, Any], name: str) -> str | None:
-    """The text of a message, from which `refusal` is taken."""
+    """The text of a message; `refusal` is removed from the fields."""
     content, refusal = fields.get("content"), fields.pop("refusal", None)
     if is_list(content):
         is_own = fields["role"] == "assistant"
@@ -146,7 +146,7 @@ def _read_part(part: Any, name: str, may_refuse: bool) -> str:
 
 
 def _read_calls(fields: dict[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """What an assistant has called; `tool_calls` and `function_call` are taken from the fields."""
+    """An assistant's calls; `tool_calls` and `function_call` are removed from the fields."""
     where, calls = f'{name}["tool_calls"]', fields.pop("tool_calls", [])
     old = fields.pop("function_call", None)
     if not is_list(calls):
@@ -172,7 +172,7 @@ def _check_call(call: Any, name: str) -> None:
         raise ValueError(f'`{name}["type"]` must be "function", got {kind!r}')
     if "function" in call:
         _check_function(call["function"], f'{name}["function"]')
-    else:  # as transformers has them, too
+    else:  # transformers has this form, too
         _check_function(call, name)
 
 

@@ -1,9 +1,9 @@
-"""`News`: what a request has told and its caller has not taken; `AllNews`: all it has told.
+"""`News`: a request's output that its caller has not taken yet; `AllNews`: all its output so far.
 
 An output is several objects, and Python's garbage collector counts those that exist at once: if
 outputs of all requests waited for their callers, it would look through all objects of the process
-once in some hundred steps, for a tenth of a second and more. So what is told is added to what is
-there, and an output is made when its caller takes it.
+once in some hundred steps, for a tenth of a second and more. So new output is added to the output
+that already waits, and an output object is made when its caller takes it.
 """
 
 import io
@@ -15,14 +15,14 @@ from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class News:
-    """The news of a request: outputs of which each has what those before it have not, joined to one
-    where the caller comes late. One thread adds, another may take.
+    """The news of a request: outputs that each continue the one before, joined to one if the caller
+    comes late. One thread adds, another may take.
 
     Attributes:
-        has_some: whether there is something to take.
+        has_some: whether there is news to take.
     """
 
-    _last: RequestOutput  # that was added; not dropped when taken, so that the next replaces it
+    _last: RequestOutput  # added last; kept when taken, so that the next one replaces it
 
     def __init__(self) -> None:
         self.has_some = False
@@ -30,7 +30,7 @@ class News:
         self._lock = threading.Lock()
 
     def add(self, news: RequestOutput) -> None:
-        """Add what is new."""
+        """Add a new output."""
         with self._lock:
             for part in news.outputs:
                 growing = self._growing.get(part.index)
@@ -41,7 +41,7 @@ class News:
             self._last, self.has_some = news, True
 
     def take(self) -> RequestOutput:
-        """An output of all that was added since the last one."""
+        """An output of all that has been added since the last call."""
         with self._lock:
             assert self.has_some, "there is no news"
             self.has_some = False
@@ -52,7 +52,7 @@ class News:
 
 
 class AllNews(News):
-    """The same, but an output has all that was ever added. A token is copied when it is added, and
+    """News of which each output has all that was ever added. A token is copied when it is added and
     when a caller reads `token_ids`, `text` or `logprobs`; not for outputs that nobody reads.
     """
 
@@ -61,13 +61,13 @@ class AllNews(News):
 
 
 class _Growing:
-    """A completion, of which more comes.
+    """A completion that may continue.
 
     Attributes:
-        token_ids, text, logprobs: what is there. They only grow, so that a beginning of them stays
-            what it is.
-        last: the part that came last.
-        has_some: whether a part has come since the last `take`; one that ends by an error may have
+        token_ids, text, logprobs: parts added so far. They only grow, so that a beginning of them
+            never changes.
+        last: part that was added last.
+        has_some: whether a part was added since the last `take`; one that ends by an error may have
             no tokens.
     """
 
@@ -87,7 +87,7 @@ class _Growing:
         self.last, self.has_some, self._so_far = part, True, None
 
     def take(self) -> CompletionOutput:
-        """What is there. What comes then begins anew."""
+        """The parts added so far, which are then forgotten."""
         taken = self._output(self.token_ids, self.logprobs)
         self.token_ids, self.logprobs, self.has_some = [], [], False
         if self.text.tell():
@@ -95,7 +95,7 @@ class _Growing:
         return taken
 
     def so_far(self) -> CompletionOutput:
-        """What is there, which stays."""
+        """The parts added so far, which are kept."""
         if self._so_far is None:
             if self.last.finished():
                 self._so_far = self._output(self.token_ids[:], self.logprobs[:])
@@ -127,8 +127,8 @@ class _Growing:
 
 
 class CompletionSoFar(CompletionOutput):
-    """A completion that goes on after this output. What is long is made when it is read: most
-    outputs are not, and the next one has all of it again.
+    """A completion that continues after this output. Its long attributes are made when they are
+    read: most outputs are not, and the next one has all of it again.
     """
 
     _growing: _Growing
@@ -157,5 +157,5 @@ class CompletionSoFar(CompletionOutput):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and other processes: with what this output shows, and no more."""
+        """Pickle and copy as a plain `CompletionOutput`: what this output shows, and no more."""
         return CompletionOutput, tuple(getattr(self, each.name) for each in self._fields)

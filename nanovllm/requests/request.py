@@ -1,5 +1,5 @@
 """`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`; `Ticket`:
-its numbers, and where its completions stand.
+its ids, and the state of its completions.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ Listener: TypeAlias = Callable[[RequestOutput], None]
 
 @dataclass
 class Told:
-    """What a listener has been told of a completion.
+    """The part of a completion that its listener knows.
 
     Attributes:
-        token_ids: its tokens so far.
-        logprob: the sum of their log-probabilities, where those are asked for.
+        token_ids: tokens so far.
+        logprob: sum of their log-probabilities, if those are asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -28,14 +28,14 @@ class Told:
 
 
 class Ticket(NamedTuple):
-    """What distinguishes a request from others that ask for the same.
+    """The identity of a request, which tells it from others that ask for the same.
 
     Attributes:
-        request_id: the caller's name for it.
-        seq_id: of its first completion; the next ones have the next numbers.
-        arrived_at: seconds of time.perf_counter, the same clock for all processes.
-        completions: those that have not ended, by their index, with the tokens that they go on
-            from.
+        request_id: id of the request, for the caller.
+        seq_id: id of its first completion; the next ones have the next ids.
+        arrived_at: time of arrival, in seconds of time.perf_counter, one clock for all processes.
+        completions: completions that have not ended, by index, with the tokens from which they
+            continue.
     """
 
     request_id: int
@@ -45,15 +45,15 @@ class Ticket(NamedTuple):
 
 
 class Request:
-    """What the caller asked for at once.
+    """A prompt of a caller, with its completions.
 
     Args:
-        request_id: the caller's name for it.
-        prompt: None if it came as token ids.
-        prompt_token_ids: its tokens.
-        params: for all completions.
-        seqs: one for each completion.
-        listener: is told what is new; the end is then nobody else's.
+        request_id: id of the request, for the caller.
+        prompt: text of the prompt; None if it came as token ids.
+        prompt_token_ids: token ids of the prompt.
+        params: sampling parameters of all completions.
+        seqs: one sequence for each completion.
+        listener: function that gets new output; then it alone is told of the request's end.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Request:
         return all(seq.is_finished for seq in self.seqs)
 
     def metrics(self) -> RequestMetrics:
-        """Where its time went."""
+        """The times that this request spent waiting and computing."""
         assert self.is_finished, f"request {self.request_id} has not finished"
         seqs, arrived_at = self.seqs, self.seqs[0].arrived_at
         return RequestMetrics(
@@ -89,7 +89,7 @@ class Request:
         )
 
     def output(self, decode: Decoder) -> RequestOutput:
-        """The result."""
+        """The result of the finished request."""
         assert self.is_finished, f"request {self.request_id} has not finished"
         context: list[int] = []
         if self.params.detokenize and self.seqs[0].detokenizer is None:
@@ -115,7 +115,7 @@ class Request:
         )
 
     def tell(self) -> None:
-        """Give the listener what is new: tokens, and the text that no later token can change."""
+        """Give the listener new output: tokens, and the text that no later token can change."""
         news, is_finished = [], True
         for i, seq in enumerate(self.seqs):
             if not seq.is_finished:
@@ -141,14 +141,14 @@ class Request:
             text = seq.detokenizer.text
         elif self.params.detokenize:
             hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
-            shown = token_ids[:-1] if hides else token_ids  # without what has stopped it
+            shown = token_ids[:-1] if hides else token_ids  # without the token that stopped it
             text = decode(shown, self.params.skip_special_tokens, context)
         return _completion(seq, text, token_ids, seq.logprobs)
 
 
 def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> list[int]:
-    """The tokens before a completion that its text depends on. One that has a form has it from its
-    first character on, which may be a space.
+    """The tokens before a completion on which its text depends. A structured output keeps its form
+    from its first character on, which may be a space.
     """
     has_form = params.structured_outputs is not None
     return decode.context(prompt, params.skip_special_tokens, keeps_first_space=has_form)

@@ -1,4 +1,4 @@
-"""Text of tokens: `Decoder`, and what a `Detokenizer` needs to know of a tokenizer."""
+"""Text of tokens: `Decoder`, and facts about a tokenizer that a `Detokenizer` needs."""
 
 import codecs
 import re
@@ -8,14 +8,14 @@ from os.path import commonprefix
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
-MAX_INCOMPLETE = 3  # bytes of a character that lacks one
-CONTEXT = 6  # tokens that are decoded again: more than incomplete bytes can be
+MAX_INCOMPLETE = 3  # bytes of a character that lacks one more
+CONTEXT = 6  # tokens that are decoded again; more than incomplete bytes can be
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> str:
-    """The text of tokens, as they are: `clean_up_tokenization_spaces`, which some tokenizers ask
-    for, would delete spaces before punctuation, in code too.
+    """The text of tokens, without `clean_up_tokenization_spaces`, which some tokenizers ask for: it
+    would delete spaces before punctuation, in code, too.
     """
     return tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -23,7 +23,7 @@ def as_text(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> 
 
 
 def is_left_out(tokenizer: Any, token_id: int, skip_special_tokens: bool) -> bool:
-    """Whether the tokenizer leaves a token out: a special one, or none of its own."""
+    """Whether the text lacks a token because it is special or unknown to the tokenizer."""
     if as_text(tokenizer, [token_id], skip_special_tokens):
         return False
     is_known = tokenizer.convert_ids_to_tokens(token_id) is not None
@@ -31,13 +31,13 @@ def is_left_out(tokenizer: Any, token_id: int, skip_special_tokens: bool) -> boo
 
 
 def byte_of(token: str | None) -> bytes | None:
-    """The byte of a byte token, as it is written."""
+    """The byte that a byte token spells, such as `<0x0A>`; None for other tokens."""
     match = BYTE_TOKEN.fullmatch(token or "")
     return bytes.fromhex(match[1]) if match else None
 
 
 def num_incomplete(run: bytes) -> int:
-    """How many bytes at the end begin a character of UTF-8 that has more."""
+    """The number of bytes at the end that begin a UTF-8 character without completing it."""
     for count in range(1, min(MAX_INCOMPLETE, len(run)) + 1):
         try:
             if not codecs.getincrementaldecoder("utf-8")().decode(run[-count:]):
@@ -48,29 +48,29 @@ def num_incomplete(run: bytes) -> int:
 
 
 def added_text(before: str, whole: str) -> str:
-    """The end of a text that tokens add to the one before them. Bytes that were incomplete before
-    are part of it, as the character that they have become.
+    """The end of `whole`, which tokens add to the text `before` them. It includes bytes that were
+    incomplete before, as the character that they have become.
     """
     return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 - strings, not paths
 
 
 class Decoder:
-    """Text of tokens. Alone they would be the beginning of a text, where tokenizers of the kind of
-    sentencepiece leave a space out: the text of a completion is what it adds to the prompt's.
+    """Text of tokens. The text of a completion is what it adds to the prompt's text: decoded alone,
+    it would be the beginning of a text, where tokenizers like sentencepiece drop a space.
 
     Args:
-        tokenizer: of transformers; without one (None) there is no text.
+        tokenizer: tokenizer of transformers; None: there is no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}  # of single tokens, remembered
+        self._texts: dict[int, str] = {}  # texts of single tokens, remembered
         self._sufficient: dict[tuple[int, bool], bool] = {}
 
     def __call__(
         self, token_ids: list[int], skip_special_tokens: bool, context: list[int] | None = None
     ) -> str:
-        """The text of tokens, or what they add to that of the tokens before them."""
+        """The text of tokens, or the text that they add to that of the `context` before them."""
         if self._tokenizer is None:
             return ""
         if not context:
@@ -80,7 +80,7 @@ class Decoder:
         return added_text(before, whole)
 
     def token(self, token_id: int) -> str | None:
-        """The text of a token within a text, also of a special one."""
+        """The text of a token within a text, special tokens included."""
         if self._tokenizer is None:
             return None
         if token_id not in self._texts:
@@ -90,14 +90,14 @@ class Decoder:
     def context(
         self, prompt: list[int], skip_special_tokens: bool, *, keeps_first_space: bool = False
     ) -> list[int]:
-        """Tokens to decode a completion behind: of the prompt's last ones as many as make a
-        difference to its text. Most often that is one.
+        """The tokens after which to decode a completion: the last ones of the prompt, as many as
+        affect its text. Most often that is one.
 
         Args:
-            prompt: its tokens.
-            skip_special_tokens: leave special ones out of the text.
-            keeps_first_space: behind a prompt without text, take a letter for its text, so that
-                a completion keeps a space that it begins with.
+            prompt: token ids of the prompt.
+            skip_special_tokens: whether special tokens are left out of the text.
+            keeps_first_space: whether, after a prompt without text, a letter takes its place, so
+                that a completion keeps its leading space.
         """
         if self._tokenizer is None:
             return []
@@ -114,13 +114,13 @@ class Decoder:
             if len(tail) == CONTEXT or (has_character and not self._bytes(tail[:1])):
                 break
         if run := self._bytes(tail):
-            # It is right or wrong as a whole: what is complete in it must not share the fate of
-            # what follows. A letter has its place.
+            # A run is right or wrong as a whole: complete characters in it must not share the fate
+            # of later bytes. A letter takes their place.
             return [*self._letter, *tail[len(tail) - num_incomplete(run) :]]
         return self._letter if keeps_first_space and not text else tail
 
     def _suffices(self, token_id: int, skip: bool) -> bool:
-        """Whether a token alone is the context of what follows; remembered, as most prompts end
+        """Whether a token alone is enough context for later ones. Remembered, as most prompts end
         alike.
         """
         key = token_id, skip
@@ -137,7 +137,7 @@ class Decoder:
         return {token.content: token_id for token_id, token in added if token.special}
 
     def _bytes(self, token_ids: list[int]) -> bytes:
-        """Those of the byte tokens at the end."""
+        """The bytes of the byte tokens at the end."""
         run = b""
         for token in reversed(self._tokenizer.convert_ids_to_tokens(token_ids)):
             if (byte := byte_of(token)) is None:
@@ -147,7 +147,7 @@ class Decoder:
 
     @cached_property
     def _letter(self) -> list[int]:
-        """The tokens of a letter; none if the tokenizer has none but bytes."""
+        """The tokens of a letter; none if the tokenizer spells letters in bytes only."""
         for letter in string.ascii_letters:
             token_ids = self._tokenizer.encode(letter, add_special_tokens=False)
             tokens = self._tokenizer.convert_ids_to_tokens(token_ids)

@@ -21,7 +21,9 @@ DEFAULT_PATH = "trace.json"
 
 
 class Recorder:
-    """Of one engine. It outlives who holds the engine, so it holds neither it nor requests."""
+    """The recorder of one engine. It outlives the engine's owner, so it holds no engine and no
+    requests.
+    """
 
     def __init__(self) -> None:
         self._file: TraceFile | None = None
@@ -33,7 +35,8 @@ class Recorder:
 
         Raises:
             RuntimeError: if there is one already.
-            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
+            TypeError, ValueError: if it is not a path, or the path of a file that must not be
+                overwritten.
         """
         if self._file is not None:
             raise RuntimeError(
@@ -41,7 +44,7 @@ class Recorder:
                 "time"
             )
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"`path` must be that of a file, got {path!r}")
+            raise TypeError(f"`path` must be the path of a file, got {path!r}")
         self._opened_at = time.perf_counter()
         self._file = TraceFile(os.fspath(path))
 
@@ -52,7 +55,7 @@ class Recorder:
             self._stop = core.record(self._file.write, {**facts(), "startup_seconds": seconds})
 
     def stop(self) -> None:
-        """Write what is left, and close the file. May be called again."""
+        """Write the rest, and close the file. May be called again."""
         file, stop, self._file, self._stop = self._file, self._stop, None, None
         try:
             if stop is not None:
@@ -65,8 +68,8 @@ class Recorder:
 def engine_facts(
     config: Config, model_config: ModelConfig, description: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a reader of a trace must know of the engine: what took effect, options, the model's
-    shape. Names no directory.
+    """The facts about an engine that a reader of a trace needs: options that took effect, other
+    options, the model's shape. Names no directory.
     """
     options = ("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "mixed_steps")
     on_gpu = str(description["device"]).startswith("cuda")

@@ -1,21 +1,22 @@
-"""`StepTimer`: how long the device works on each step, by CUDA events on its stream.
+"""`StepTimer`: the device's time for each step, by CUDA events on its stream.
 
-Nothing waits for them: they are read when a step's tokens are there, and so they are.
+Nothing waits for the events: they are read when a step's tokens have arrived, and then the events
+have, too.
 """
 
 from collections import deque
 
 import torch
 
-NUM_SPANS = 8  # more than there are steps in flight
+NUM_SPANS = 8  # more than the steps in flight
 
 
 class Span:
     """A step on the device.
 
     Attributes:
-        end: when its tokens are on the host.
-        is_whole: both events have been recorded.
+        end: event after its tokens have been copied to the host.
+        is_whole: whether both events have been recorded.
     """
 
     def __init__(self) -> None:
@@ -25,28 +26,28 @@ class Span:
         self._before: Span | None = None
 
     def begin(self, before: "Span") -> None:
-        """The step's work follows, on the current stream."""
+        """Record the begin: the step's work follows on the current stream."""
         self.is_whole, self._before = False, before if before.is_whole else None
         self._begin.record()
 
     def finish(self) -> None:
-        """That was all of it."""
+        """Record the end: all of the step's work has been launched."""
         self.end.record()
         self.is_whole = True
 
     def seconds(self) -> tuple[float, float]:
-        """How long the device had nothing to do before the step, and how long the step took, when
-        its end has been waited for.
+        """The device's idle time before the step, and its time for the step, once its end has been
+        waited for.
         """
         idle = 0.0 if self._before is None else self._before.end.elapsed_time(self._begin)  # ms
         return max(0.0, idle) / 1e3, self._begin.elapsed_time(self.end) / 1e3
 
 
 class StepTimer:
-    """Gives each step a `Span`, of a few that are used again and again.
+    """A timer that gives each step a `Span`, one of a few that it reuses.
 
     Attributes:
-        span: of the newest step.
+        span: span of the newest step.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class StepTimer:
         self.span = self._spans[0]
 
     def begin(self) -> None:
-        """The work of a new step follows. What the host does before it is no time of the device."""
+        """Begin a step's span. The host's work before this call is not counted."""
         before = self.span
         self._spans.rotate(-1)
         self.span = self._spans[0]

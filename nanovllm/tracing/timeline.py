@@ -1,11 +1,11 @@
-"""`Timeline`: records what an engine does, for viewers of traces (docs/timeline.md).
+"""`Timeline`: records an engine's steps and requests, for viewers of traces (docs/timeline.md).
 
-While the engine runs, numbers are appended to a list; they become events when there are
-`MOST_RECORDS` of them, when a second has passed, and when no request is left. No text of a prompt
-or a completion is among them.
+While the engine runs, values are appended to a list; they become events when there are
+`MOST_RECORDS` of them, when a second has passed, and when no request is left. They contain no text
+of prompts or completions.
 
 Times are those of `time.perf_counter`, which is CLOCK_MONOTONIC on Linux: one clock for all
-processes, so what replicas record needs no shift. Imports no torch.
+processes, so recordings of replicas need no shift. Imports no torch.
 """
 
 import time
@@ -28,17 +28,17 @@ from nanovllm.tracing.trace_events import (
     recording_event,
 )
 
-MOST_RECORDS = 32  # that wait to be written: a millisecond of work, beside a step on the device
-FLUSH_SECONDS = 1.0  # or since the last were
-LONG_WAIT = 1e-4  # seconds: it ends when the device does; a shorter one may have come too late
+MOST_RECORDS = 32  # to be written at once: a millisecond of work, beside a step on the device
+FLUSH_SECONDS = 1.0  # longest time between two writes
+LONG_WAIT = 1e-4  # seconds: such a wait ends when the device does; a shorter one may come too late
 Write: TypeAlias = Callable[[list[str]], None]
 Process: TypeAlias = tuple[int, str]
 ENGINE: Process = (0, "engine")
-_start, _num_tokens = itemgetter(1), itemgetter(2)  # of a ScheduledSequence
+_start, _num_tokens = itemgetter(1), itemgetter(2)  # fields of a ScheduledSequence
 
 
 class Launched(NamedTuple):
-    """What is noted of a step when it has been launched; see `StepRecord`."""
+    """The state noted when a step has been launched; see `StepRecord`."""
 
     began_at: float
     launched_at: float
@@ -51,14 +51,14 @@ class Launched(NamedTuple):
 
 
 class Timeline:
-    """Records an engine's steps, and the sequences that end.
+    """A recorder of an engine's steps, and of the sequences that end.
 
     Args:
-        scheduler: the engine's.
-        write: takes events, each a JSON object.
-        stop_timing: is called at the end.
-        facts: what the engine is, for the report: `engine_facts`.
-        process: the number that all events have, and what viewers call it.
+        scheduler: scheduler of the engine.
+        write: function that gets events, each a JSON object.
+        stop_timing: function called at the end.
+        facts: facts about the engine, for the report: `engine_facts`.
+        process: number of the process in all events, and its name in viewers.
     """
 
     def __init__(
@@ -72,38 +72,47 @@ class Timeline:
         self._scheduler, self._write, self._stop_timing = scheduler, write, stop_timing
         self._windows: list[int] = facts["windows"]
         self._records: list[StepRecord | SequenceRecord] = []
-        self._preempted: dict[int, list[float]] = {}  # when, by seq_id
+        self._preempted: dict[int, list[float]] = {}  # times of preemption, by seq_id
         self._num_preemptions = scheduler.num_preemptions
         self._flushed_at = self._mark = self._began_at = time.perf_counter()
-        self._device_end = 0.0  # of the step before
+        self._device_end = 0.0  # end of the previous step on the device
         self._is_closed = False
         self._pid, name = process
         tracks = (STEPS, HOST, DEVICE) if str(facts["device"]).startswith("cuda") else (STEPS, HOST)
         write([*names(self._pid, name, tracks), recording_event(BEGAN, facts, self._pid)])
 
-    # -- what the engine tells ------------------------------------------------------------------
+    # -- calls from the engine ------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The host begins to choose a step."""
+        """Note that the host begins to choose a step."""
         self._mark = self._began_at = time.perf_counter()
 
     def launch(self, scheduled: list[ScheduledSequence], waited: tuple[float, float]) -> Launched:
-        """A step has been launched, none been booked since it was chosen. `waited`: of Executor."""
+        """Note a step that has been launched, with none booked since it was chosen. `waited` is the
+        Executor's.
+        """
         preempted, held_by = self._find_preempted(), ""
         scheduler, waiting = self._scheduler, len(self._scheduler.waiting)
         if waiting:
             if preempted or scheduler.waits_for_blocks:
-                held_by = "blocks"  # the pool has none for the first that waits
+                held_by = "blocks"  # the pool has none for the first in the queue
             elif len(scheduler.running) == scheduler.max_num_seqs:
                 held_by = "sequences"  # no more may run
             elif sum(map(_num_tokens, scheduled)) == scheduler.max_num_batched_tokens:
                 held_by = "tokens"  # the step had no room for it
             else:
-                held_by = "prefix"  # another one computes what it begins with
-        used, running = scheduler.block_manager.num_used_blocks, len(scheduler.running)
+                held_by = "prefix"  # another sequence computes the beginning of its prompt
         self._mark = time.perf_counter()
-        paused, times = waited if waited[0] > self._began_at else None, (self._began_at, self._mark)
-        return Launched(*times, running, waiting, held_by, used, preempted, paused)
+        return Launched(
+            began_at=self._began_at,
+            launched_at=self._mark,
+            running=len(scheduler.running),
+            waiting=waiting,
+            held_by=held_by,
+            used_blocks=scheduler.block_manager.num_used_blocks,
+            preempted=preempted,
+            paused=waited if waited[0] > self._began_at else None,
+        )
 
     def book(
         self,
@@ -112,33 +121,46 @@ class Timeline:
         times: tuple[float, float, float],
         finished: Iterable[Sequence],
     ) -> None:
-        """A step has been booked.
+        """Record a step that has been booked.
 
         Args:
-            step: the step.
-            tokens: that it computed for prefills and for decodes, and that sequences got from it.
-            times: since when it took time that the steps before it did not, when its tokens were
-                there, and when they were booked.
+            step: step that has been booked.
+            tokens: numbers of tokens that it computed for prefills, that it computed for decodes,
+                and that sequences got from it.
+            times: start of the time charged to it (the end of the previous step, if they overlap),
+                and the times when its tokens had arrived and when they were booked.
             finished: sequences that it ended.
         """
         since, waited_at, booked_at = times
+        prefill, decode, sampled = tokens
         waits_at = min(self._mark, waited_at)
         manager = self._scheduler.block_manager
-        noted = step.noted
-        if noted is None:  # it was launched before the recording began
-            state = len(self._scheduler.running), len(self._scheduler.waiting)
-            used = manager.num_used_blocks
-            noted = Launched(step.launched_at, step.launched_at, *state, "", used, 0, None)
-        began_at, launched_at, running, waiting, held_by, used, preempted, paused = noted
+        noted = step.noted or self._not_noted(step)
+        keys, pairs = self._attention(step.scheduled, decode)
         device = step.tokens.device_seconds()
         self._records.append(
             StepRecord(
-                *(began_at, step.launched_at, launched_at, waits_at, waited_at, booked_at, since),
-                *(len(step.scheduled), *tokens),
-                *(running, waiting, held_by, used, len(manager.blocks) - used, preempted),
-                *self._attention(step.scheduled, tokens[1]),
-                device and self._place(step.launched_at, waits_at, waited_at, *device),
-                paused,
+                began_at=noted.began_at,
+                chosen_at=step.launched_at,
+                launched_at=noted.launched_at,
+                waits_at=waits_at,
+                waited_at=waited_at,
+                booked_at=booked_at,
+                since=since,
+                rows=len(step.scheduled),
+                prefill=prefill,
+                decode=decode,
+                sampled=sampled,
+                running=noted.running,
+                waiting=noted.waiting,
+                held_by=noted.held_by,
+                used_blocks=noted.used_blocks,
+                free_blocks=len(manager.blocks) - noted.used_blocks,
+                preempted=noted.preempted,
+                keys=keys,
+                pairs=pairs,
+                device=device and self._place(step.launched_at, waits_at, waited_at, *device),
+                paused=noted.paused,
             )
         )
         self._mark = booked_at
@@ -147,7 +169,7 @@ class Timeline:
         self._flush_if_due(booked_at)
 
     def drop(self, requests: Iterable[Request]) -> None:
-        """Requests have ended without a result."""
+        """Record requests that have ended without a result."""
         now = time.perf_counter()
         for request in requests:
             for seq in request.seqs:
@@ -156,7 +178,7 @@ class Timeline:
         self._flush_if_due(now)
 
     def close(self) -> None:
-        """Write what is left, and what has not ended. May be called again."""
+        """Write the rest, and the sequences that have not ended. May be called again."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -170,7 +192,7 @@ class Timeline:
     # -- records --------------------------------------------------------------------------------
 
     def _find_preempted(self) -> int:
-        """Note which sequences were preempted. Returns how many since the last call."""
+        """Note which sequences were preempted. Returns their number since the last call."""
         scheduler = self._scheduler
         count = scheduler.num_preemptions - self._num_preemptions
         if count:
@@ -182,6 +204,19 @@ class Timeline:
                 times = self._preempted.setdefault(seq.seq_id, [])
                 times += [now] * (seq.num_preemptions - len(times))
         return count
+
+    def _not_noted(self, step: InFlightStep) -> Launched:
+        """The present state, for a step that was launched before the recording began."""
+        return Launched(
+            began_at=step.launched_at,
+            launched_at=step.launched_at,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            held_by="",
+            used_blocks=self._scheduler.block_manager.num_used_blocks,
+            preempted=0,
+            paused=None,
+        )
 
     def _attention(
         self, scheduled: list[ScheduledSequence], num_decodes: int
@@ -199,11 +234,12 @@ class Timeline:
     def _place(
         self, chosen_at: float, waits_at: float, waited_at: float, idle: float, busy: float
     ) -> tuple[float, float, float]:
-        """When the device began and ended a step, by the host's clock, and how long that took.
+        """The begin and the end of a step on the device, by the host's clock, and its duration.
 
-        The device tells how long it was `idle` before the step and `busy` with it. If the wait was
-        long, it ended with the step. Else the step follows the one before it, but not behind its
-        wait: two clocks run apart by some microseconds each second.
+        The device tells how long it was `idle` before the step and `busy` with it. After a long
+        wait of the host, the end of the wait is the end of the step. Otherwise the step follows the
+        one before it, but ends no later than its wait: the two clocks drift apart by some
+        microseconds each second.
         """
         end = waited_at
         if waited_at - waits_at < LONG_WAIT:
@@ -215,12 +251,18 @@ class Timeline:
     def _end(self, seq: Sequence, reason: str, ended_at: float) -> None:
         self._records.append(
             SequenceRecord(
-                *(seq.seq_id, seq.request_id, seq.index),
-                *(seq.arrived_at, seq.started_at, seq.first_token_at, ended_at),
-                *(seq.num_prompt_tokens, seq.num_cached_tokens),
-                seq.num_known_tokens - seq.num_prompt_tokens,
-                self._preempted.pop(seq.seq_id, []),
-                reason,
+                seq_id=seq.seq_id,
+                request_id=seq.request_id,
+                completion=seq.index,
+                arrived_at=seq.arrived_at,
+                started_at=seq.started_at,
+                first_token_at=seq.first_token_at,
+                ended_at=ended_at,
+                prompt=seq.num_prompt_tokens,
+                cached=seq.num_cached_tokens,
+                generated=seq.num_known_tokens - seq.num_prompt_tokens,
+                preempted_at=self._preempted.pop(seq.seq_id, []),
+                reason=reason,
             )
         )
 
@@ -239,7 +281,7 @@ class Timeline:
 
 
 def _pairs(chunks: Iterable[tuple[int, int]], window: int) -> int:
-    """Pairs of a query at the positions of a chunk and a key that it sees."""
+    """Pairs of a query in a chunk and a key that it sees."""
 
     def before(end: int) -> int:
         begin = min(end, window) if window else end

@@ -1,6 +1,6 @@
 """Events of Chrome's trace format as text: those of a step, of a sequence, and of a recording.
 
-`nanovllm/report` reads them back. Times come as seconds of `time.perf_counter` and are written as
+`nanovllm/report` reads them back. Times are passed as seconds of `time.perf_counter` and written as
 microseconds. Imports no torch.
 """
 
@@ -26,29 +26,30 @@ _PHASE = '{"ph":"%s","pid":%d,"tid":0,"cat":"request","id":"%s","name":"%s","ts"
 
 
 class StepRecord(NamedTuple):
-    """A step that has been booked.
+    """A step that has been booked. Moments are in seconds.
 
     Attributes:
-        began_at: when the host began to choose it.
-        chosen_at: when it had, and began to launch it.
-        launched_at: when that was over.
-        waits_at: when the host began to wait for its tokens.
-        waited_at: when they were there.
-        booked_at: when the host had booked them.
-        since: from then on it took time that the steps before it did not.
-        rows: items of it: a sequence's decode, or a chunk of its prompt.
+        began_at: begin of the host's choice of the step.
+        chosen_at: end of that choice, and begin of the launch.
+        launched_at: end of the launch.
+        waits_at: begin of the host's wait for its tokens.
+        waited_at: arrival of its tokens.
+        booked_at: end of their booking.
+        since: start of the time charged to this step (the end of the previous one, if they
+            overlap).
+        rows: number of its items, each a sequence's decode or a chunk of its prompt.
         prefill, decode: tokens that it computed.
         sampled: tokens that sequences got from it.
         running, waiting: sequences when it was launched.
-        held_by: why the first of those that waited did not run, see `Timeline`.
-        used_blocks, free_blocks: of the pool, then.
-        preempted: sequences that lost their blocks before it.
-        keys: that rows see, each once for a sequence: of layers that see all, and of those with
-            each of the model's windows.
-        pairs: of a query and a key that it sees, likewise.
-        device: when the device began and ended it, and how long that took; None if it cannot tell.
-        paused: since when and until when its launch waited for the tokens of the step before it,
-            which controls depend on; None if it did not.
+        held_by: reason why the first waiting sequence did not run, see `Timeline`.
+        used_blocks, free_blocks: blocks of the pool when it was launched.
+        preempted: number of sequences that lost their blocks before it.
+        keys: keys that rows see, each counted once per sequence: for layers that see all, and for
+            those with each of the model's windows.
+        pairs: pairs of a query and a key that it sees, by window, too.
+        device: begin, end and duration of the step on the device; None: not known.
+        paused: begin and end of a wait during its launch, for the tokens of the step before it on
+            which controls depend; None: there was none.
     """
 
     began_at: float
@@ -74,9 +75,9 @@ class StepRecord(NamedTuple):
     paused: tuple[float, float] | None = None
 
     def events(self, pid: int) -> list[str]:
-        """The step, what the host and the device did for it, and the counters beside it.
+        """The step, the work of host and device for it, and the counters beside it.
 
-        Of two steps that overlap, the later one's slice begins where the other's ends: all slices
+        If two steps overlap, the later one's slice begins where the other's ends: all slices
         together last as long as `Metrics.step_seconds`.
         """
         name = "mixed" if self.prefill and self.decode else "prefill" if self.prefill else "decode"
@@ -111,16 +112,17 @@ class StepRecord(NamedTuple):
 
 
 class SequenceRecord(NamedTuple):
-    """A sequence that has ended, or not when the recording did. Times are 0 for what did not come.
+    """A sequence that has ended, or is unfinished as the recording ends. Moments are in seconds; 0
+    for one that did not come.
 
     Attributes:
-        seq_id: its number; those of one request are its completions.
-        request_id: of its request.
-        completion: its number among the completions of the request.
-        arrived_at, started_at, first_token_at, ended_at: the moments of its life.
+        seq_id: number of the sequence; those of one request are its completions.
+        request_id: number of its request.
+        completion: number of the sequence among the completions of the request.
+        arrived_at, started_at, first_token_at, ended_at: moments of its life.
         prompt, cached, generated: tokens of the prompt, those of them that the prefix cache served,
             and tokens of the completion.
-        preempted_at: when it was preempted.
+        preempted_at: moments of its preemptions.
         reason: "stop", "length" or "error", "aborted", or "unfinished" at the end of the recording.
     """
 
@@ -138,7 +140,7 @@ class SequenceRecord(NamedTuple):
     reason: str
 
     def events(self, pid: int) -> list[str]:
-        """Its life, and inside of that its time in the queue, before and behind its first token."""
+        """Its events: its life, and its times in the queue, before and after its first token."""
         arrived, started, first, end = map(_ns, self[3:7])
         moments = [arrived, started or end, first or end, end]
         phases = zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False)
@@ -165,14 +167,14 @@ class SequenceRecord(NamedTuple):
 
 
 def recording_event(name: str, args: dict[str, Any], pid: int = 0) -> str:
-    """This moment in the life of a recording."""
+    """An event at this moment, about the recording itself."""
     now = time.perf_counter_ns() // 1000
     what = {"ph": "i", "s": "p", "cat": "recording", "name": name, "pid": pid, "tid": 0, "ts": now}
     return as_json({**what, "args": args}, separators=(",", ":"))
 
 
 def names(pid: int, process: str, tracks: Iterable[int]) -> list[str]:
-    """What viewers call a process and those of its tracks."""
+    """The names of a process and of its tracks in viewers."""
     named = [("process_name", 0, process), *(("thread_name", i, TRACKS[i]) for i in tracks)]
     order = [("process_sort_index", 0, pid), *(("thread_sort_index", i, i) for i in tracks)]
     return [
@@ -186,8 +188,8 @@ def _metadata(pid: int, tid: int, kind: str, args: dict[str, Any]) -> str:
 
 
 def _ns(seconds: float) -> int:
-    """As integers, two slices of which one follows the other do not overlap by what is rounded:
-    viewers drop such slices.
+    """Integer nanoseconds: by rounding, one of two adjacent slices could otherwise overlap the
+    other, and viewers drop such slices.
     """
     return round(seconds * 1e9)
 

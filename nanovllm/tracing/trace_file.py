@@ -1,6 +1,6 @@
 """`TraceFile`: a file of events in Chrome's trace format, readable whenever its process is killed.
 
-It is a JSON array with an event on each line, whose end Chrome and Perfetto do without. Imports no
+It is a JSON array with an event on each line; Chrome and Perfetto do without its end. Imports no
 torch.
 """
 
@@ -14,22 +14,21 @@ from nanovllm.tracing.trace_events import ENDED, FULL, recording_event
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 256 << 20  # of a file: viewers hold all of it in memory, several times as large
-HEAD_BYTES, MARK = 4096, b'"cat":"recording"'  # a trace has its first event of this kind there
+MAX_BYTES = 256 << 20  # viewers hold all of a file in memory, in several times its size
+HEAD_BYTES, MARK = 4096, b'"cat":"recording"'  # the first event of this kind is in a trace's head
 
 
 class TraceFile:
-    """A file that is written anew, event by event. Threads may share it. An earlier trace is
-    overwritten, nothing else.
+    """A new file of events. Threads may share it. It overwrites an earlier trace, and nothing else.
 
-    An error of the disk ends the recording, with a warning, and not the engine.
+    An error of the disk ends the recording with a warning, but not the engine.
 
     Args:
-        path: of the file.
-        max_bytes: the most that it holds; what comes later is left out.
+        path: path of the file.
+        max_bytes: maximum size of the file; later events are left out.
 
     Raises:
-        ValueError: if it cannot be written, is no trace, or another engine is writing it.
+        ValueError: if it cannot be written, is not a trace, or another engine is writing it.
     """
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
@@ -63,8 +62,8 @@ class TraceFile:
             if self._left <= 0:
                 data += self._joined([recording_event(FULL, {})])
                 logger.warning(
-                    "%s is full: what the engine does from now on is left out. "
-                    "`with llm.trace(path):` records a part of a long run",
+                    "%s is full: later events are left out. `with llm.trace(path):` records a part "
+                    "of a long run",
                     self.path,
                 )
             self._append(data)
@@ -80,7 +79,7 @@ class TraceFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            logger.warning("%s cannot be written any more: %s", self.path, error)
+            logger.warning("%s can no longer be written: %s", self.path, error)
             self._close()
 
     def end(self) -> None:
@@ -110,7 +109,7 @@ def _check_replaceable(fd: int, path: str) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Keep others from the file as long as it is open, where the system has such locks."""
+    """Lock the file against other engines as long as it is open, if the system has such locks."""
     try:
         import fcntl
     except ImportError:
@@ -119,12 +118,12 @@ def _lock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # of a network's file system, say
+    except OSError:  # on a network file system, say
         pass
 
 
 def _unlock(fd: int) -> None:
-    """Closing alone would not do it while a forked process has the file open, too."""
+    """Unlock the file: closing it would not, while a forked process has it open, too."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 

@@ -1,4 +1,4 @@
-"""`as_json`: JSON that any reader takes."""
+"""`as_json`: JSON that any reader accepts."""
 
 import json
 import math
@@ -7,18 +7,18 @@ from typing import Any
 
 
 def as_json(value: Any, **how: Any) -> str:
-    """The value as JSON. NaN and infinity, for which it has no numbers, are null; other values that
-    it does not have, of tables, are written as `str` does. `how` is for `json.dumps`.
+    """The value as JSON. NaN and infinity, which JSON lacks, become null; other values that it
+    lacks, such as those of tables, are written by `str`. `how` is for `json.dumps`.
     """
     how |= {"default": str, "allow_nan": False}
     try:
         return json.dumps(value, **how)
-    except ValueError:  # Python reads these two, where others have written them, and writes them
+    except ValueError:  # Python reads NaN and infinity where others have written them
         return json.dumps(_without_nan(value), **how)
 
 
 def _without_nan(value: Any) -> Any:
-    """Lists and objects with null for numbers that are none."""
+    """Lists and objects with null for NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What the control group of this process allows: a container's limits (Linux)."""
+"""The limits of this process's control group, such as a container's (Linux)."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ OWN = Path("/proc/self/cgroup")  # lines of id:controllers:path
 
 
 def memory_left() -> float:
-    """Bytes until the nearest limit, of version 2 or 1; infinite where there is none."""
+    """Bytes until the nearest limit, of version 2 or 1; infinite if there is none."""
     left = math.inf
     for group, version in _groups("memory"):
         if version == 2:
@@ -21,16 +21,16 @@ def memory_left() -> float:
 
 
 def cpus() -> float:
-    """CPUs whose time this process may use, by quotas of version 2 or 1; infinite where there are
+    """CPUs whose time this process may use, by quotas of version 2 or 1; infinite if there are
     none.
     """
     return min((_quota_in(group, version) for group, version in _groups("cpu")), default=math.inf)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """The group of a controller and those around it, whose limits hold too; and their version. In a
-    container our own path may be that of the host, which is not there, and the group mounted at the
-    top is ours.
+    """The group of a controller and those around it, whose limits hold, too, with their version. In
+    a container, our path may be one of the host, which does not exist there; then the group mounted
+    at the top is ours.
     """
     try:
         lines = OWN.read_text().splitlines()
@@ -67,7 +67,7 @@ def _left_in(group: Path, limit_name: str, usage_name: str, stat_prefix: str) ->
         limit = int((group / limit_name).read_text())
         usage = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # The cache of files, checkpoints say, counts as used but gives way.
+        # The file cache, of checkpoints say, counts as used but can be reclaimed.
         cache = sum(int(stat[f"{stat_prefix}{kind}_file"]) for kind in ("active", "inactive"))
     except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
         return math.inf

@@ -1,4 +1,4 @@
-"""Checks of what users pass in: one sentence that names the argument, the rule and the value."""
+"""Checks of callers' arguments: one sentence that names the argument, the rule and the value."""
 
 import dataclasses
 import difflib
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
-CLOSE = 0.75  # of names: slips of the pen, and not two names that share a word
-PLAIN = {int, float, bool, str, tuple, dict, type(None)}  # most values, and quickly told
+CLOSE = 0.75  # similarity of names: slips of the pen, but not two names that share a word
+PLAIN = {int, float, bool, str, tuple, dict, type(None)}  # most values, and checked fast
 Call = TypeVar("Call", bound=Callable[..., Any])
-# Names of vLLM that are not ours: which of their values ask for nothing that is missing here, and
-# what to do in the place of the others.
+# Names of vLLM that are not ours. For each: a test for values that ask for nothing that is missing
+# here, and the remedy for all others.
 Foreign: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
@@ -33,7 +33,7 @@ def check_float(
 ) -> None:
     """Raise unless `value` is a finite real number (not a bool) in `minimum`..`maximum`.
 
-    `rule` is the rule in words, where those of the numbers would say too little.
+    `rule` is the rule in words, if the bounds alone would say too little.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
@@ -61,7 +61,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def only(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of these, in type and value: True is not 1."""
+    """A test whether a value is one of these, in type and value: True is not 1."""
     return lambda value: any(type(value) is type(known) and value == known for known in values)
 
 
@@ -71,14 +71,14 @@ def is_number_or_none(value: Any) -> bool:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = CLOSE) -> str:
-    """The known name of which another one may be a slip of the pen; "" if there is none."""
+    """The known name that `name` is most likely a slip of the pen for; "" if there is none."""
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
 def own_options(
     owner: str, options: Mapping[str, Any], known: Sequence[str], foreign: Foreign
 ) -> dict[str, Any]:
-    """Those of the options that `owner` knows, without foreign ones that ask for nothing.
+    """The options that `owner` knows, without foreign ones whose value asks for nothing.
 
     Raises:
         TypeError: for any other, with its remedy or the nearest name.
@@ -99,7 +99,7 @@ def own_options(
 
 
 def takes_foreign(foreign: Foreign) -> Callable[[Call], Call]:
-    """Decorates a method: its keyword arguments are treated as `own_options` does."""
+    """Decorate a method: its keyword arguments are treated as by `own_options`."""
 
     def decorate(call: Any) -> Any:
         known = list(inspect.signature(call).parameters)[1:]
@@ -114,8 +114,8 @@ def takes_foreign(foreign: Foreign) -> Callable[[Call], Call]:
 
 
 def takes_foreign_fields(foreign: Foreign) -> Callable[[type[T]], type[T]]:
-    """Decorates a frozen dataclass: it takes arguments as `own_options` does, and its refusal of a
-    change says what to do instead.
+    """Decorate a frozen dataclass: its arguments are treated as by `own_options`, and its refusal
+    of a change names the remedy.
     """
 
     def decorate(cls: Any) -> Any:
@@ -143,10 +143,10 @@ def takes_foreign_fields(foreign: Foreign) -> Callable[[type[T]], type[T]]:
 
 
 def missing_name(module: str, name: str, replaced: Mapping[str, str]) -> Exception:
-    """The error of a module's `__getattr__`; `replaced` says what to do without names of vLLM.
+    """The error of a module's `__getattr__`. `replaced` has remedies for names of vLLM.
 
-    These are ImportErrors, for hasattr() too, because `from module import name` would put words of
-    its own in the place of those of an AttributeError.
+    Such names raise ImportError, in hasattr(), too, because `from module import name` would replace
+    the text of an AttributeError by its own.
     """
     if name in replaced:
         return ImportError(f"{module} has no `{name}`: {replaced[name]}", name=name)
@@ -154,7 +154,7 @@ def missing_name(module: str, name: str, replaced: Mapping[str, str]) -> Excepti
 
 
 def plain_numbers(instance: Any) -> None:
-    """Make the numbers of a frozen dataclass Python's own: numpy's overflow in products."""
+    """Turn the numbers of a frozen dataclass into Python's own: numpy's overflow in products."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if type(value) in PLAIN:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Prefixes(NamedTuple):
-    """`SharedPrefixes` of a step's decodes on the device, int32: [B], [n or more], [t] and [t].
-    Tiles that are none begin where they end.
+    """The `SharedPrefixes` of a step's decodes on the device, int32: [B], [n or more], [t] and [t].
+    Unused tiles begin where they end.
     """
 
     lens: torch.Tensor
@@ -29,33 +29,33 @@ class Prefixes(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """Where the T tokens of a step belong.
+    """The sequences and KV slots of a step's T tokens.
 
     The rows of a step are ordered: first `num_decodes` tokens with a context each (several may be
     of one sequence: each sees those before it), then the tokens of P prefilling sequences.
     B = num_decodes + P.
 
     Attributes:
-        num_decodes: rows that are decodes.
-        slot_mapping: [T] int32, where each token's KV goes: block_id * block_size + offset, or
-            -1 for nowhere (padding, warm-up).
-        context_lens: [B] int32, tokens each sequence can see, those of this step included; 0 for
-            padding.
+        num_decodes: number of rows that are decodes.
+        slot_mapping: [T] int32, KV slot of each token: block_id * block_size + offset, or -1 for
+            none (padding, warm-up).
+        context_lens: [B] int32, number of tokens that each sequence can see, those of this step
+            included; 0 for padding.
         block_tables: [B, W] int32, block ids; columns past a sequence's context are never read.
-        cu_seqlens_q: [P + 1] int32, where each prefilling sequence's rows begin, from 0.
-        cu_seqlens_k: [P + 1] int32, the running sum of their context lengths.
-        max_seqlen_q: most rows of a prefilling sequence.
+        cu_seqlens_q: [P + 1] int32, first row of each prefilling sequence, from 0.
+        cu_seqlens_k: [P + 1] int32, running sum of the context lengths of these sequences.
+        max_seqlen_q: largest number of rows of a prefilling sequence.
         max_seqlen_k: longest context of a prefilling sequence.
-        num_keys: the context lengths of prefilling sequences, summed; 0 in a CUDA graph, where
-            they change.
-        slots: [B] int32, each sequence's row in whatever the device keeps by sequence, from its
-            start to its end; of padding the row past the last of `max_num_seqs`.
-        facts: by name: [B] or [words, B], see `nanovllm.engine.plan.FACTS`.
-        kept_rows: [n] int32, the rows that the last layer computes behind attention; None for all.
-        prefixes: what several decodes begin with, if that is to be read once.
-        longest: tokens that a sequence may have, by which decodes choose how to split their keys:
-            always the same, whatever this step's are; 0: as many as the tables are wide.
-        shared: what a backend works out in the first layer for all of them.
+        num_keys: sum of the context lengths of prefilling sequences; 0 in a CUDA graph, where it
+            changes.
+        slots: [B] int32, row of each sequence in whatever the device keeps by sequence, the same
+            from its start to its end; of padding the row past the last of `max_num_seqs`.
+        facts: [B] or [words, B] by name, see `nanovllm.engine.plan.FACTS`.
+        kept_rows: [n] int32, rows that the last layer computes after attention; None: all.
+        prefixes: prefixes that several decodes share, if they are to be read once.
+        longest: maximum length of a sequence in tokens, by which decodes choose how to split their
+            keys: constant, whatever this step's lengths; 0: the width of the tables.
+        shared: results that a backend computes in the first layer for all of them.
     """
 
     num_decodes: int
@@ -85,7 +85,7 @@ _context: ContextVar[Context] = ContextVar("nanovllm_context")
 
 @contextmanager
 def use_context(context: Context) -> Iterator[None]:
-    """Make `context` what `get_context` returns inside the `with` block."""
+    """Make `get_context` return `context` inside the `with` block."""
     token = _context.set(context)
     try:
         yield
@@ -94,5 +94,5 @@ def use_context(context: Context) -> Iterator[None]:
 
 
 def get_context() -> Context:
-    """The metadata of the step that is running. LookupError outside of one."""
+    """The metadata of the running step. LookupError outside of one."""
     return _context.get()

@@ -1,7 +1,7 @@
-"""`CpuWait` says when threads wait for CPUs that others have (Linux). No torch here.
+"""`CpuWait`: a warning when threads wait for CPUs that others use (Linux). Imports no torch.
 
-PyTorch's meet after each operation, so one that waits holds up all. Which threads are PyTorch's
-nobody can tell, so all of the process count.
+PyTorch's threads meet after each operation, so one that waits holds up all. PyTorch's threads
+cannot be told from others, so all threads of the process count.
 """
 
 import logging
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 PERIOD = 5.0  # seconds
-PAUSE = 1.0  # seconds without a step, which begin a new period
-SHARE = 0.25  # of a period, that one thread waits
+PAUSE = 1.0  # seconds without a step, after which a new period begins
+SHARE = 0.25  # of a period, for which one thread waits
 
 
 class CpuWait:
-    """Warns once for each engine."""
+    """A watch for waiting threads, which warns once per engine."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -27,7 +27,7 @@ class CpuWait:
         self._waited: dict[str, float] = {}  # at `_since`
 
     def look(self, began: float) -> None:
-        """Warn if a thread has waited for much of the last `PERIOD`. To be called behind each step,
+        """Warn if a thread has waited for much of the last `PERIOD`. To be called after each step,
         with the time when it began, in seconds of time.perf_counter.
         """
         now = time.perf_counter()
@@ -42,23 +42,24 @@ class CpuWait:
         if most > SHARE * seconds:
             self._has_warned = True
             logger.warning(
-                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and those of "
-                "PyTorch wait for each other: there are fewer CPUs than threads, or others use "
-                "them; give the number that is free to torch.set_num_threads, before the engine is "
-                "made, or to OMP_NUM_THREADS, before Python starts",
+                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and threads "
+                "of PyTorch wait for each other: there are fewer CPUs than threads, or others use "
+                "them; pass the number of free CPUs to torch.set_num_threads, before the engine is "
+                "made, or set OMP_NUM_THREADS to it, before Python starts",
                 most,
                 seconds,
             )
 
 
 def seconds_waited() -> dict[str, float]:
-    """How long each thread could have run and had no CPU; nothing on other systems.
+    """The time in seconds for which each thread could have run but had no CPU; empty on other
+    systems.
 
-    The second number of /proc/PID/schedstat, in nanoseconds:
+    It is the second number in /proc/PID/schedstat, in nanoseconds there:
     https://docs.kernel.org/scheduler/sched-stats.html
     """
     found = {}
     for file in TASKS.glob("*/schedstat"):
-        with suppress(OSError, IndexError, ValueError):  # it has ended, or nothing is counted
+        with suppress(OSError, IndexError, ValueError):  # it has ended, or has no statistics
             found[file.parent.name] = int(file.read_text().split()[1]) / 1e9
     return found

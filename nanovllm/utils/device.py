@@ -1,4 +1,4 @@
-"""Which device `Config.device` means, what it can run, and arrays on their way there."""
+"""The device for `Config.device`, its abilities, and uploads of arrays to it."""
 
 import contextlib
 import functools
@@ -14,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 
 # Held while a CUDA graph is captured. PyTorch captures one at a time, and no thread may wait for a
-# whole device, or give its memory back, while another captures on it.
+# whole device, or free its memory, while another captures on it.
 capturing = threading.RLock()
 
-FP8_CAPABILITY = (8, 9)  # of GPUs that convert it
-MIN_CAPABILITY = (8, 0)  # of GPUs for our kernels: 7.5 has too little shared memory for their tiles
+FP8_CAPABILITY = (8, 9)  # least for GPUs that convert FP8
+MIN_CAPABILITY = (8, 0)  # least for our kernels: 7.5 has too little shared memory for their tiles
 
 
 def resolve_device(
     choice: str, rank: int = 0, size: int = 1, option: str = "tensor_parallel_size"
 ) -> torch.device:
-    """The device of one of `size` ranks. ValueError if it cannot be had; `option` is what asks for
-    so many.
+    """The device of one of `size` ranks. ValueError if there is no such device; `option` names the
+    option that asks for `size` devices.
     """
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,7 @@ def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
     """Environment variables that give each of `count` processes `size` devices of its own.
 
     Raises:
-        ValueError: if there are not so many.
+        ValueError: if there are not enough devices.
     """
     option = "data_parallel_size" if size == 1 else "data_parallel_size * tensor_parallel_size"
     if resolve_device(choice, 0, count * size, option).type != "cuda":
@@ -71,12 +71,12 @@ def device_shares(choice: str, count: int, size: int) -> list[dict[str, str]]:
 
 
 def prepare_device(device: torch.device) -> threading.Thread:
-    """A thread that has PyTorch make its context on a GPU and load cuBLAS, mostly without Python's
-    lock.
+    """Start a thread that has PyTorch make its context on a GPU and load cuBLAS, mostly without
+    Python's lock. Returns the thread.
     """
 
     def prepare() -> None:
-        with contextlib.suppress(Exception):  # whoever uses the device first meets the same
+        with contextlib.suppress(Exception):  # the first user of the device meets the same error
             one = torch.zeros(1, 1, device=device)
             one @ one
 
@@ -97,27 +97,27 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for all that runs on a CUDA device, and for captures of other threads' graphs."""
+    """Wait for all work on a CUDA device, and for other threads' captures of graphs."""
     with capturing:
         torch.cuda.synchronize(device)
 
 
 @functools.cache
 def capability(index: int | None) -> tuple[int, int]:
-    """The compute capability of a CUDA device; (0, 0) for all that PyTorch drives by ROCm."""
+    """The compute capability of a CUDA device; (0, 0) for any device under ROCm."""
     return torch.cuda.get_device_capability(index) if torch.version.hip is None else (0, 0)
 
 
 @functools.cache
 def num_multiprocessors(index: int | None) -> int:
-    """Of a CUDA device."""
+    """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.cache
 def triton_refusal(device: torch.device) -> str | None:
-    """Why our Triton kernels cannot run on `device`, or None if they can. Each choice between them
-    and PyTorch's functions asks here, so that a GPU that cannot run some of them runs none.
+    """The reason why our Triton kernels cannot run on `device`; None if they can. Every choice
+    between them and PyTorch's functions asks here, so a GPU that cannot run some of them runs none.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
@@ -132,7 +132,7 @@ def triton_refusal(device: torch.device) -> str | None:
 
 
 def fp8_refusal(device: torch.device) -> str | None:
-    """Why a KV cache on `device` cannot be FP8, or None if it can."""
+    """The reason why a KV cache on `device` cannot be FP8; None if it can."""
     if device.type == "cuda" and capability(device.index) < FP8_CAPABILITY:
         wanted = ".".join(map(str, FP8_CAPABILITY))
         return f"needs an NVIDIA GPU of compute capability {wanted} or higher, or a CPU"
@@ -140,12 +140,12 @@ def fp8_refusal(device: torch.device) -> str | None:
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether x is on a GPU that our kernels run on."""
+    """Whether x is on a GPU that can run our kernels."""
     return x.is_cuda and triton_refusal(x.device) is None
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """int32 and float32 arrays to the device in one pinned copy, each aligned to 16 bytes."""
+    """Copy int32 and float32 arrays to the device in one pinned copy, each aligned to 16 bytes."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     offsets = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays]).tolist()
@@ -163,7 +163,7 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, there when the current stream is done; of the CPU's the same."""
+    """A copy in host memory, complete when the current stream is; a CPU tensor itself."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -176,9 +176,9 @@ def host_array(device: torch.device, shape: tuple[int, ...]) -> NDArray[np.int32
 
 
 def upload_beside(device: torch.device, array: NDArray[np.int32]) -> torch.Tensor:
-    """A whole `host_array` to the device at once, while that is still computing what it was given
-    before; the current stream finds it there from now on. Pays where the array is large. It must
-    not be written to any more; PyTorch keeps its memory until it is copied.
+    """Copy a whole `host_array` to the device at once, beside earlier work of the device; later
+    work on the current stream finds it there. Pays if the array is large. The array must not be
+    written to any more; PyTorch keeps its memory until it is copied.
     """
     if device.type == "cpu" or not array.size:
         return torch.from_numpy(array).to(device)
@@ -196,7 +196,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def hardware_name(device: str) -> str:
-    """What the GPU or CPU calls itself."""
+    """The name of a GPU or CPU, as it reports it."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")  # Linux; platform.processor() is empty there

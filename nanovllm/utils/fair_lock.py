@@ -1,4 +1,4 @@
-"""`FairLock`: threads get it in the order in which they ask for it."""
+"""`FairLock`: a lock that threads get in the order in which they ask for it."""
 
 import os
 import threading
@@ -9,24 +9,24 @@ from typing import Any
 class FairLock:
     """A re-entrant lock for `with` statements that serves threads first come, first served.
 
-    Python's own may go again and again to the thread that has just released it, past those that
-    wait. Here an `RLock` stands behind a queue: a thread asks for it when the one ahead in the
+    Python's own may go again and again to the thread that has just released it, past waiting ones.
+    Here an `RLock` has a queue before it: a thread asks for the lock once the thread ahead in the
     queue has got it.
 
-    It belongs to the process that built it: in a forked one, a thread that is not there may hold
-    it. `with` raises RuntimeError there.
+    It belongs to the process that built it: in a fork, the holder may be a thread that does not
+    exist there. `with` raises RuntimeError there.
     """
 
-    # Python raises KeyboardInterrupt between any two lines, and so in a method `__exit__` before it
-    # has released anything. As properties these two give `with` functions in C, where none comes
-    # between; only `_take_turn` is Python, and undoes what it has done.
+    # Python raises KeyboardInterrupt between any two lines, so also in a method `__exit__` before
+    # it has released anything. As properties, these two give `with` functions in C, which cannot be
+    # interrupted so; only `_take_turn` is Python, and undoes what it has done.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._last = _Place()
         self._moving_up = threading.RLock()  # guards `_last`
-        self._queued: set[int] = set()  # threads
+        self._queued: set[int] = set()  # ids of threads
 
     @property
     def __enter__(self) -> Callable[[], Any]:
@@ -35,8 +35,8 @@ class FairLock:
                 "a forked process cannot use its parent's engine: start the process by "
                 'multiprocessing\'s "spawn", and build an engine there'
             )
-        # One that is queued and comes again is a signal handler, or garbage collection: it cannot
-        # wait for the call that it interrupts.
+        # A queued thread that asks again is in a signal handler, or in garbage collection: it
+        # cannot wait for the call that it interrupts.
         if self._lock._is_owned() or threading.get_ident() in self._queued:  # type: ignore[attr-defined]
             return self._lock.__enter__
         return self._take_turn
@@ -61,7 +61,7 @@ class FairLock:
                 with self._moving_up:
                     place.ahead, self._last = self._last, place
                 while (ahead := place.ahead) is not None:
-                    with ahead.is_waiting:  # until it has the lock, or has given up
+                    with ahead.is_waiting:  # until that thread has the lock, or has given up
                         place.ahead = ahead.ahead
                 self._lock.acquire()
             self._queued.discard(thread)
@@ -76,9 +76,9 @@ class _Place:
     """A place in the queue of a `FairLock`.
 
     Attributes:
-        is_waiting: held by the thread that is in it.
-        ahead: the place before it; None if that needs no waiting for any more. A thread that gives
-            up leaves it to the next one, which then waits for it in its place.
+        is_waiting: lock held by the thread in this place.
+        ahead: place before it; None if it need not be waited for any more. A thread that gives up
+            leaves its `ahead` to the next place, whose thread then waits for that instead.
     """
 
     __slots__ = ("ahead", "is_waiting")

@@ -1,6 +1,6 @@
 """`check_threads`: PyTorch's threads on a CPU, in a process that is a fork of another.
 
-Imports no torch: the package imports it as early as it can, to know the process that it is in.
+Imports no torch: the package imports it as early as it can, to know in which process it is.
 """
 
 import logging
@@ -10,18 +10,18 @@ import time
 
 logger = logging.getLogger(__name__)
 
-PARALLEL = 1 << 20  # numbers: operators divide more than 32,768 among threads
-PATIENCE = 3.0  # seconds, for what takes a millisecond
-_known = {os.getpid()}  # processes whose threads answer; a fork has those of its parent
+PARALLEL = 1 << 20  # elements; operators divide more than 32,768 among threads
+PATIENCE = 3.0  # seconds, for an operator that takes a millisecond
+_known = {os.getpid()}  # processes whose threads answer; a fork inherits its parent's
 
 
 def check_threads() -> None:
-    """Have PyTorch compute with one thread where it would wait for those of a parent.
+    """Have PyTorch compute with one thread if it would otherwise wait for a parent's threads.
 
-    A fork has none of the threads that OpenMP started before it, and GNU's, which PyTorch brings
-    along, waits for them in the first operator. PyTorch's own `DataLoader` has one in its workers.
-    A fork that has computed with threads of its own before the first check is taken for one that
-    cannot.
+    A fork has none of the threads that OpenMP started before it, and GNU's OpenMP, which comes with
+    PyTorch, waits for them in the first operator. PyTorch's own `DataLoader` uses one thread in its
+    workers. A fork that has already computed with threads of its own at the first check counts as
+    one that cannot.
     """
     import torch
 
@@ -40,7 +40,7 @@ def check_threads() -> None:
 
 
 def _threads_answer() -> bool:
-    """Whether an operator ends. OpenMP has no function that says so: a fork of ours tries it."""
+    """Whether an operator ends. OpenMP has no function to tell: a fork of this process tries it."""
     import torch
 
     pid = os.fork()
@@ -57,6 +57,6 @@ def _threads_answer() -> bool:
                 os.waitpid(pid, 0)
                 return False
             time.sleep(1e-3)
-    except ChildProcessError:  # it has ended, and the caller ignores how children end
+    except ChildProcessError:  # it has ended, and the caller ignores exit statuses of children
         pass
     return True

@@ -1,4 +1,4 @@
-"""`Histogram`: how durations spread, in memory that does not grow."""
+"""`Histogram`: the distribution of durations, in memory that does not grow."""
 
 import math
 from bisect import bisect_left
@@ -13,8 +13,8 @@ class Histogram:
     """Counts of durations in seconds, by the buckets of `BOUNDS`.
 
     Attributes:
-        sum: of all durations.
-        max: the longest, 0 before the first.
+        sum: sum of all durations, in seconds.
+        max: longest duration, in seconds; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -28,23 +28,23 @@ class Histogram:
         self.max = max(self.max, seconds)
 
     def merge(self, other: "Histogram") -> None:
-        """Count the durations of another one, too."""
+        """Add the counts of another histogram."""
         self._counts = [mine + its for mine, its in zip(self._counts, other._counts, strict=True)]
         self.sum += other.sum
         self.max = max(self.max, other.max)
 
     @property
     def count(self) -> int:
-        """How many durations."""
+        """Number of durations."""
         return sum(self._counts)
 
     @property
     def mean(self) -> float | None:
-        """Exact. None before the first."""
+        """The exact mean; None before the first duration."""
         return self.sum / self.count if self.count else None
 
     def percentile(self, p: float) -> float | None:
-        """The least duration that at least `p` percent of them do not exceed. None before any.
+        """The least duration that at least `p` percent do not exceed; None before the first.
 
         Rounded up to the bound of its bucket or to `max`: never too small, and too large by less
         than 4.8 % between 10 µs and 1000 s. Shorter ones read as at most 10 µs, longer ones as
@@ -58,7 +58,7 @@ class Histogram:
         return min(BOUNDS[bucket], self.max)
 
     def as_dict(self) -> dict[str, int | float | None]:
-        """A summary, for JSON. All but `count` are None before the first."""
+        """A summary, for JSON. All values but `count` are None before the first duration."""
         return {
             "count": self.count,
             "mean": self.mean,

@@ -1,4 +1,4 @@
-"""Integers of grids and blocks. Triton's functions of these names take 2 us a call."""
+"""Integer arithmetic for grids and blocks. Triton's functions of these names need 2 us a call."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -7,5 +7,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n, from 1 on."""
+    """The least power of two that is at least n, from 1 up."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back where half of something must not remain."""
+"""Ctrl-C, held back while something half done must not remain."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block: half of it must not remain."""
+    """Hold Ctrl-C back until the end of the block, which must not end half done."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # no handler of Python's would run in here
+        yield  # no Python handler would run in here
         return
     held: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *args: held.append(args))

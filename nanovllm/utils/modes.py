@@ -1,23 +1,23 @@
-"""`without_modes`: an engine computes the same whatever modes of PyTorch its caller has on."""
+"""`without_modes`: an engine computes the same whatever PyTorch modes its caller has on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import _C  # PyTorch has no public names for what is wanted of it
+from torch import _C  # PyTorch has no public names for these functions
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """The caller's modes are off, and on again behind the block.
+    """Turn the caller's modes off inside the block, and on again after it.
 
-    They are those of the thread: a default device, autocast, transforms of `torch.func`,
+    These are the modes of the thread: a default device, autocast, transforms of `torch.func`,
     `TorchFunctionMode`s and `TorchDispatchMode`s (a `FakeTensorMode`, say). In the block
     `torch.device` is a mode again.
 
-    The default dtype is of the process, and changing it would change what other threads compute: a
-    tensor whose dtype matters is made with one. Other settings of the process hold here, too: the
-    precision of products, deterministic algorithms, the number of threads.
+    The default dtype belongs to the process, and changing it would change what other threads
+    compute: a tensor whose dtype matters is made with one. Other settings of the process hold here,
+    too: the precision of products, deterministic algorithms, the number of threads.
     """
     modes: list[Any] = []
     try:

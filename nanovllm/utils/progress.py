@@ -10,12 +10,12 @@ with warnings.catch_warnings():
     from tqdm.auto import tqdm
 
 T = TypeVar("T")
-DELAY = 1.0  # seconds of silence: what takes no longer needs no bar
-# Options of tqdm, which minds its variable in terminals only. `disable=False` would overrule it.
+DELAY = 1.0  # seconds of silence: shorter work needs no bar
+# Options of tqdm, which heeds its variable in terminals only. `disable=False` would overrule it.
 SILENT: dict[str, Any] = {"disable": True}
 SHOWN: dict[str, Any] = SILENT if os.environ.get("TQDM_DISABLE") else {}
 
 
 def startup_bar(items: Sequence[T], desc: str, unit: str) -> "tqdm[T]":
-    """Iterates over `items`, showing how many are done. Close it, best by `with`."""
+    """Iterate over `items`, showing how many are done. Close it, best by `with`."""
     return tqdm(items, desc=desc, unit=unit, delay=DELAY, **SHOWN)

@@ -1,4 +1,4 @@
-"""`Record` and `Row`: what all outputs can do beside holding their fields."""
+"""`Record` and `Row`: the common abilities of all outputs, beside their fields."""
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing_extensions import dataclass_transform
 R = TypeVar("R", bound="Record")
 SHORT = reprlib.Repr()
 SHORT.maxstring = 60
-MAX_RECORDS = 3  # of a list, that a repr shows
+MAX_RECORDS = 3  # records of a list shown in a repr
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -19,34 +19,34 @@ def record(cls: type[R]) -> type[R]:
     made: Any = dataclass(frozen=True, repr=False)(cls)
     made._fields = fields(made)
     if issubclass(cls, Row):
-        # By this mark pandas before 3.1 knows dataclasses, whose fields it takes for the columns.
-        # The functions `replace` and `asdict` of dataclasses need it, too: `to_dict` is for both.
+        # By this mark pandas before 3.1 recognises dataclasses, and makes columns of their fields.
+        # The functions `replace` and `asdict` of dataclasses need it, too: use `to_dict`.
         del made.__dataclass_fields__
     return made
 
 
 class Record:
-    """Has `to_dict` and a short repr. The decorator `record` makes its subclasses."""
+    """A base class with `to_dict` and a short repr. The decorator `record` makes its subclasses."""
 
     _fields: ClassVar[tuple[Field[Any], ...]]
 
     @classmethod
     def of(cls: type[R], values: dict[str, Any]) -> R:
-        """Make one of its fields by their names; what has a default may be left out.
+        """Make a record of its fields by name; those with a default may be left out.
 
-        For records made by the thousand each second: the constructor of a frozen dataclass takes
-        three times as long.
+        For records made by the thousand each second: the constructor of a frozen dataclass is three
+        times as slow.
         """
         made = object.__new__(cls)
         vars(made).update(values)
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as dictionaries, lists, strings, numbers and None, as JSON has them.
+        """All fields as dictionaries, lists, strings, numbers and None, the types of JSON.
 
         A place of `TokenLogprobs` becomes a list of its tokens, each a dictionary with its
-        `token_id`: keys in JSON are strings. `json.dumps` takes the result, but not the output
-        itself, since it knows no other mapping than `dict`; for outputs inside something else,
+        `token_id`: keys in JSON are strings. `json.dumps` accepts the result, but not the output
+        itself, since it knows no mapping other than `dict`; for outputs inside something else,
         pass it `default=lambda output: output.to_dict()`.
         """
         return {each.name: _plain(getattr(self, each.name)) for each in self._fields}
@@ -61,7 +61,7 @@ class Row(Record, Mapping[str, Any]):
     """A record that is a row of a table: `pandas.DataFrame(outputs)` has its keys as columns."""
 
     def _row(self) -> dict[str, Any]:
-        """The values by their keys."""
+        """The values by key."""
         raise NotImplementedError
 
     def __getitem__(self, key: str) -> Any:
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A text without its middle, the first records of a list, the length of another list."""
+    """A shortened text, the first records of a list, or the length of another list."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         records = [repr(item) for item in value[:MAX_RECORDS] if isinstance(item, Record)]
         if not records:

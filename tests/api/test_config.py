@@ -420,15 +420,15 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
         ({"architectures": None}, "model_type 'qwen3' is not supported; supported: Exaone4"),
         (
             {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
-            "Qwen3_5.* keep a recurrent state; of what runs, Qwen3 is nearest",
+            "Qwen3_5.* keep a recurrent state; the nearest supported model is Qwen3",
         ),
         (
             {"architectures": ["Lfm2ForCausalLM"]},
-            "Lfm2.* keep a recurrent state; of what runs, Qwen3 is nearest",
+            "Lfm2.* keep a recurrent state; the nearest supported model is Qwen3",
         ),
         (
             {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {}},
-            "Qwen3VL.* reads images or sound; pass a model of text alone",
+            "Qwen3VL.* reads images or sound; pass a text-only model",
         ),
         (
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},
@@ -694,7 +694,7 @@ def test_wrong_sampling_default_names_file_and_key(key, value, rule, checkpoint,
     with pytest.raises(ValueError) as caught:
         LLM(path, **SMALL)
     assert str(caught.value) == (
-        f"`{key}` of {file} is no default to sample by: {rule}; correct it, or pass "
+        f"`{key}` of {file} is no valid sampling default: {rule}; correct it, or pass "
         'generation_config="vllm" to leave all of them out'
     )
     with LLM(path, generation_config="vllm", **SMALL) as llm:
@@ -736,7 +736,7 @@ def test_keys_that_would_change_texts_are_named(tmp_path, caplog):
     edit_json(tmp_path / "generation_config.json", **changes)
     assert read_sampling_params(str(tmp_path)) == SamplingParams()
     [record] = caplog.records
-    assert "`suppress_tokens`, `no_repeat_ngram_size`, `num_beams` would" in record.message
+    assert "`suppress_tokens`, `no_repeat_ngram_size`, `num_beams`, which would" in record.message
 
 
 def test_generate_and_add_request_take_the_checkpoints_defaults(checkpoint, tmp_path):

@@ -79,7 +79,7 @@ def test_killed_and_started_again_each_row_is_there_once(
         assert found == code, said
         if name != "SIGKILL":
             assert path.read_bytes().endswith(b"}\n")
-            assert "the same command goes on from here" in said
+            assert "the same command continues from here" in said
     before = path.read_bytes().count(b"\n")
     assert 0 < before < COUNT
     code, said = command("--input", rows, "--output", path, *GREEDY)
@@ -114,7 +114,7 @@ def test_some_rows_are_wrong(command, tmp_path):
     code, said = command(*options)
     assert code == 1 and "5 of 5 rows" in said and "4 with errors" in said
     assert "--retry-errors" in said
-    assert "the first error now: row 1 (the first is 0): line must be JSON" in said
+    assert "the first error of this run: row 1 (the first is 0): line must be JSON" in said
     by_row = {line["_row"]: line for line in lines(path)}
     assert by_row[0]["generated_text"] == "472" and by_row[0]["mine"] == 1
     says = ("line must be JSON", "byte 0xff", "`custom_id` must differ", "max_model_len")
@@ -231,7 +231,7 @@ def test_mistakes_end_with_one_line_and_nothing_computed(command, tmp_path, rows
         (("--input", rows, "--retry-errors"), "--retry-errors needs an output"),
         (("--input", tmp_path / "none.jsonl"), "No such file"),
         (("--input", rows, "--output", tmp_path / "none" / "out.jsonl"), "No such file"),
-        (("--input", rows, "--output", rows), "is no output of such a job"),
+        (("--input", rows, "--output", rows), "is not the output of such a job"),
     ):
         code, said = command(*options)
         assert code == 2 and says in said and said.count("\n") == 1, said
@@ -259,7 +259,7 @@ def test_an_engine_that_fails_leaves_what_was_finished(
     assert main([*map(str, command)]) == 3
     said = capsys.readouterr().err
     assert "RuntimeError: the device is gone" in said
-    assert "the same command goes on from here" in said
+    assert "the same command continues from here" in said
     assert 0 < len(lines(path)) < COUNT
     assert main([*map(str, command)]) == 0
     assert answers(lines(path)) == expected

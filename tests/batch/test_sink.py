@@ -267,7 +267,7 @@ def test_another_job_is_refused_and_what_differs_is_named(tmp_path):
 def test_what_is_no_output_of_a_job_is_left_alone(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text("my notes")
-    with pytest.raises(ValueError, match="is no output of such a job"):
+    with pytest.raises(ValueError, match="is not the output of such a job"):
         ResumableSink(path)
     assert path.read_text() == "my notes"
     (tmp_path / "data.parquet").write_text("PAR1")
@@ -365,7 +365,7 @@ def test_texts_remember_which_rows_they_are_of_and_which_failed(tmp_path):
         assert (sink.num_finished, sink.num_errors) == (4, 1)
         assert [row.number for row in sink.unfinished(iter(rows))] == [4, 5]
         assert sink.num_strangers == 0
-        with pytest.raises(ValueError, match="got that of row 5 too early"):
+        with pytest.raises(ValueError, match="got row 5 too early"):
             sink.write(answer(rows[5]))
     before = path.read_bytes()
     for changed, says in (
@@ -377,7 +377,7 @@ def test_texts_remember_which_rows_they_are_of_and_which_failed(tmp_path):
     assert path.read_bytes() == before
     beside = tmp_path / "out.txt.job.rows"
     beside.unlink()
-    with pytest.raises(ValueError, match="is no output of such a job"):
+    with pytest.raises(ValueError, match="is not the output of such a job"):
         ResumableSink(path)
     assert path.read_bytes() == before and not beside.exists()
 

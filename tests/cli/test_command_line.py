@@ -76,10 +76,10 @@ def test_every_flag_says_what_it_does(command: str) -> None:
         (["chat", "--top-k", "many"], "--top-k: must be an integer, got 'many'"),
         (["chat", "--top-p", "half"], "--top-p: must be a number, got 'half'"),
         (["chat", "--logit-bias", "{5: 1}"], "--logit-bias: must be JSON"),
-        (["chat", "--logit-bias", '{"5": NaN}'], """'{"5": NaN}': NaN is no number there"""),
+        (["chat", "--logit-bias", '{"5": NaN}'], """'{"5": NaN}': NaN is not a JSON number"""),
         (["chat", "--logit-bias", '{"a": 1}'], "`logit_bias` must hold integer token ids"),
         (["chat", "--structured-outputs", "{}"], "`structured_outputs` must have exactly one"),
-        (["chat", "--trace", "/nowhere/t.json"], "--trace: must be in a directory that is there"),
+        (["chat", "--trace", "/nowhere/t.json"], "--trace: must be in a directory that exists"),
         (["chat", "--temp", "1"], "unrecognized arguments: --temp"),  # not --temperature
         (["generate", "--input", "-"], "--model must be the directory of a checkpoint or its name"),
         (["talk"], "invalid choice: 'talk'"),
@@ -324,7 +324,7 @@ def test_a_second_compile_finds_all_kernels(tiny: str, tmp_path: Path) -> None:
 def test_compile_refuses_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     check_writable(str(tmp_path / "to" / "be" / "made"))
     (tmp_path / "file").touch()
-    said = r"cannot be written \(.+\): have TRITON_CACHE_DIR name"
+    said = r"cannot be written \(.+\): set TRITON_CACHE_DIR to"
     for cache in ("", str(tmp_path / "file"), str(tmp_path / "file" / "cache"), "/proc/cache"):
         with pytest.raises(ValueError, match=said):
             check_writable(cache)

@@ -453,7 +453,10 @@ def test_a_path_that_cannot_be_is_refused_before_anything_is_loaded(
 def test_a_block_wants_a_path(path, checkpoint, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with LLM(checkpoint, **SMALL) as llm:
-        with pytest.raises(TypeError, match=f"must be that of a file, got {path}"), llm.trace(path):
+        with (
+            pytest.raises(TypeError, match=f"must be the path of a file, got {path}"),
+            llm.trace(path),
+        ):
             pass
         assert llm.core.timeline is None
     assert os.listdir() == []

@@ -180,7 +180,7 @@ def test_what_is_not_of_the_text_or_not_linear_may_stay_as_it_is(name: str) -> N
 
 @pytest.mark.parametrize("name", ["layers.0", "q_proj", "self_attn", "mlp", "moe", "experts"])
 def test_no_linear_layer_may_stay_as_it_is(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`ignore` leaves {name} as it is"):
+    with pytest.raises(ValueError, match=f"`ignore` leaves {name} unquantised"):
         read_quantization({"quantization_config": GROUP | {"ignore": [name]}})
 
 
@@ -240,11 +240,11 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         ("fp8", "'fp8' is not supported"),
         (
             {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.down_proj"]},
-            "`ignored_layers` leaves model.layers.1.mlp.down_proj as it is",
+            "`ignored_layers` leaves model.layers.1.mlp.down_proj unquantised",
         ),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.0"]},
-            "`modules_to_not_convert` leaves model.layers.0 as it is",
+            "`modules_to_not_convert` leaves model.layers.0 unquantised",
         ),
         (
             GROUP | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
@@ -259,7 +259,7 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
         (
             COMPRESSED
             | {"ignore": ["re:.*moe.gate", "model.layers.1.block_sparse_moe.experts.3.w1"]},
-            "`ignore` leaves model.layers.1.block_sparse_moe.experts.3.w1 as it is",
+            "`ignore` leaves model.layers.1.block_sparse_moe.experts.3.w1 unquantised",
         ),
         (
             COMPRESSED

@@ -128,7 +128,7 @@ def test_a_checkpoint_without_a_description_is_named(tmp_path: Path) -> None:
         (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "'gptq, dynamic .*' is not supported"),
         (AWQ | {"version": "gemv"}, "'awq, version gemv' is not supported"),
         (AWQ | {"zero_point": False}, "'awq, without zero points' is not supported"),
-        (AWQ | {"modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj as it is"),
+        (AWQ | {"modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj unquantised"),
         (compressed(num_bits=8), "'compressed-tensors, 8-bit int, strategy group' is not"),
     ],
 )

@@ -363,7 +363,7 @@ def test_defect_14_ports_are_shut_though_nccl_cannot_free(
     [record] = caplog.records
     assert record.getMessage() == (
         "nccl has not ended (ncclGroupEnd: internal error of the last call): "
-        "what it holds is free when this process ends"
+        "its memory and connections are freed with this process"
     )
 
 

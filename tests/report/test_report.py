@@ -437,7 +437,7 @@ def test_the_page_draws_all_charts_without_an_error(kind: str, tmp_path: Path, p
         assert ticks == ["0", "1"] * 4
     if kind == "gpu":
         assert "<title>A run of &lt;/script&gt;&lt;b&gt;&amp;, 400 ms</title>" in page
-    assert ("cannot be told" in page) == (kind == "cpu")
+    assert ("cannot tell whether" in page) == (kind == "cpu")
 
 
 @BROWSER
