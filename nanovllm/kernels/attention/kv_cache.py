@@ -21,7 +21,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def exponent_of(most):
-    """The exponents of vectors with these largest magnitudes, float32. See `utils.kv_cache`."""
+    """The exponents of vectors with these largest magnitudes, float32. See `tensors.kv_cache`."""
     bits = (most / _LARGEST).to(tl.int32, bitcast=True)
     exponent = ((bits + 0x7FFFFF) >> 23) - 127
     return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # the last of infinity

@@ -1,4 +1,4 @@
-"""INT4 weights (`utils.int4`) on their way to products: as numbers of 16 bits, or as integers.
+"""INT4 weights (`tensors.int4`) on their way to products: as numbers of 16 bits, or as integers.
 
 Letters: N rows, K columns, P columns of a plane.
 """

@@ -1,4 +1,4 @@
-"""Matrix products with weights in INT4 (`utils.int4`) and activations in 16 bits.
+"""Matrix products with weights in INT4 (`tensors.int4`) and activations in 16 bits.
 
 Few rows take tiles whose weights are unpacked on their way from shared memory to tensor cores; many
 the library, with weights that are unpacked a part at a time (docs/experiments.md). A single row is

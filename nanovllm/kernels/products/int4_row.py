@@ -1,4 +1,4 @@
-"""The product of a single row with weights in INT4 (`utils.int4`).
+"""The product of a single row with weights in INT4 (`tensors.int4`).
 
 The row becomes integers of 16 bits, whose products with codes are exact: four of them are one
 instruction, and nothing is unpacked. A program keeps the row's integers for several blocks of

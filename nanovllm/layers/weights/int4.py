@@ -69,7 +69,7 @@ class CodesShard(PackedShard):
     """The matrix.
 
     Attributes:
-        plane: see `utils.int4`.
+        plane: see `tensors.int4`.
     """
 
     plane: int
