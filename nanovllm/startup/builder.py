@@ -307,7 +307,9 @@ class Builder:
 
     def most_prompt_tokens(self, build: Build) -> int:
         """Tokens of prompts that a CUDA graph has room for, beside decodes; 0: none has any."""
-        if not build.backend.captures_prompts or self.group.size > 1:  # several divide large steps
+        if self.device.type == "cpu" or not build.backend.captures_prompts:
+            return 0
+        if self.group.size > 1:  # several divide large steps
             return 0
         numbers = weights(self.model_config).of_token / len(self.model_config.layers)
         most = most_tokens(numbers, capability(self.device.index))

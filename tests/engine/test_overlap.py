@@ -210,7 +210,7 @@ def test_defect_15_ctrl_c_at_any_line(by, times, llm, checkpoint):
         while not llm.is_finished():
             done.update((tuple(o.prompt_token_ids), o["token_ids"]) for o in llm.step())
 
-    for _ in range(2):  # the second finds prefixes in the cache, and is the shortest
+    for _ in range(3):  # the last finds prefixes in the cache, and layouts: it is the shortest
         with Interrupt(float("inf")) as whole:
             work({})
     for k in range(1, whole.count, whole.count // times):

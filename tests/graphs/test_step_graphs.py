@@ -520,7 +520,7 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     monkeypatch.setattr(builder, "capability", lambda index: (9, 0))
     own.config = Mock(max_num_batched_tokens=budget)
     own.model_config = ModelConfig.from_pretrained(str(tmp_path))
-    own.group, own.device = Mock(size=num_ranks), torch.device("cpu")
+    own.group, own.device = Mock(size=num_ranks), torch.device("cuda")
     assert own.most_prompt_tokens(Mock(backend=Mock(captures_prompts=captures))) == most
 
 

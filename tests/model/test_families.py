@@ -356,12 +356,12 @@ def round_activations(model: torch.nn.Module) -> None:
         scales = x.float().abs().amax(1, keepdim=True) / 448
         return ((x.float() / scales).to(FP8).float() * scales).to(x.dtype)
 
-    def multiply(weight: Weight, x: torch.Tensor, bias: Any = None, *_: Any) -> torch.Tensor:
+    def product(weight: Weight, x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
         return torch.nn.functional.linear(rounded(x), weight.data, bias)
 
     for module in model.modules():
         if isinstance(module, LinearBase) and module.build.quantization is not None:
-            module.weight.multiply = partial(multiply, module.weight)
+            module.weight.product = partial(product, module.weight)
 
 
 def compare_fused_layers(path: Path, cache_dtype: torch.dtype, kernel_device: str) -> None:

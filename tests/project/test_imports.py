@@ -9,13 +9,13 @@ import pytest
 from checkpoints import SMALL, TINY
 
 HOST_MODULES = {
-    "engine": "sequence block_manager scheduler plan metrics engine_core",
-    "scheduling": "admission prefixes",
+    "engine": "sequence block_manager scheduler plan step_layout engine_core",
+    "scheduling": "admission prefixes stopping",
     "sizing": "memory model_size",
     "requests": "inputs intake request detokenizer",
     "sampling": "request_controls control_table structured_output controls",
     "ranks": "channel workers",
-    "tracing": "timeline trace_events trace_file",
+    "tracing": "metrics timeline trace_events trace_file",
 }
 USER_MODULES = "requests.beam_search requests.chat outputs sampling_params"
 NEVER = ["transformers", "triton", "flash_attn", "scipy", "matplotlib", "pandas", "IPython"]

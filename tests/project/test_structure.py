@@ -9,7 +9,7 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 CEILINGS = {
     "frames": 13,
     "functions": 202,
-    "files": 43,
+    "files": 44,
     "files_in_circles": 0,
 }
 LONGEST_FUNCTION = 60
