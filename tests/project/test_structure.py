@@ -85,10 +85,3 @@ def test_reading_order_names_every_file_once_with_its_lines() -> None:
 def test_readme_says_how_many_lines_there_are() -> None:
     [said] = re.findall(r"About ([\d,]+) lines of Python", (ROOT / "README.md").read_text("utf-8"))
     assert abs(measure()["package_lines"] - int(said.replace(",", ""))) <= 1000
-
-
-def test_readme_has_the_same_order() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    steps = readme.split("an afternoon, in this order:", 1)[1].split("\nThe rest", 1)[0]
-    named = [name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.py)`", steps)]
-    assert named == [name.rpartition("/")[2] for name in core_path()]
