@@ -1,4 +1,7 @@
-"""Attention backends, one file each behind the interface of `base.py`, and the choice of one."""
+"""Attention backends, one file each behind one interface, and the choice of one.
+
+Doors: `select_backend`; `base`, the interface; `triton_backend`, for the heads that it can do.
+"""
 
 from nanovllm.attention.base import AttentionBackend, AttentionNeeds
 from nanovllm.attention.flash_attn_backend import FlashAttentionBackend

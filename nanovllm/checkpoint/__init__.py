@@ -1,5 +1,5 @@
 """Readers of a checkpoint's files: family, sizes, rotation, formats, defaults and tokenizer.
 
-Doors: `ModelConfig.from_pretrained`, `checkpoint_directory`, `read_sampling_params` and
-`load_tokenizer`.
+Doors: `model_config`, the facts of a model; `families`, `rope` and `quantization`, its parts;
+`refusals`; `hub`, `files`, `tokenizer` and `generation_config`, which read what lies beside them.
 """

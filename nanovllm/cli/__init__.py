@@ -1,1 +1,4 @@
-"""The command line: `nanovllm COMMAND`, one file for each command."""
+"""The command line: `nanovllm COMMAND`, one file for each command.
+
+Door: `main`.
+"""

@@ -1,4 +1,4 @@
 """CUDA graphs of whole steps.
 
-Doors: `step_graphs`.
+Doors: `step_graphs`; `static_inputs`, for the shapes that there are.
 """

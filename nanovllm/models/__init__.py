@@ -1,4 +1,7 @@
-"""The models, one file each, and the loader that fills them."""
+"""Models, one file each, and the loader that fills them.
+
+Doors: `model_class`; `loader`; `qwen3`, the class that others derive from.
+"""
 
 from __future__ import annotations
 

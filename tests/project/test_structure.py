@@ -2,7 +2,9 @@
 
 import ast
 import re
+from pathlib import Path
 
+import pytest
 from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_order
 
 # Frames of `LLM.generate` to attention; functions with a name, and files, of one `generate`.
@@ -85,3 +87,51 @@ def test_reading_order_names_every_file_once_with_its_lines() -> None:
 def test_readme_says_how_many_lines_there_are() -> None:
     [said] = re.findall(r"About ([\d,]+) lines of Python", (ROOT / "README.md").read_text("utf-8"))
     assert abs(measure()["package_lines"] - int(said.replace(",", ""))) <= 1000
+
+
+ROOMS = sorted(path.parent for path in PACKAGE.rglob("*/__init__.py"))
+
+
+def files_imported(path: Path) -> set[Path]:
+    """Files of the package that a file imports."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        tries = (ROOT.joinpath(*parts[:n]).with_suffix(".py") for n in range(len(parts), 1, -1))
+        found.update([file for file in tries if file.is_relative_to(PACKAGE) and file.exists()][:1])
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(PACKAGE)))
+def test_a_room_is_entered_by_its_doors(room: Path) -> None:
+    """Its `__init__` says its duty in a sentence, and names the files that others import."""
+    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text("utf-8")))
+    assert said, "its duty"
+    duty, _, rest = said.partition("\n\n")
+    assert duty.rstrip().endswith(".")
+    entered = {
+        file.stem
+        for path in PACKAGE.rglob("*.py")
+        if not path.is_relative_to(room)
+        for file in files_imported(path)
+        if file.parent == room
+    }
+    if "very file is a door" in said:
+        return
+    doors = re.search(r"^Doors?: (.*?)(?:\n\n|\Z)", rest, re.M | re.S)
+    assert doors, "its doors"
+    named = {stem for stem in re.findall(r"`(\w+)`", doors[1]) if (room / f"{stem}.py").exists()}
+    assert entered <= named, f"entered elsewhere: {entered - named}"
+    by_scripts = {"mends", "server"}  # which tests and other processes import
+    assert named <= entered | by_scripts, f"no door: {named - entered}"
+
+
+def test_no_room_has_more_files_than_can_be_seen_at_once() -> None:
+    counts = {room: len([*room.glob("*.py")]) for room in [PACKAGE, *ROOMS]}
+    assert {room: count for room, count in counts.items() if count > 16} == {}

@@ -1,1 +1,4 @@
-"""Logits to tokens: controls, thresholds, log-probabilities, and the draw."""
+"""Logits to tokens: controls, thresholds, log-probabilities, and the draw.
+
+Every file is a door.
+"""
