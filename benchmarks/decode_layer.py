@@ -114,7 +114,7 @@ class Layers:
             return linear(x, weight, DTYPE, None, partial)
 
         def normed(x: torch.Tensor, residual: torch.Tensor) -> tuple[Codes, torch.Tensor]:
-            codes, total = add_rms_norm(x, residual, self.norm, 1e-6, x_block=0)
+            codes, total = add_rms_norm(x, residual, self.norm, 1e-6, act_block=0)
             assert isinstance(codes, Codes)
             return codes, total
 

@@ -48,13 +48,13 @@ def weight_of(gates: int, inputs: int, fp8: bool) -> Weight:
 
 def measure(weight: Weight, rows: int) -> dict[str, float]:
     """Microseconds by the name of what multiplies."""
-    x_block = weight.x_block
+    act_block = weight.act_block
     numbers = torch.randn(rows, weight.num_cols, device="cuda", dtype=torch.bfloat16)
-    x = numbers if x_block is None else quantize(numbers, x_block)
+    x = numbers if act_block is None else quantize(numbers, act_block)
     found = {}
     for name, own in (("two kernels", False), ("one", True)):
         hopper.own_kernels = own
-        call = lambda: weight.multiply(x, gate=Gate(next_block=x_block))  # noqa: E731
+        call = lambda: weight.multiply(x, gate=Gate(next_block=act_block))  # noqa: E731
         found[name] = 1000 * triton.testing.do_bench_cudagraph(call, 20, return_mode="median")
     return found
 

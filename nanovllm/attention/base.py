@@ -77,7 +77,7 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
-    def most_own_decodes(self, head_dim: int) -> int:
+    def max_fused_decodes(self, head_dim: int) -> int:
         """The largest batch that `kernels.attention.fused_decode` rotates, stores and attends;
         0: none.
         """
@@ -87,6 +87,6 @@ class AttentionBackend(ABC):
         """Decodes of a tile of shared prefixes (`Context.prefixes`); 0: it reads each by itself."""
         return 0
 
-    def most_gathered(self) -> int:
+    def max_gathered(self) -> int:
         """Bytes that a step over an FP8 cache may take for its context, beside its activations."""
         return 0

@@ -81,15 +81,15 @@ class TritonBackend(TritonStore):
             shared=context.shared,
         )
 
-    def most_own_decodes(self, head_dim: int) -> int:
-        from nanovllm.kernels.attention.fused_decode import MOST_ROWS, takes_heads
+    def max_fused_decodes(self, head_dim: int) -> int:
+        from nanovllm.kernels.attention.fused_decode import MAX_ROWS, takes_heads
 
-        return MOST_ROWS if takes_heads(head_dim) else 0
+        return MAX_ROWS if takes_heads(head_dim) else 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
         return self._members_of_tile(num_heads, num_kv_heads)
 
-    def most_gathered(self) -> int:
-        from nanovllm.kernels.attention.prefill import MOST_GATHERED
+    def max_gathered(self) -> int:
+        from nanovllm.kernels.attention.prefill import MAX_GATHERED
 
-        return MOST_GATHERED
+        return MAX_GATHERED

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 BETWEEN_STEPS = 16  # rows to read; they should take less time than a step
 Results: TypeAlias = Generator[Result, None, None]
 WAIT = 0.1  # seconds to wait for a row before `stop` is asked again
-MOST_HELD = 8  # windows of results that wait for an earlier one
-MOST_NAMES = 1000  # names of fields and parameters to remember
+MAX_HELD = 8  # windows of results that wait for an earlier one
+MAX_NAMES = 1000  # names of fields and parameters to remember
 
 
 class Engine(Protocol):
@@ -167,7 +167,7 @@ class _Job:
         count, window = len(self._in_flight), 2 * self._most
         if self._is_end or count >= window:
             return False
-        if count and len(self._order) >= MOST_HELD * window:
+        if count and len(self._order) >= MAX_HELD * window:
             return False
         rows = self._rows
         return not isinstance(rows, Ahead) or rows.wait(0 if count else WAIT)
@@ -199,7 +199,7 @@ class _Job:
     def _look_at_names(self, fields: Mapping[str, Any]) -> None:
         """Warn, once for each, of the caller's own fields with names like a parameter's."""
         for name, value in fields.items():
-            if value is None or name in self._names or len(self._names) >= MOST_NAMES:
+            if value is None or name in self._names or len(self._names) >= MAX_NAMES:
                 continue
             self._names.add(name)
             if (parameter := parameter_like(name)) is not None:

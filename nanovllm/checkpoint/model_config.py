@@ -16,7 +16,7 @@ from nanovllm.checkpoint.quantization import Int4, Quantization, read_quantizati
 from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
 from nanovllm.checkpoint.rope import RopeParameters, read_rope
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 TIED = "tie_word_embeddings"
 MXFP4_BLOCK = 32  # values that share a scale, which is a power of two
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -131,7 +131,7 @@ class ModelConfig:
                 raw[TIED] = whole[TIED]
         absent = {key: value for key, value in family.absent.items() if key not in raw}
         raw = {**family.defaults, **absent, **_without_nulls(raw)}
-        read_value(raw, "num_hidden_layers", int, maximum=MOST_LAYERS)
+        read_value(raw, "num_hidden_layers", int, maximum=MAX_LAYERS)
         raw |= family.complete(raw)
         facts = _facts(raw, family)
         config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)

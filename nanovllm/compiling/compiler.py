@@ -29,7 +29,7 @@ from nanovllm.utils.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 32
+MAX_PROCESSES = 32
 SERVER = "nanovllm.compiling.server"
 ENDED = "the process that has others compile has ended"
 ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
@@ -63,7 +63,7 @@ def num_processes(num_ranks: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     usable = int(min((cores or 2) // 2, cgroup.cpus()))
-    return max(1, min(MOST_PROCESSES, usable // num_ranks))
+    return max(1, min(MAX_PROCESSES, usable // num_ranks))
 
 
 class Compiler:

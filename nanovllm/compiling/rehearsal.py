@@ -28,7 +28,7 @@ from nanovllm.utils.integers import cdiv
 
 # Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
-MOST_LOGPROBS = 20  # beside the token's own
+MAX_LOGPROBS = 20  # beside the token's own
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class Rehearsal:
         pool: without blocks.
         config, model_config, group, device: of the engine.
         members: decodes of a tile of shared prefixes; 0: none share.
-        most_tokens: of prompts in CUDA graphs.
+        max_prompt_tokens: of prompts in CUDA graphs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rehearsal:
         device: torch.device,
         *,
         members: int,
-        most_tokens: int,
+        max_prompt_tokens: int,
     ) -> None:
         self._compute, self._model, self._pool = compute, model, pool
         self._config, self._model_config, self._device = config, model_config, device
@@ -93,7 +93,7 @@ class Rehearsal:
         self._budget = config.max_num_batched_tokens
         width = cdiv(max_model_len, config.kvcache_block_size)
         self._inputs = StaticInputs(
-            device, config.max_num_seqs, width, members, max(TOKENS, most_tokens)
+            device, config.max_num_seqs, width, members, max(TOKENS, max_prompt_tokens)
         )
         most = config.max_num_seqs
         powers = (1 << i for i in range(most.bit_length()))
@@ -106,7 +106,7 @@ class Rehearsal:
         with self._one_block():
             self._prompt(self._least(self._budget), self._budget)
             layers = [each for each in self._model.modules() if isinstance(each, Attention)]
-            own = max(layer.most_own for layer in layers)
+            own = max(layer.max_fused_decodes for layer in layers)
             for size in (self._batches[-1], *(size for size in self._batches if size <= own)):
                 self._decodes(Shape(size))
             for size in self._batches:
@@ -176,7 +176,7 @@ class Rehearsal:
             own = controls if self._group.rank == 0 else None
             extras.sample(batch, np.ones(1, np.bool_), computed, own)
         logits = zeros(1, vocab_size, dtype=dtype)
-        for num_logprobs in range(MOST_LOGPROBS + 1):
+        for num_logprobs in range(MAX_LOGPROBS + 1):
             logprobs_of(logits, ids, num_logprobs)
         torch.stack(
             [hidden[-1].to(dtype).float(), hidden.to(dtype).sum(0, dtype=torch.float32) / 2]

@@ -160,12 +160,12 @@ class BulkExchange:
         own = self._part(self.rank, num_rows)
         return Scattered(self._received[:, : own.stop - own.start], num_rows, self)
 
-    def _all_rows(self, num_rows: int, x_block: int | None) -> torch.Tensor | Codes:
+    def _all_rows(self, num_rows: int, act_block: int | None) -> torch.Tensor | Codes:
         """The buffer for the normalised rows of all ranks."""
-        if x_block is None:
+        if act_block is None:
             return self._rows[:num_rows]
         M = self._rows.shape[1]
-        width, made = x_block or M, self._codes
+        width, made = act_block or M, self._codes
         if made is None or (len(made), made.block[1]) != (num_rows, width):
             data = self._rows.view(torch.uint8).view(2, -1)
             codes, scales = data[0].view(FP8), data[1].view(torch.float32)
@@ -173,20 +173,20 @@ class BulkExchange:
             made = self._codes = Codes(codes[: num_rows * M].view(num_rows, M), scales, (1, width))
         return made
 
-    def own_rows(self, num_rows: int, x_block: int | None = None) -> torch.Tensor | Codes:
+    def own_rows(self, num_rows: int, act_block: int | None = None) -> torch.Tensor | Codes:
         """The buffer [n, M] for this rank's normalised rows, to be filled before `gather`. With an
-        `x_block`, it holds codes with a scale per `x_block` values of a row (0: per row); None:
+        `act_block`, it holds codes with a scale per `act_block` values of a row (0: per row); None:
         values.
         """
-        return self._all_rows(num_rows, x_block)[self._part(self.rank, num_rows)]
+        return self._all_rows(num_rows, act_block)[self._part(self.rank, num_rows)]
 
-    def gather(self, num_rows: int, x_block: int | None = None) -> Gathered:
+    def gather(self, num_rows: int, act_block: int | None = None) -> Gathered:
         """Send this rank's normalised rows to all others."""
-        own = self.own_rows(num_rows, x_block)
+        own = self.own_rows(num_rows, act_block)
         parts = [own.codes, own.scales] if isinstance(own, Codes) else [own]
         for peer in self._order[:-1]:
             self._push([(part, part) for part in parts], peer, 1)
-        return Gathered(self._all_rows(num_rows, x_block), self._epoch, self)
+        return Gathered(self._all_rows(num_rows, act_block), self._epoch, self)
 
     def arrivals(self, num_rows: int, epoch: int) -> Iterator[slice]:
         """The non-empty parts of `num_rows` gathered rows, each after its arrival: this rank's

@@ -66,7 +66,7 @@ class Group:
                 self._backend = Gloo(store, self.rank, self.size)
 
     def open_peer_memory(
-        self, dtype: torch.dtype, hidden_size: int, max_num_seqs: int, most_rows: int
+        self, dtype: torch.dtype, hidden_size: int, max_num_seqs: int, max_step_rows: int
     ) -> None:
         """Let kernels exchange rows, if every GPU can reach every other. Called on all ranks.
 
@@ -74,7 +74,7 @@ class Group:
             dtype: torch.dtype of the rows.
             hidden_size: elements of a row.
             max_num_seqs: rows of the largest step whose rows kernels sum.
-            most_rows: rows of the largest step that is too large for that; 0: NCCL sums such steps.
+            max_step_rows: rows of the largest step beyond that; 0: NCCL sums such steps.
         """
         others = [peer for peer in range(self.size) if peer != self.rank]
         possible = all(torch.cuda.can_device_access_peer(self._device, peer) for peer in others)
@@ -83,9 +83,9 @@ class Group:
             rank, size, device = self.rank, self.size, self._device
             self._abort_word = abort = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             self.peers = PeerMemory(rank, size, device, max_num_seqs, row_bytes, abort, self._share)
-            if most_rows:
+            if max_step_rows:
                 self.bulk = BulkExchange(
-                    rank, size, device, most_rows, hidden_size, dtype, abort, self._share
+                    rank, size, device, max_step_rows, hidden_size, dtype, abort, self._share
                 )
 
     @property

@@ -8,10 +8,10 @@ import torch
 from nanovllm.engine.plan import Batch, fact_dtype
 from nanovllm.engine.step_inputs import StepInputs, view
 from nanovllm.engine.step_layout import Size, divide, lay_out, num_words
-from nanovllm.scheduling.prefixes import most_tiles
+from nanovllm.scheduling.prefixes import max_tiles
 
 # Shapes have room for so many prompts, and a multiple of TOKENS of them.
-PROMPTS, TOKENS, MOST_TOKENS = 8, 128, 2048
+PROMPTS, TOKENS, MAX_TOKENS = 8, 128, 2048
 # Multiplications of a layer that an H200 is done with in less time (0.5 ms) than the host takes to
 # launch the layer's kernels one by one. By data sheets, GPUs of other generations have a third of
 # its rate or less.
@@ -49,10 +49,10 @@ class Shape(NamedTuple):
         size = Size(D, self.tokens, P, min(D + P, max_num_seqs), width)
         if not self.shares:
             return size
-        return size._replace(sharing=D, members=D, tiles=most_tiles(D, members))
+        return size._replace(sharing=D, members=D, tiles=max_tiles(D, members))
 
 
-def most_tokens(numbers: float, capability: tuple[int, int]) -> int:
+def max_captured_tokens(numbers: float, capability: tuple[int, int]) -> int:
     """Of prompts, for which graphs pay: the device takes longer for more of them than the host to
     launch the step, and would compute their padding, too.
 
@@ -61,7 +61,7 @@ def most_tokens(numbers: float, capability: tuple[int, int]) -> int:
         capability: of the device.
     """
     hidden = HIDDEN if capability[0] in FAST else HIDDEN_BY_OTHERS
-    return min(MOST_TOKENS, int(hidden / numbers) // TOKENS * TOKENS)
+    return min(MAX_TOKENS, int(hidden / numbers) // TOKENS * TOKENS)
 
 
 _NONE = np.zeros(0, np.int32)
@@ -93,7 +93,7 @@ class StaticInputs:
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes; 0: none share.
-        most_tokens: of prompts.
+        max_prompt_tokens: of prompts.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class StaticInputs:
         max_num_seqs: int,
         table_width: int,
         members: int,
-        most_tokens: int,
+        max_prompt_tokens: int,
     ) -> None:
         self._spare, self._room = max_num_seqs, (table_width, max_num_seqs, members)
-        words = num_words(self.size(Shape(max_num_seqs, most_tokens, members > 0)))
+        words = num_words(self.size(Shape(max_num_seqs, max_prompt_tokens, members > 0)))
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._twins = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._twins]

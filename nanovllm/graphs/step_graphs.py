@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Steps of decodes with shared prefixes that a graph of up to four times as many decodes replays
 # before they have one of their size: sizes that come and go are not worth the 30 ms of a capture.
-PATIENCE, MOST_PADDING = 32, 4
+PATIENCE, MAX_PADDING = 32, 4
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -60,7 +60,7 @@ class StepGraphs:
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes.
-        most_tokens: of prompts; 0: steps with prompts have no graphs.
+        max_prompt_tokens: of prompts; 0: steps with prompts have no graphs.
         spare: bytes of the device that graphs of steps with prompts leave to larger steps.
         prepare: has kernels loaded for a step, and libraries allocate what they need; None:
             `compute`.
@@ -73,7 +73,7 @@ class StepGraphs:
         max_num_seqs: int,
         table_width: int,
         members: int = 0,
-        most_tokens: int = 0,
+        max_prompt_tokens: int = 0,
         spare: int = 0,
         prepare: Callable[[StepInputs], object] | None = None,
     ) -> None:
@@ -81,8 +81,10 @@ class StepGraphs:
         self.num_replays = 0
         self._compute, self._prepare = compute, prepare or compute
         self._device = device
-        self._most_tokens, self._spare = most_tokens, spare + RESERVE
-        self._inputs = StaticInputs(device, max_num_seqs, table_width, members, self._most_tokens)
+        self._max_prompt_tokens, self._spare = max_prompt_tokens, spare + RESERVE
+        self._inputs = StaticInputs(
+            device, max_num_seqs, table_width, members, self._max_prompt_tokens
+        )
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._seen: set[Shape] = set()
         self._num_padded: Counter[Shape] = Counter()  # steps that a larger shape's graph replayed
@@ -147,7 +149,7 @@ class StepGraphs:
         if n == len(batch.input_ids):
             return Shape(self.sizes[bisect.bisect_left(self.sizes, n)], 0, shares)
         tokens = cdiv(len(batch.input_ids) - n, TOKENS) * TOKENS
-        if tokens > self._most_tokens or len(batch.context_lens) - n > PROMPTS:
+        if tokens > self._max_prompt_tokens or len(batch.context_lens) - n > PROMPTS:
             return None
         return Shape(self._coarse[bisect.bisect_left(self._coarse, n)], tokens, shares)
 
@@ -158,8 +160,7 @@ class StepGraphs:
         fitting = [
             each
             for each in self._graphs
-            if each[1:] == shape[1:]
-            and shape.decodes < each.decodes <= MOST_PADDING * shape.decodes
+            if each[1:] == shape[1:] and shape.decodes < each.decodes <= MAX_PADDING * shape.decodes
         ]
         if not fitting:
             return shape

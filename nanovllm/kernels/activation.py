@@ -75,8 +75,8 @@ def _act_and_mul_kernel(
     elif REST > 0:
         out = out.to(tl.float32)
         rest = _gate(x_ptr, row, BLOCK, I, GELU, REST).to(tl.float32)
-        most, most_of_rest = tl.max(tl.abs(out)), tl.max(tl.abs(rest))
-        store_codes(out, out_ptr, scales_ptr, row, 0, I, BLOCK, X_BLOCK, most_of_rest)
+        most, max_of_rest = tl.max(tl.abs(out)), tl.max(tl.abs(rest))
+        store_codes(out, out_ptr, scales_ptr, row, 0, I, BLOCK, X_BLOCK, max_of_rest)
         store_codes(rest, out_ptr, scales_ptr, row, BLOCK, I, REST, X_BLOCK, most)
     else:
         store_codes(out.to(tl.float32), out_ptr, scales_ptr, row, begin, I, BLOCK, X_BLOCK)
@@ -93,12 +93,12 @@ def act_and_mul(
     return out
 
 
-def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
-    """`act_and_mul`, with a scale for each `x_block` numbers; 0: for each row."""
+def quantized_act_and_mul(x: torch.Tensor, gelu: bool, act_block: int) -> Codes:
+    """`act_and_mul`, with a scale for each `act_block` numbers; 0: for each row."""
     T, I = x.shape[0], x.shape[1] // 2
-    out, whole = empty_codes(T, I, x_block, x.device), next_power_of_2(I)
-    if x_block:
-        _launch(x, gelu, out.codes, out.scales, max(x_block, min(1024, whole)), 0, x_block)
+    out, whole = empty_codes(T, I, act_block, x.device), next_power_of_2(I)
+    if act_block:
+        _launch(x, gelu, out.codes, out.scales, max(act_block, min(1024, whole)), 0, act_block)
     elif whole == I:
         _launch(x, gelu, out.codes, out.scales, whole)
     else:  # a block of the next power of two would compute much that is not there
@@ -108,10 +108,14 @@ def quantized_act_and_mul(x: torch.Tensor, gelu: bool, x_block: int) -> Codes:
 
 
 def gate(
-    x: torch.Tensor, gelu: bool, x_block: int | None, out: torch.Tensor | None = None
+    x: torch.Tensor, gelu: bool, act_block: int | None, out: torch.Tensor | None = None
 ) -> torch.Tensor | Codes:
-    """`act_and_mul`, as a product that likes blocks of `x_block` takes it; None: as numbers."""
-    return act_and_mul(x, gelu, out) if x_block is None else quantized_act_and_mul(x, gelu, x_block)
+    """`act_and_mul`, as a product that likes blocks of `act_block` takes it; None: as numbers."""
+    return (
+        act_and_mul(x, gelu, out)
+        if act_block is None
+        else quantized_act_and_mul(x, gelu, act_block)
+    )
 
 
 def takes_hopper_kernel(
@@ -154,10 +158,10 @@ def _launch(
     scales: torch.Tensor | None,
     block: int,
     rest: int = 0,
-    x_block: int = 0,
+    act_block: int = 0,
 ) -> None:
     T, I = x.shape[0], x.shape[1] // 2
     _act_and_mul_kernel[(T, 1 if rest else cdiv(I, block))](
-        x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, REST=rest, X_BLOCK=x_block,
+        x.contiguous(), out, scales, I, GELU=gelu, BLOCK=block, REST=rest, X_BLOCK=act_block,
         num_warps=min(32, max(4, block // 256)), **pdl_options(x),
     )  # fmt: skip

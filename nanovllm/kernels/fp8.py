@@ -36,10 +36,10 @@ def store_codes(
     tl.store(codes_ptr + row * K + cols, x.to(tl.float8e4nv), mask=cols < K)
 
 
-def empty_codes(T: int, K: int, x_block: int, device: torch.device) -> Codes:
-    """Of T rows with a scale for each `x_block` of K numbers (0: for all), uninitialised."""
+def empty_codes(T: int, K: int, act_block: int, device: torch.device) -> Codes:
+    """Of T rows with a scale for each `act_block` of K numbers (0: for all), uninitialised."""
     codes = spare_rows(T, K, like=torch.empty(0, dtype=FP8, device=device))
-    width = x_block or K
+    width = act_block or K
     scales = torch.empty(T, cdiv(K, width), dtype=torch.float32, device=device)
     return Codes(codes, scales, (1, width))
 
@@ -56,13 +56,13 @@ def _quantize_kernel(
     store_codes(x, codes_ptr, scales_ptr, row, 0, K, BLOCK, X_BLOCK)
 
 
-def quantize(x: torch.Tensor, x_block: int) -> Codes:
-    """x: [T, K], with a scale for each `x_block` numbers of a row; 0: for all of it."""
+def quantize(x: torch.Tensor, act_block: int) -> Codes:
+    """x: [T, K], with a scale for each `act_block` numbers of a row; 0: for all of it."""
     T, K = x.shape
-    out = empty_codes(T, K, x_block, x.device)
-    BLOCK = max(x_block, next_power_of_2(K))
+    out = empty_codes(T, K, act_block, x.device)
+    BLOCK = max(act_block, next_power_of_2(K))
     _quantize_kernel[(T,)](
-        x, out.codes, out.scales, x.stride(0), K, BLOCK=BLOCK, X_BLOCK=x_block,
+        x, out.codes, out.scales, x.stride(0), K, BLOCK=BLOCK, X_BLOCK=act_block,
         num_warps=min(16, max(1, BLOCK // 512)), **pdl_options(x),
     )  # fmt: skip
     return out

@@ -83,20 +83,20 @@ def _launch(
     plus_one: bool,
     peers: "PeerMemory | None",
     out: torch.Tensor | Codes | None,
-    x_block: int | None,
+    act_block: int | None,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     T, M = x.numel() // max(1, parts) // x.shape[-1], x.shape[-1]
     if parts <= 1:
         x = x.contiguous()
     shape = (T, M) if parts or peers is not None else x.shape
-    if out is None and x_block is not None and T > 1:
-        out = empty_codes(T, M, x_block, x.device)
-    assert not isinstance(out, Codes) or out.block[1] == (x_block or M), "`x_block` is of `out`"
+    if out is None and act_block is not None and T > 1:
+        out = empty_codes(T, M, act_block, x.device)
+    assert not isinstance(out, Codes) or out.block[1] == (act_block or M), "`act_block` is of `out`"
     normed = spare_rows(*shape, like=weight) if out is None else out
     results = (normed.codes, normed.scales) if isinstance(normed, Codes) else (normed, None)
     sums = residual is not None or peers is not None or parts > 0
     total = torch.empty_like(results[0], dtype=weight.dtype) if sums else x
-    BLOCK = max(x_block or 0, next_power_of_2(M))
+    BLOCK = max(act_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
     if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None:
         num_warps = 32  # the more threads read, the sooner it ends (measured on an H200)
@@ -106,7 +106,7 @@ def _launch(
         x, x if residual is None else residual.contiguous(), weight, *results, total, eps,
         x.stride(0) if parts > 1 else 0,
         M=M, BLOCK=BLOCK, PARTS=max(1, parts), SUM=sums, ADD=residual is not None,
-        PLUS_ONE=plus_one, X_BLOCK=x_block or 0, BY_OWNER=sums_by_owner(peers, T),
+        PLUS_ONE=plus_one, X_BLOCK=act_block or 0, BY_OWNER=sums_by_owner(peers, T),
         num_warps=num_warps, **peer_options(peers, weight), **pdl_options(x),
     )  # fmt: skip
     return normed, total
@@ -129,7 +129,7 @@ def add_rms_norm(
     peers: "PeerMemory | None" = None,
     out: torch.Tensor | Codes | None = None,
     plus_one: bool = False,
-    x_block: int | None = None,
+    act_block: int | None = None,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
     """`rms_norm(x + residual)`, and `x + residual`; both new: [T, M].
 
@@ -138,8 +138,8 @@ def add_rms_norm(
         residual: [T, M]; None for 0.
         peers: sum x over these ranks, too; T is at most their `max_rows`.
         out: where the first result goes.
-        x_block: numbers of a row that share a scale, where the first result of several rows shall
+        act_block: numbers of a row that share a scale, where the first result of several rows shall
             be `Codes`; 0: all; None: it shall not.
     """
     parts = len(x) if x.dim() == 3 else 0
-    return _launch(x, parts, residual, weight, eps, plus_one, peers, out, x_block)
+    return _launch(x, parts, residual, weight, eps, plus_one, peers, out, act_block)

@@ -67,7 +67,7 @@ class Attention(StatefulLayer):
         self.is_last, self.backend, self.build = is_last, build.backend, build
         self.cache = KVCache(torch.empty(0), torch.empty(0))
         can_own = build.fused and rope.query_scale is None and build.decode_tokens == 1
-        self.most_own = build.backend.most_own_decodes(head_dim) if can_own else 0
+        self.max_fused_decodes = build.backend.max_fused_decodes(head_dim) if can_own else 0
 
     def states(self) -> dict[str, State]:
         """The fields of a `KVCache`."""
@@ -95,7 +95,10 @@ class Attention(StatefulLayer):
         """
         context = get_context()
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        if qkv.shape[-3] == context.num_decodes <= self.most_own and context.prefixes is None:
+        if (
+            qkv.shape[-3] == context.num_decodes <= self.max_fused_decodes
+            and context.prefixes is None
+        ):
             how = self._norm_rope(positions, context.slot_mapping)
             out = self._own_decode(qkv, how, self.cache, context)
         else:

@@ -95,7 +95,7 @@ class MLP(nn.Module):
     """What stands behind attention: [T, M] -> [T, M].
 
     Attributes:
-        x_block: see `Weight`, of its first product.
+        act_block: see `Weight`, of its first product.
     """
 
-    x_block: int | None = None
+    act_block: int | None = None

@@ -142,7 +142,7 @@ class Experts(Layer):
 def _weight(num_rows: int, num_cols: int, build: Build) -> Weight:
     """Of all experts of a layer."""
     weight = make_weight(num_rows, num_cols, build)
-    if isinstance(weight, Fp8Weight) and weight.x_block is None:
+    if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels take codes where tensor cores do
     return weight
 

@@ -18,7 +18,7 @@ class RMSNorm(Layer):
     Args:
         plus_one: multiply by `1 + weight`, as Gemma does.
         num_experts: of a token, whose partial results it sums.
-        x_block: see `Weight`, of the layer that takes its results.
+        act_block: see `Weight`, of the layer that takes its results.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class RMSNorm(Layer):
         *,
         plus_one: bool = False,
         num_experts: int = 0,
-        x_block: int | None = None,
+        act_block: int | None = None,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=build.dtype), False)
         self.eps, self.plus_one = eps, plus_one
-        self.num_experts, self.x_block = num_experts, x_block
+        self.num_experts, self.act_block = num_experts, act_block
         self.build = build
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,9 +67,9 @@ class RMSNorm(Layer):
         results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks; or
         `Scattered`: then the sum is of this rank's rows, and the first result being gathered.
         """
-        eps, plus_one, x_block = self.eps, self.plus_one, self.x_block
+        eps, plus_one, act_block = self.eps, self.plus_one, self.act_block
         if isinstance(x, Scattered):
-            return normalise_owned_rows(x, residual, self.weight, eps, plus_one, x_block)
+            return normalise_owned_rows(x, residual, self.weight, eps, plus_one, act_block)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
         residual = kept(residual, x.shape[-2], self.build.group)
         if residual is None and x.dim() == 2:
@@ -78,7 +78,7 @@ class RMSNorm(Layer):
             from nanovllm.kernels.norm import add_rms_norm
 
             peers = self.build.group.peers if x.dim() == 3 else None
-            return add_rms_norm(x, residual, self.weight, eps, peers, None, plus_one, x_block)
+            return add_rms_norm(x, residual, self.weight, eps, peers, None, plus_one, act_block)
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual
@@ -93,10 +93,10 @@ class RMSNorm(Layer):
 
 
 def norm(
-    config: ModelConfig, build: Build, size: int | None = None, x_block: int | None = None
+    config: ModelConfig, build: Build, size: int | None = None, act_block: int | None = None
 ) -> RMSNorm:
     """A norm of hidden states, or of rows of another size."""
     size, plus_one = size or config.hidden_size, config.norm_plus_one
     k = 0 if config.experts is None else config.experts.num_experts_per_tok
     eps = config.rms_norm_eps
-    return RMSNorm(size, eps, build, plus_one=plus_one, num_experts=k, x_block=x_block)
+    return RMSNorm(size, eps, build, plus_one=plus_one, num_experts=k, act_block=act_block)

@@ -53,9 +53,9 @@ class LinearBase(Layer):
         self.bias = nn.Parameter(torch.empty(num_rows, dtype=build.dtype), False) if bias else None
 
     @property
-    def x_block(self) -> int | None:
+    def act_block(self) -> int | None:
         """See `Weight`."""
-        return self.weight.x_block
+        return self.weight.act_block
 
     @property
     def own_bias(self) -> torch.Tensor | None:
@@ -108,7 +108,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         outputs: the module of the checkpoint -> its outputs on all ranks.
         packed: the checkpoint has them as one module, of this layer's name.
         gelu: `gated` activates by GELU (tanh), not SiLU.
-        next_block: see `Weight.x_block`, of the layer that takes the results of `gated`.
+        next_block: see `Weight.act_block`, of the layer that takes the results of `gated`.
     """
 
     is_gated = True

@@ -65,16 +65,16 @@ def normalise_owned_rows(
     weight: torch.Tensor,
     eps: float,
     plus_one: bool,
-    x_block: int | None,
+    act_block: int | None,
 ) -> tuple[Gathered, Owned]:
     """`RMSNorm.add_forward` of this rank's rows; the others' are on their way."""
     from nanovllm.kernels.norm import add_rms_norm
 
     assert residual is None or isinstance(residual, Owned), "rows are divided once"
     own = None if residual is None else residual.rows
-    out = x.exchange.own_rows(x.num_rows, x_block)
-    _, total = add_rms_norm(x.partial, own, weight, eps, None, out, plus_one, x_block)
-    gathered = x.exchange.gather(x.num_rows, x_block)
+    out = x.exchange.own_rows(x.num_rows, act_block)
+    _, total = add_rms_norm(x.partial, own, weight, eps, None, out, plus_one, act_block)
+    gathered = x.exchange.gather(x.num_rows, act_block)
     return gathered, Owned(total, gathered.held)
 
 

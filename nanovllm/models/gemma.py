@@ -29,9 +29,9 @@ class Gemma2DecoderLayer(nn.Module):
         self.self_attn = Qwen3Attention(config, i, rope, build)
         self.mlp = Qwen3MLP(config, build)
         before, behind, before_mlp, behind_mlp = self.norms
-        self.add_module(before, norm(config, build, x_block=self.self_attn.qkv_proj.x_block))
+        self.add_module(before, norm(config, build, act_block=self.self_attn.qkv_proj.act_block))
         self.add_module(behind, norm(config, build))
-        self.add_module(before_mlp, norm(config, build, x_block=self.mlp.x_block))
+        self.add_module(before_mlp, norm(config, build, act_block=self.mlp.act_block))
         self.add_module(behind_mlp, norm(config, build))
 
     def forward(
@@ -58,10 +58,10 @@ class Glm4DecoderLayer(Gemma2DecoderLayer):
 class Gemma2ForCausalLM(Qwen3ForCausalLM):
     """Gemma 2 and 3."""
 
-    layer_class, adds_behind_norms = Gemma2DecoderLayer, True
+    layer_class, adds_after_norms = Gemma2DecoderLayer, True
 
 
 class Glm4ForCausalLM(Qwen3ForCausalLM):
     """GLM-4-0414."""
 
-    layer_class, adds_behind_norms = Glm4DecoderLayer, True
+    layer_class, adds_after_norms = Glm4DecoderLayer, True

@@ -96,4 +96,4 @@ class Olmo2DecoderLayer(nn.Module):
 class Olmo2ForCausalLM(Qwen3ForCausalLM):
     """OLMo 2 and 3."""
 
-    layer_class, adds_behind_norms = Olmo2DecoderLayer, True
+    layer_class, adds_after_norms = Olmo2DecoderLayer, True

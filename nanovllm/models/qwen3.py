@@ -47,11 +47,11 @@ class Qwen3MLP(MLP):
         outputs = {"gate_proj": I, "up_proj": I}
         packed, gelu = config.packed_gate_up, ACTIVATIONS[config.hidden_act]
         self.down_proj = RowParallelLinear(I, M, bias, build, config.residual_multiplier)
-        next_block = self.down_proj.x_block
+        next_block = self.down_proj.act_block
         self.gate_up_proj = MergedColumnParallelLinear(
             M, outputs, bias, build, packed=packed, gelu=gelu, next_block=next_block
         )
-        self.x_block = self.gate_up_proj.x_block
+        self.act_block = self.gate_up_proj.act_block
 
     def forward(self, hidden: Hidden) -> Hidden:
         return self.down_proj(self.gate_up_proj.gated(hidden))
@@ -66,8 +66,8 @@ class Qwen3DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = self.attention_class(config, i, rope, build)
         self.make_mlp(config, i, build)
-        self.input_layernorm = norm(config, build, x_block=self.self_attn.qkv_proj.x_block)
-        self.post_attention_layernorm = norm(config, build, x_block=self.mlp.x_block)
+        self.input_layernorm = norm(config, build, act_block=self.self_attn.qkv_proj.act_block)
+        self.post_attention_layernorm = norm(config, build, act_block=self.mlp.act_block)
 
     def make_mlp(self, config: ModelConfig, i: int, build: Build) -> None:
         self.mlp: MLP = Qwen3MLP(config, build)
@@ -103,7 +103,7 @@ class Qwen3ForCausalLM(nn.Module):
     """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
 
     layer_class: type[nn.Module] = Qwen3DecoderLayer
-    adds_behind_norms = False  # if True, large steps do not divide their rows over GPUs
+    adds_after_norms = False  # if True, large steps do not divide their rows over GPUs
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()

@@ -87,8 +87,8 @@ class Dispatcher:
         max_model_len: int,
     ) -> None:
         self._num_replicas, self._block_size = num_replicas, block_size
-        self._most_seqs = max_num_seqs + -(-max_num_seqs // AHEAD)
-        self._most_tokens = pool_tokens + pool_tokens // AHEAD
+        self._max_seqs = max_num_seqs + -(-max_num_seqs // AHEAD)
+        self._max_tokens = pool_tokens + pool_tokens // AHEAD
         self._lengths = LengthEstimator(max_model_len)
         self.reset()
 
@@ -224,8 +224,8 @@ class Dispatcher:
         if entry.request.is_suspect or load.has_suspect:
             return not load.num_seqs
         return not load.num_seqs or (
-            load.num_seqs + entry.num_seqs <= self._most_seqs
-            and load.num_tokens + entry.num_tokens <= self._most_tokens
+            load.num_seqs + entry.num_seqs <= self._max_seqs
+            and load.num_tokens + entry.num_tokens <= self._max_tokens
         )
 
     def _hand(self, entry: _Entry, replica: int) -> None:

@@ -39,7 +39,7 @@ class Extras:
         last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
 
     Attributes:
-        most_bytes: device memory that one step may need for them.
+        max_bytes: device memory that one step may need for them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Extras:
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
         self._last_tokens = last_tokens
         self.sampler = ControlledSampler(vocab_size, max_num_seqs)
-        self.most_bytes = BYTES * max_num_seqs * vocab_size
+        self.max_bytes = BYTES * max_num_seqs * vocab_size
         # Sums of hidden states [M] float32, by slot and by where they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 

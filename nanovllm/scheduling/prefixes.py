@@ -19,7 +19,7 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 MIN_MEMBERS = 4  # decodes that share
 MIN_SAVED = 4096  # tokens that are not read again, in a step; fewer are not worth a kernel
-MOST_LEVELS = 8  # of a tree, so that the time for it is bounded
+MAX_LEVELS = 8  # of a tree, so that the time for it is bounded
 
 
 class SharedPrefixes(NamedTuple):
@@ -37,7 +37,7 @@ class SharedPrefixes(NamedTuple):
     ends: Int32
 
 
-def most_tiles(num_decodes: int, members: int) -> int:
+def max_tiles(num_decodes: int, members: int) -> int:
     """Tiles that so many decodes have at most, of `members` each."""
     return num_decodes // MIN_MEMBERS + -(-num_decodes // members)
 
@@ -99,7 +99,7 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
     """
     rows = np.flatnonzero(num_whole > 0)
     parents, columns = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_LEVELS):
         keys = (parents << 32) + block_tables[rows, columns]
         order = np.argsort(keys, kind="stable")
         keys, rows = keys[order], rows[order]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from nanovllm.engine.kv_pool import KVCachePool
 
 
-def most_activations(
+def max_activations(
     compute: Callable[[StepInputs], object],
     pool: KVCachePool,
     config: Config,
     max_model_len: int,
     device: torch.device,
-    most_bytes: int,
+    max_bytes: int,
 ) -> int:
     """Bytes of activations: those that the largest steps take beside what stays after them.
 
@@ -36,7 +36,7 @@ def most_activations(
         pool: without blocks.
         config, device: of the engine.
         max_model_len: tokens of the longest sequence.
-        most_bytes: that rows with controls may need.
+        max_bytes: that rows with controls may need.
     """
     budget = config.max_num_batched_tokens
     with capturing:
@@ -46,7 +46,7 @@ def most_activations(
     for num_seqs in (config.max_num_seqs, 1):
         batch = warmup_batch(num_seqs, budget, max_model_len, config.kvcache_block_size)
         compute(to_device(batch, device))
-    torch.empty(most_bytes, dtype=torch.uint8, device=device)
+    torch.empty(max_bytes, dtype=torch.uint8, device=device)
     wait_for_device(device)
     peak = torch.cuda.max_memory_allocated(device)
     pool.free()

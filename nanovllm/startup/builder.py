@@ -18,7 +18,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import SlotTable
 from nanovllm.engine.step import Step
-from nanovllm.graphs.static_inputs import most_tokens
+from nanovllm.graphs.static_inputs import max_captured_tokens
 from nanovllm.graphs.step_graphs import StepGraphs
 from nanovllm.layers.attention import members_of_tile
 from nanovllm.layers.base import Build
@@ -29,7 +29,7 @@ from nanovllm.models.loader import load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.extras import Extras
 from nanovllm.sizing import memory
-from nanovllm.sizing.activations import most_activations
+from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.model_size import weights
 from nanovllm.startup.build import choose_build
 from nanovllm.tensors.fp8 import FP8
@@ -118,7 +118,7 @@ class Builder:
         build, reason = choose_build(config, model_config, group, self.device)
         shares = config.share_prefixes and config.enable_prefix_caching
         members = members_of_tile(model_config, build) if shares else 0
-        most_prompt_tokens = self.most_prompt_tokens(build)
+        max_prompt_tokens = self.max_prompt_tokens(build)
         connect()
         if not group.minimum(int(self.compiler is not None)):  # ranks do alike
             self.close_compiler()
@@ -133,7 +133,7 @@ class Builder:
             step.last_tokens,
         )
         as_built = not is_to_be_plain(model)
-        rehearse = partial(self.rehearse, step, pool, members, most_prompt_tokens)
+        rehearse = partial(self.rehearse, step, pool, members, max_prompt_tokens)
         if as_built:
             rehearse()
         beside(self.compiler is not None and self.compiler.num_pending > 0)
@@ -146,7 +146,7 @@ class Builder:
         width = cdiv(longest, config.kvcache_block_size)
         graphs = None
         if self.can_capture(build):
-            graphs = self.capture_cudagraph(step, width, members, most_prompt_tokens, activations)
+            graphs = self.capture_cudagraph(step, width, members, max_prompt_tokens, activations)
         if self.compiler is not None:
             self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there
@@ -198,7 +198,7 @@ class Builder:
                 build.dtype,
                 self.model_config.hidden_size,
                 config.max_num_seqs,
-                0 if model.adds_behind_norms else config.max_num_batched_tokens,
+                0 if model.adds_after_norms else config.max_num_batched_tokens,
             )
         with torch.device(self.device):
             return model(self.model_config, build).eval()
@@ -223,7 +223,7 @@ class Builder:
             time.perf_counter() - start,
         )
 
-    def rehearse(self, step: Step, pool: KVCachePool, members: int, most_tokens: int) -> None:
+    def rehearse(self, step: Step, pool: KVCachePool, members: int, max_prompt_tokens: int) -> None:
         """Have kernels compiled, whatever the weights are."""
         if self.compiler is None:
             return
@@ -236,7 +236,7 @@ class Builder:
             self.group,
             self.device,
             members=members,
-            most_tokens=most_tokens,
+            max_prompt_tokens=max_prompt_tokens,
         )
         for rehearse in (steps.first_steps, steps.other_steps):
             with self.compiler.rehearsal():
@@ -247,17 +247,17 @@ class Builder:
         if self.device.type == "cpu":
             return 0
         with nullcontext() if self.compiler is None else self.compiler.rehearsal():
-            most = most_activations(
+            most = max_activations(
                 partial(run_distinct_layers, step.run_model, step.model, of_each=2),
                 pool,
                 self.config,
                 build.max_model_len,
                 self.device,
-                extras.most_bytes,
+                extras.max_bytes,
             )
         if self.compiler is not None:
             self.compiler.finish()
-        return most + (build.backend.most_gathered() if build.cache_dtype == FP8 else 0)
+        return most + (build.backend.max_gathered() if build.cache_dtype == FP8 else 0)
 
     def allocate_kv_cache(
         self, model: Qwen3ForCausalLM, pool: KVCachePool, activations: int, max_model_len: int
@@ -283,7 +283,7 @@ class Builder:
         return build.backend.supports_cuda_graph and (build.fused or not self.model_config.experts)
 
     def capture_cudagraph(
-        self, step: Step, width: int, members: int, most_tokens: int, activations: int
+        self, step: Step, width: int, members: int, max_prompt_tokens: int, activations: int
     ) -> StepGraphs:
         """Capture the decode step for all buckets of batch sizes.
 
@@ -291,7 +291,7 @@ class Builder:
             step: what to capture.
             width: W, blocks of the longest sequence.
             members: decodes of a tile of shared prefixes.
-            most_tokens: of prompts, for which graphs have room.
+            max_prompt_tokens: of prompts, for which graphs have room.
             activations: bytes that the largest step needs.
         """
         return StepGraphs(
@@ -300,19 +300,19 @@ class Builder:
             self.config.max_num_seqs,
             width,
             members,
-            most_tokens,
+            max_prompt_tokens,
             activations,
             prepare=partial(run_distinct_layers, step.run_model, step.model),
         )
 
-    def most_prompt_tokens(self, build: Build) -> int:
+    def max_prompt_tokens(self, build: Build) -> int:
         """Tokens of prompts that a CUDA graph has room for, beside decodes; 0: none has any."""
         if self.device.type == "cpu" or not build.backend.captures_prompts:
             return 0
         if self.group.size > 1:  # several divide large steps
             return 0
         numbers = weights(self.model_config).of_token / len(self.model_config.layers)
-        most = most_tokens(numbers, capability(self.device.index))
+        most = max_captured_tokens(numbers, capability(self.device.index))
         return min(most, self.config.max_num_batched_tokens)
 
 

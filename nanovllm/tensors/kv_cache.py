@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.tensors.fp8 import FP8, LARGEST
 
-FLOAT16_MOST = 65504.0
+FLOAT16_MAX = 65504.0
 LEAST_EXPONENT = -64  # of vectors of zeros, for one
 
 
@@ -58,7 +58,7 @@ def dequantize(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype)
     """The vectors [..., D] of `dtype`."""
     numbers = torch.ldexp(codes.float(), exponents.unsqueeze(-1))
     if dtype == torch.float16:
-        numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-FLOAT16_MOST, FLOAT16_MOST))
+        numbers = torch.where(numbers.isinf(), numbers, numbers.clamp(-FLOAT16_MAX, FLOAT16_MAX))
     return numbers.to(dtype)
 
 

@@ -1,7 +1,7 @@
 """`Timeline`: records an engine's steps and requests, for viewers of traces (docs/timeline.md).
 
 While the engine runs, values are appended to a list; they become events when there are
-`MOST_RECORDS` of them, when a second has passed, and when no request is left. They contain no text
+`MAX_RECORDS` of them, when a second has passed, and when no request is left. They contain no text
 of prompts or completions.
 
 Times are those of `time.perf_counter`, which is CLOCK_MONOTONIC on Linux: one clock for all
@@ -28,7 +28,7 @@ from nanovllm.tracing.trace_events import (
     recording_event,
 )
 
-MOST_RECORDS = 32  # to be written at once: a millisecond of work, beside a step on the device
+MAX_RECORDS = 32  # to be written at once: a millisecond of work, beside a step on the device
 FLUSH_SECONDS = 1.0  # longest time between two writes
 LONG_WAIT = 1e-4  # seconds: such a wait ends when the device does; a shorter one may come too late
 Write: TypeAlias = Callable[[list[str]], None]
@@ -267,7 +267,7 @@ class Timeline:
         )
 
     def _flush_if_due(self, now: float) -> None:
-        is_due = len(self._records) >= MOST_RECORDS or now - self._flushed_at > FLUSH_SECONDS
+        is_due = len(self._records) >= MAX_RECORDS or now - self._flushed_at > FLUSH_SECONDS
         if is_due or self._scheduler.is_finished():
             self._flush()
 

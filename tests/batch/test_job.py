@@ -19,7 +19,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import ResumableSink, job, run
 from nanovllm.batch.ahead import Ahead
 from nanovllm.batch.identity import default_params, describe_job, describe_model, differences
-from nanovllm.batch.job import BETWEEN_STEPS, MOST_HELD
+from nanovllm.batch.job import BETWEEN_STEPS, MAX_HELD
 from nanovllm.batch.rows import PARAMETERS, as_rows
 from nanovllm.config import Config
 
@@ -71,7 +71,7 @@ def test_fields_that_look_like_parameters_are_named_once_for_a_job(caplog, monke
         said = [message.split("`")[1::2] for message in caplog.messages]
         assert said == [["maxTokens", "max_tokens"], ["temprature", "temperature"]]
         caplog.clear()
-    monkeypatch.setattr(job, "MOST_NAMES", len(PARAMETERS) + 3)  # those of rows without an end, say
+    monkeypatch.setattr(job, "MAX_NAMES", len(PARAMETERS) + 3)  # those of rows without an end, say
     assert len([*run(llm, [{"prompt": "a", "x": 1, "y": 2, "maxTokens": 3}])]) == 1
     assert caplog.messages == []
 
@@ -90,7 +90,7 @@ def test_results_that_wait_for_their_turn_are_bounded():
         assert result.row.number == given
         given += 1
     assert given == 400
-    assert 2 * 4 < max(ahead) <= MOST_HELD * 4
+    assert 2 * 4 < max(ahead) <= MAX_HELD * 4
 
 
 def test_leaving_and_stopping_drop_what_is_not_finished():

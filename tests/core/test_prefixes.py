@@ -8,11 +8,11 @@ import pytest
 
 from nanovllm.scheduling import prefixes
 from nanovllm.scheduling.prefixes import (
+    MAX_LEVELS,
     MIN_MEMBERS,
     MIN_SAVED,
-    MOST_LEVELS,
     find_shared_prefixes,
-    most_tiles,
+    max_tiles,
 )
 
 BLOCK = 16
@@ -75,7 +75,7 @@ def test_groups_begin_with_whole_blocks_that_all_of_them_have(
         num_found += 1
         shared = (found.lens // BLOCK).tolist()
         assert sorted(found.rows.tolist()) == np.flatnonzero(found.lens).tolist()
-        assert len(found.begins) <= most_tiles(len(tables), members)
+        assert len(found.begins) <= max_tiles(len(tables), members)
         assert found.ends.tolist() == [*found.begins[1:].tolist(), len(found.rows)]
         saved, groups = 0, {}
         for begin, end in zip(found.begins, found.ends, strict=True):
@@ -132,13 +132,11 @@ def test_what_saves_more_leaves_its_group(
 
 def test_each_level_may_leave_the_one_before() -> None:
     """Up to the last that is looked at; what goes on stays there."""
-    chain = list(range(1, 2 ** (MOST_LEVELS + 1)))
-    groups = [(8, chain[: 2**level]) for level in range(MOST_LEVELS + 1)]
+    chain = list(range(1, 2 ** (MAX_LEVELS + 1)))
+    groups = [(8, chain[: 2**level]) for level in range(MAX_LEVELS + 1)]
     found = find_shared_prefixes(*nested(groups), 1024, 32)
     assert found is not None
-    wanted = [
-        2 ** min(level, MOST_LEVELS - 1) for level in range(MOST_LEVELS + 1) for _ in range(8)
-    ]
+    wanted = [2 ** min(level, MAX_LEVELS - 1) for level in range(MAX_LEVELS + 1) for _ in range(8)]
     assert (found.lens // 1024).tolist() == wanted
 
 

@@ -247,11 +247,11 @@ def test_blocks_behind_the_window_are_given_back(window, lookahead, caching):
     """Sequences of 40 tokens, 10 blocks each, run side by side in a pool of 15; such as see all of
     their tokens run nearly alone.
     """
-    num_steps, most_held = run_through_window(window, lookahead, caching)
-    num_steps_without, most_held_without = run_through_window(0, lookahead, caching)
+    num_steps, max_held = run_through_window(window, lookahead, caching)
+    num_steps_without, max_held_without = run_through_window(0, lookahead, caching)
     assert num_steps <= 40 + lookahead < num_steps_without
     # The window, the token after it and one in flight reach into so many blocks; one more is kept.
-    assert most_held <= -(-(window + 2) // BLOCK_SIZE) + 2 < most_held_without
+    assert max_held <= -(-(window + 2) // BLOCK_SIZE) + 2 < max_held_without
 
 
 def run_through_window(window: int, lookahead: int, caching: bool) -> tuple[int, int]:

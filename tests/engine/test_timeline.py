@@ -378,7 +378,7 @@ CHILDREN = """if True:
     import os, signal, sys
     from nanovllm import LLM, SamplingParams
     from nanovllm.tracing import timeline
-    timeline.MOST_RECORDS = 1
+    timeline.MAX_RECORDS = 1
     directory, path, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
     for end in ("interrupted", "killed"):
         if child := os.fork():
@@ -514,7 +514,7 @@ def test_a_disk_that_fails_ends_the_recording_alone(checkpoint, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     with LLM(checkpoint, trace=str(tmp_path / "t.json"), **SMALL) as llm:
-        monkeypatch.setattr(timeline, "MOST_RECORDS", 1)
+        monkeypatch.setattr(timeline, "MAX_RECORDS", 1)
         monkeypatch.setattr(trace_file.os, "write", fail)
         assert len(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == len(PROMPTS)
     assert caplog.text.count("No space left") == 1

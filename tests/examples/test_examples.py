@@ -19,12 +19,12 @@ from runs import PAGES, ROOT, SCRIPTS, Runner, blocks, first_command
 
 from nanovllm import LLM, TINY
 
-MOST_LINES = 60
+MAX_LINES = 60
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_is_short_and_has_a_page(name: str) -> None:
-    assert len(SCRIPTS[name].read_text("utf-8").splitlines()) <= MOST_LINES
+    assert len(SCRIPTS[name].read_text("utf-8").splitlines()) <= MAX_LINES
     assert f'--8<-- "examples/{name}.py"\n' in blocks(name, "python"), "a page that shows it whole"
 
 

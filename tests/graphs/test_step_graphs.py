@@ -32,11 +32,11 @@ from nanovllm.graphs.static_inputs import (
     TOKENS,
     Shape,
     StaticInputs,
-    most_tokens,
+    max_captured_tokens,
 )
 from nanovllm.graphs.step_graphs import StepGraphs, bucket_sizes, coarse_sizes
 from nanovllm.layers.attention import Attention
-from nanovllm.scheduling.prefixes import SharedPrefixes, most_tiles
+from nanovllm.scheduling.prefixes import SharedPrefixes, max_tiles
 from nanovllm.sizing.memory import RESERVE
 from nanovllm.sizing.model_size import weights
 from nanovllm.startup import builder
@@ -115,7 +115,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
     scheduler = make_scheduler(60, max_num_seqs=B, max_num_batched_tokens=40, max_model_len=40)
     model, seen = FakeModel(scheduler), set()
     graphs = object.__new__(StepGraphs)  # its constructor captures
-    graphs.sizes, graphs._coarse, graphs._most_tokens = bucket_sizes(B), [0, 3, 7, B], 32
+    graphs.sizes, graphs._coarse, graphs._max_prompt_tokens = bucket_sizes(B), [0, 3, 7, B], 32
     room = num_words(Shape(B, 32, True).size(W, B, 4))
     for _ in range(200):
         if rng.random() < 0.15:
@@ -159,7 +159,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
 def test_what_no_graph_has_room_for():
     """A prompt in chunks, more tokens or prompts than there are shapes for."""
     graphs = object.__new__(StepGraphs)
-    graphs.sizes, graphs._coarse, graphs._most_tokens = [1, 2, 4], [0, 4], 3 * TOKENS
+    graphs.sizes, graphs._coarse, graphs._max_prompt_tokens = [1, 2, 4], [0, 4], 3 * TOKENS
 
     def shape_of(*lens: int, num_decodes: int = 0, samples: bool = True) -> Shape | None:
         counts = np.array(lens, np.int32)
@@ -197,7 +197,7 @@ def test_what_a_graph_reads_has_the_size_of_its_shape(shape):
     assert (context.prefixes is not None) == shape.shares
     if context.prefixes is not None:
         assert len(context.prefixes.lens) == shape.decodes
-        assert len(context.prefixes.ends) == most_tiles(shape.decodes, 4) < shape.decodes
+        assert len(context.prefixes.ends) == max_tiles(shape.decodes, 4) < shape.decodes
     assert context.is_prefill == (shape.tokens > 0) and context.num_keys == 0
     assert context.kept_rows is views.sample_rows
     if shape.tokens:
@@ -288,10 +288,10 @@ class OnCpu(StepGraphs):
         return super().replay(batch, timer)
 
 
-@pytest.mark.parametrize("most_tokens", [0, 24], ids=["decodes", "prompts"])
+@pytest.mark.parametrize("max_prompt_tokens", [0, 24], ids=["decodes", "prompts"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("budget", [3, 64])
-def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkeypatch):
+def test_padded_steps_are_right(budget, overlap, max_prompt_tokens, checkpoint, monkeypatch):
     """Also beside chunks of one token, which fill the budget and take the other path."""
     set_tokens(monkeypatch, 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
@@ -299,24 +299,24 @@ def test_padded_steps_are_right(budget, overlap, most_tokens, checkpoint, monkey
     prompts, lengths = 2 * prompts, [18, 9, 25, 1, 12, 7, 3, 8, 2, 11, 5, 4]
     options = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
     with LLM(checkpoint, **options) as llm:
-        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, most_tokens, monkeypatch)
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, max_prompt_tokens, monkeypatch)
         outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
         assert llm.metrics()["num_graph_replays"] > 5
     assert any(all_single and not shape for all_single, shape in graphs.steps) == (budget == 3)
     beside = {shape for _, shape in graphs.steps if shape and shape.tokens}
     if budget == 64:
-        assert bool(graphs.replayed) == (most_tokens > 0)
+        assert bool(graphs.replayed) == (max_prompt_tokens > 0)
         often = Counter(shape for _, shape in graphs.steps if shape in beside)
         captured = {shape for shape in graphs.captured if shape.tokens}
         assert captured == {shape for shape in often if often[shape] > 1}, "when it comes again"
-        assert any(shape.decodes for shape in beside) == (most_tokens > 0)
+        assert any(shape.decodes for shape in beside) == (max_prompt_tokens > 0)
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
 
 
-@pytest.mark.parametrize("most_tokens", [0, 24], ids=["decodes", "prompts"])
-def test_a_fact_of_sequences_is_declared_once(most_tokens, checkpoint, monkeypatch):
+@pytest.mark.parametrize("max_prompt_tokens", [0, 24], ids=["decodes", "prompts"])
+def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, monkeypatch):
     """And is in the context of every step, with graphs and without, in the order of its rows."""
     facts = {
         "sevenfold": Fact(np.int32, lambda seq: 7 * seq.slot),
@@ -346,12 +346,12 @@ def test_a_fact_of_sequences_is_declared_once(most_tokens, checkpoint, monkeypat
     prompts = [[i, *range(n)] for i, n in enumerate([3, 20, 6, 2, 5, 9, 12, 4])]
     lengths = [18, 9, 25, 1, 12, 7, 3, 8]
     with LLM(checkpoint, **{**SMALL, "max_num_seqs": 3}) as llm:
-        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, most_tokens, monkeypatch)
+        llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, max_prompt_tokens, monkeypatch)
         outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
     step_layout.places.cache_clear()
     assert {(True, False), (True, True)} <= {kind[:2] for kind in kinds}
     assert any(is_padded for *_, is_padded in kinds)
-    assert graphs.num_replays > 5 and bool(graphs.replayed) == (most_tokens > 0)
+    assert graphs.num_replays > 5 and bool(graphs.replayed) == (max_prompt_tokens > 0)
     assert tokens(outputs) == [
         reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
@@ -419,7 +419,7 @@ def test_a_new_shape_of_decodes_has_its_graph_at_once(shape, is_new, before):
     graphs, calls = object.__new__(StepGraphs), []
     computed = Computed(*torch.zeros(3, 2))
     graph = Mock(replay=lambda: calls.append("replay")), computed
-    graphs.sizes, graphs._coarse, graphs._most_tokens = [2], [0], TOKENS
+    graphs.sizes, graphs._coarse, graphs._max_prompt_tokens = [2], [0], TOKENS
     graphs._seen, graphs.num_replays, graphs._has_room = set(), 0, lambda _: True
     graphs._num_padded = Counter()
     graphs._graphs = {} if is_new else {shape: graph}
@@ -521,7 +521,7 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     own.config = Mock(max_num_batched_tokens=budget)
     own.model_config = ModelConfig.from_pretrained(str(tmp_path))
     own.group, own.device = Mock(size=num_ranks), torch.device("cuda")
-    assert own.most_prompt_tokens(Mock(backend=Mock(captures_prompts=captures))) == most
+    assert own.max_prompt_tokens(Mock(backend=Mock(captures_prompts=captures))) == most
 
 
 def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_computes(tmp_path):
@@ -532,10 +532,12 @@ def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_comp
     for name in ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"):
         (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
         config = ModelConfig.from_pretrained(str(tmp_path))
-        most[name] = most_tokens(weights(config).of_token / len(config.layers), (9, 0))
+        most[name] = max_captured_tokens(weights(config).of_token / len(config.layers), (9, 0))
     assert most == {"qwen3-0.6b": 2048, "qwen3-8b": 640, "qwen3-30b-a3b": 2048}
-    assert most_tokens(5e8, (10, 0)) == 2 * TOKENS and most_tokens(1e10, (9, 0)) == 0
-    assert most_tokens(6e7, (8, 0)) == 4 * TOKENS, "a slower device"
+    assert (
+        max_captured_tokens(5e8, (10, 0)) == 2 * TOKENS and max_captured_tokens(1e10, (9, 0)) == 0
+    )
+    assert max_captured_tokens(6e7, (8, 0)) == 4 * TOKENS, "a slower device"
 
 
 def test_nobody_waits_for_a_device_while_a_graph_is_captured(

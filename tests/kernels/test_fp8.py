@@ -21,7 +21,7 @@ from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 
 SEED = 8
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # as the interpreter, whose is exact
-X_BLOCKS = pytest.mark.parametrize("x_block", [0, 128])
+X_BLOCKS = pytest.mark.parametrize("act_block", [0, 128])
 
 
 def randn(*shape: int, seed: int = SEED) -> torch.Tensor:
@@ -29,50 +29,52 @@ def randn(*shape: int, seed: int = SEED) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(DEVICE, HALF)
 
 
-def weight_of(N: int, K: int, x_block: int) -> Codes:
+def weight_of(N: int, K: int, act_block: int) -> Codes:
     """Codes with scales of rows, or of blocks of 128 x 128, that differ widely."""
     codes = (randn(N, K, seed=1) * 100).clamp(-LARGEST, LARGEST).to(FP8)
-    counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
+    counts = (-(-N // 128), -(-K // 128)) if act_block else (N, 1)
     scales = torch.exp(randn(*counts, seed=2).float()) / (100 * K**0.5)
-    return Codes(codes, scales, (128, 128) if x_block else (1, K))
+    return Codes(codes, scales, (128, 128) if act_block else (1, K))
 
 
-def check_codes(codes: Codes, numbers: torch.Tensor, x_block: int) -> None:
+def check_codes(codes: Codes, numbers: torch.Tensor, act_block: int) -> None:
     """Three bits of mantissa, down to 2 ** -9 of a scale, which is that of the largest number."""
     T, K = numbers.shape
     numbers = numbers.float()
-    assert codes.codes.dtype == FP8 and codes.block == (1, x_block or K)
-    padded = torch.nn.functional.pad(numbers, (0, -K % x_block if x_block else 0))
-    scales = padded.view(T, -1, x_block or K).abs().amax(2) / LARGEST
+    assert codes.codes.dtype == FP8 and codes.block == (1, act_block or K)
+    padded = torch.nn.functional.pad(numbers, (0, -K % act_block if act_block else 0))
+    scales = padded.view(T, -1, act_block or K).abs().amax(2) / LARGEST
     torch.testing.assert_close(codes.scales, scales.clamp(min=2.0**-100), rtol=1e-6, atol=0)
-    scales = scales.repeat_interleave(x_block or K, 1)[:, :K]
+    scales = scales.repeat_interleave(act_block or K, 1)[:, :K]
     error, bound = (codes.numbers() - numbers).abs(), 2.0**-4 * numbers.abs() + 2.0**-10 * scales
     assert (error <= bound * (1 + 1e-5)).all(), (error - bound).max()
 
 
 @X_BLOCKS
-def test_a_row_has_scales_of_its_own(x_block: int) -> None:
+def test_a_row_has_scales_of_its_own(act_block: int) -> None:
     x = randn(5, 360)[:, :330] * torch.logspace(-3, 3, 5, device=DEVICE)[:, None].to(HALF)
     x[3, :200] = 0
-    check_codes(quantize(x, x_block), x, x_block)
+    check_codes(quantize(x, act_block), x, act_block)
 
 
 @X_BLOCKS
 @pytest.mark.parametrize("parts", [0, 2])
-def test_norms_and_activations_quantise_what_they_give_otherwise(parts: int, x_block: int) -> None:
+def test_norms_and_activations_quantise_what_they_give_otherwise(
+    parts: int, act_block: int
+) -> None:
     """All but a single row."""
     x, residual, weight = randn(3, 264), randn(3, 264, seed=1), randn(264, seed=2)
     if parts:
         x = torch.stack([x.float() * (i + 1) for i in range(parts)])
     wanted, wanted_sum = add_rms_norm(x, residual, weight, 1e-6)
-    codes, total = add_rms_norm(x, residual, weight, 1e-6, x_block=x_block)
+    codes, total = add_rms_norm(x, residual, weight, 1e-6, act_block=act_block)
     assert isinstance(codes, Codes) and isinstance(wanted, torch.Tensor)
-    check_codes(codes, wanted, x_block)
+    check_codes(codes, wanted, act_block)
     assert total.equal(wanted_sum)
-    one, _ = add_rms_norm(x[..., :1, :], residual[:1], weight, 1e-6, x_block=x_block)
+    one, _ = add_rms_norm(x[..., :1, :], residual[:1], weight, 1e-6, act_block=act_block)
     assert isinstance(one, torch.Tensor) and one.equal(wanted[:1])
     gate_up = randn(4, 2 * 1200)
-    check_codes(quantized_act_and_mul(gate_up, False, x_block), act_and_mul(gate_up), x_block)
+    check_codes(quantized_act_and_mul(gate_up, False, act_block), act_and_mul(gate_up), act_block)
     assert rms_norm(residual, weight, 1e-6).dtype == HALF
 
 
@@ -111,26 +113,26 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(
-    ("T", "N", "K", "partial", "has_bias", "x_block"),
+    ("T", "N", "K", "partial", "has_bias", "act_block"),
     [
         # With blocks, more rows than a tile has are more tiles.
-        rare(*case, x_block)
-        if case[0] == 256 or x_block * case[0] > 128 * 128
-        else (*case, x_block)
+        rare(*case, act_block)
+        if case[0] == 256 or act_block * case[0] > 128 * 128
+        else (*case, act_block)
         for case in PRODUCTS
-        for x_block in (0, 128)
+        for act_block in (0, 128)
     ],
 )
-def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, x_block: int) -> None:
-    x, weight = randn(T, K + 8)[:, :K], weight_of(N, K, x_block)
+def test_products(T: int, N: int, K: int, partial: bool, has_bias: bool, act_block: int) -> None:
+    x, weight = randn(T, K + 8)[:, :K], weight_of(N, K, act_block)
     bias = randn(N, seed=4) if has_bias else None
     out = linear(x, weight, HALF, bias, partial)
-    tiles = choose_tiles(T, N, K, partial, x_block > 0)
+    tiles = choose_tiles(T, N, K, partial, act_block > 0)
     if T > 1 and tiles is not None and can_describe(weight.codes):
-        assert tiles.more == (0 if x_block or not 128 < T <= 192 else 32 if T <= 160 else 64)
+        assert tiles.more == (0 if act_block or not 128 < T <= 192 else 32 if T <= 160 else 64)
         assert out.dim() == (3 if tiles.splits > 1 else 2)
         assert tiles.splits > 1 or not partial or N == 4096
-    given = x if T == 1 else quantize(x, x_block)
+    given = x if T == 1 else quantize(x, act_block)
     check_product(out, given, weight, bias)
     if T > 1:
         assert isinstance(given, Codes)
@@ -201,23 +203,23 @@ def test_tiles_of_the_8b_shape() -> None:
 
 
 @X_BLOCKS
-def test_wide_tiles(x_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_tiles(act_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 128 outputs, where more programs would not run at once."""
     monkeypatch.setattr(fp8_linear, "ROOMY_PROGRAMS", 1)
-    assert choose_tiles(100, 256, 512, False, x_block > 0) == (128, 1, 128, 3, 128, 0)
-    x, weight = quantize(randn(100, 512), x_block), weight_of(256, 512, x_block)
+    assert choose_tiles(100, 256, 512, False, act_block > 0) == (128, 1, 128, 3, 128, 0)
+    x, weight = quantize(randn(100, 512), act_block), weight_of(256, 512, act_block)
     check_product(linear(x, weight, HALF), x, weight, None)
 
 
 @X_BLOCKS
 @pytest.mark.parametrize("library", [True, False], ids=["", "no library"])
 def test_products_of_every_number_of_rows_are_rehearsed(
-    library: bool, x_block: int, monkeypatch: pytest.MonkeyPatch
+    library: bool, act_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And all their tiles fit a multiprocessor of Hopper."""
 
     def empty(x: torch.Tensor, _: int) -> Codes:
-        return empty_codes(*x.shape, x_block, x.device)
+        return empty_codes(*x.shape, act_block, x.device)
 
     launched = record_launches(
         monkeypatch, {fp8_linear: "_fp8_tiles_kernel", fp8_row: "_fp8_row_kernel"}
@@ -226,15 +228,15 @@ def test_products_of_every_number_of_rows_are_rehearsed(
     monkeypatch.setattr(fp8_linear, "_library_has", lambda weight: library)
     monkeypatch.setattr(fp8_linear, "_by_library", lambda x, *_: torch.empty(len(x), 1))
     for N, K in ((1024, 1024), (6144, 1024), (1024, 3072), (4096, 4096), (24576, 4096)):
-        counts = (-(-N // 128), -(-K // 128)) if x_block else (N, 1)
+        counts = (-(-N // 128), -(-K // 128)) if act_block else (N, 1)
         codes, scales = torch.empty(N, K, dtype=FP8, device=DEVICE), torch.empty(*counts)
-        weight = Codes(codes, scales.to(DEVICE), (128, 128) if x_block else (1, K))
+        weight = Codes(codes, scales.to(DEVICE), (128, 128) if act_block else (1, K))
         for partial in (False, True):
 
             def multiply(T: int, weight: Codes = weight, partial: bool = partial) -> None:
                 N, K = weight.codes.shape
                 linear(torch.empty(T, K, dtype=HALF, device=DEVICE), weight, HALF, None, partial)
-                if tiles := choose_tiles(T, N, K, partial, x_block > 0):
+                if tiles := choose_tiles(T, N, K, partial, act_block > 0):
                     rows = tiles.block_t + tiles.more + tiles.block_n
                     assert rows * tiles.block_k * tiles.stages <= 220 << 10
 
@@ -244,15 +246,15 @@ def test_products_of_every_number_of_rows_are_rehearsed(
 @X_BLOCKS
 @pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("T", [1, 5])
-def test_gates(T: int, gelu: bool, x_block: int) -> None:
-    x, weight, bias = randn(T, 512), weight_of(2 * 256, 512, x_block), randn(512, seed=4)
-    out = HeldCodes(weight, HALF, fp8_linear).multiply(x, bias, gate=Gate(gelu, x_block))
-    given = x if T == 1 else quantize(x, x_block).numbers()
+def test_gates(T: int, gelu: bool, act_block: int) -> None:
+    x, weight, bias = randn(T, 512), weight_of(2 * 256, 512, act_block), randn(512, seed=4)
+    out = HeldCodes(weight, HALF, fp8_linear).multiply(x, bias, gate=Gate(gelu, act_block))
+    given = x if T == 1 else quantize(x, act_block).numbers()
     gate, up = (given.double() @ weight.numbers().double().T + bias).chunk(2, 1)
     act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
     wanted = act * up
     if T > 1:
-        assert isinstance(out, Codes) and out.block == (1, x_block or 256)
+        assert isinstance(out, Codes) and out.block == (1, act_block or 256)
         out = out.numbers()
         assert (out.double() - wanted).norm() < 2.0**-5 * wanted.norm()  # of codes
     else:
@@ -275,10 +277,10 @@ def test_what_the_library_lacks_is_multiplied_all_the_same(monkeypatch: pytest.M
 )
 @pytest.mark.skipif(DEVICE == "cuda", reason="GPUs without FP8 products run it")
 def test_products_in_16_bits(
-    T: int, N: int, K: int, has_bias: bool, x_block: int, monkeypatch: pytest.MonkeyPatch
+    T: int, N: int, K: int, has_bias: bool, act_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_linear, "PART", 128 * K)
-    x, weight = randn(T, K), weight_of(N, K, x_block)
+    x, weight = randn(T, K), weight_of(N, K, act_block)
     weight.codes.view(torch.uint8)[0, :256] = torch.arange(256, dtype=torch.uint8)  # all but NaN
     weight.codes.view(torch.uint8)[0, [127, 255]] = 0
     bias = randn(N, seed=4) if has_bias else None
@@ -290,7 +292,7 @@ def test_products_in_16_bits(
     if bias is not None:
         wanted += bias
     unit = torch.finfo(HALF).eps / 2  # of results; of many rows also of the weights
-    bound = unit * wanted.abs() + (unit if T > fp8_half.MOST_ROWS else 2.0**-20) * most
+    bound = unit * wanted.abs() + (unit if T > fp8_half.MAX_ROWS else 2.0**-20) * most
     assert ((out.double() - wanted).abs() <= 1.1 * bound).all()
     if N % 128 == 0:
         gated = HeldCodes(weight, HALF, fp8_half).multiply(x, bias, gate=Gate())

@@ -44,10 +44,10 @@ def check_gated(
     numbers, matrix = numbers_of(x), numbers_of(weight)
     gates, ups = (numbers @ matrix.T).chunk(2, 1)
     wanted = (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * ups
-    most_gates, most_ups = (numbers.abs() @ matrix.abs().T).chunk(2, 1)
+    max_gates, max_ups = (numbers.abs() @ matrix.abs().T).chunk(2, 1)
     step = 2.0**-9 if isinstance(x, Codes) else 2.0**-16
-    bound = step * (1.13 * most_gates * ups.abs() + most_ups * gates.abs())
-    bound += step**2 * most_gates * most_ups + 2.0**-8 * wanted.abs() + 1e-6
+    bound = step * (1.13 * max_gates * ups.abs() + max_ups * gates.abs())
+    bound += step**2 * max_gates * max_ups + 2.0**-8 * wanted.abs() + 1e-6
     error = (out.double() - wanted).abs()
     assert (error <= bound).all(), (error / bound).max()
 
@@ -121,7 +121,9 @@ def test_a_weight_of_codes_quantises_what_it_gates() -> None:
         weight = Fp8Weight(512, 256, torch.bfloat16, True, Fp8((1, 0), ""))
     weight.data.data, weight.scales.data = codes.codes, codes.scales
     x = quantize(randn(MANY, 256, seed=6, dtype=torch.bfloat16), 0)
-    numbers, gated = (weight.multiply(x, gate=Gate(next_block=x_block)) for x_block in (None, 0))
+    numbers, gated = (
+        weight.multiply(x, gate=Gate(next_block=act_block)) for act_block in (None, 0)
+    )
     assert isinstance(numbers, torch.Tensor) and isinstance(gated, Codes)
     check_gated(numbers, x, codes, False)
     least = 2.0**-10 * numbers.abs().amax(1, keepdim=True) / 448  # half a step of subnormal codes

@@ -14,7 +14,7 @@ from nanovllm.compiling.rehearsal import ROWS
 from nanovllm.kernels.device_features import has_room
 from nanovllm.kernels.products import int8_linear
 from nanovllm.kernels.products.int8_linear import (
-    MOST_INPUTS,
+    MAX_INPUTS,
     can_multiply,
     choose_tiles,
     in_bytes,
@@ -127,5 +127,5 @@ def test_what_no_kernel_multiplies() -> None:
     assert can_multiply(device, HALF, 4096)
     assert not can_multiply(device, torch.float32, 4096)
     assert not can_multiply(device, HALF, 4088), "rows begin at multiples of 16 bytes"
-    assert can_multiply(device, HALF, MOST_INPUTS)
-    assert not can_multiply(device, HALF, MOST_INPUTS + 16), "sums may not fit into int32"
+    assert can_multiply(device, HALF, MAX_INPUTS)
+    assert not can_multiply(device, HALF, MAX_INPUTS + 16), "sums may not fit into int32"

@@ -756,7 +756,7 @@ def test_decodes_store_their_own_token_where_a_step_has_one_of_each(tmp_path: Pa
     rope = RotaryEmbedding(config.head_dim, 16, config.layers[0].rope)
     one = Build(HALF, True, Group(), TritonBackend(), 64)
     for build, most in ((one, 16), (one._replace(decode_tokens=2), 0)):
-        assert Qwen3Attention(config, 0, rope, build).attn.most_own == most
+        assert Qwen3Attention(config, 0, rope, build).attn.max_fused_decodes == most
 
 
 def test_products_of_every_number_of_rows_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

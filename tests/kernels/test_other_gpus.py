@@ -34,8 +34,8 @@ CONVERT_FP8 = ("8.9", *ROOMY, "12.0")
 # Bytes of a thread's registers that may lie in memory: of 16 bits, a quarter of its 255 registers.
 # Products of float32 have no tensor cores, and a thread takes rows of both operands at once; tiles
 # that spill less take longer (docs/experiments.md), but for those that do not run on the others.
-MOST_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 3 * 1024}
-MOST_SPILLED_ROOMY = MOST_SPILLED | {"float32": 12 * 1024}
+MAX_SPILLED = {"bfloat16": 256, "float16": 256, "float32": 3 * 1024}
+MAX_SPILLED_ROOMY = MAX_SPILLED | {"float32": 12 * 1024}
 KNOWS_GLUON = TRITONS[0] <= VERSION <= TRITONS[1]
 WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
 DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
@@ -106,11 +106,11 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
         f"{max(kernel.shared for kernel in kernels)} bytes of shared memory, "
         f"{max(kernel.spilled for kernel in kernels)} spilled"
     )
-    most_spilled = (MOST_SPILLED_ROOMY if card in ROOMY else MOST_SPILLED)[dtype]
+    max_spilled = (MAX_SPILLED_ROOMY if card in ROOMY else MAX_SPILLED)[dtype]
     assert [
         f"{kernel.name}: {kernel.shared} bytes of shared memory, {kernel.spilled} spilled"
         for kernel in kernels
-        if kernel.shared > CARDS[card].target.shared_memory or kernel.spilled > most_spilled
+        if kernel.shared > CARDS[card].target.shared_memory or kernel.spilled > max_spilled
     ] == []
 
 
@@ -228,7 +228,7 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", MOST_SPILLED)
+@pytest.mark.parametrize("dtype", MAX_SPILLED)
 @pytest.mark.parametrize("card", [card for card in CARDS if card != "7.5"])
 def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -> None:
     if card == "gfx942" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):

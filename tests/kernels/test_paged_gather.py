@@ -46,7 +46,7 @@ def test_long_prompts(
     monkeypatch.setattr(paged_prefill, "FEW_QUERIES", 8)
     monkeypatch.setattr(paged_prefill, "FEW_SCORES", 0)
     a_head = 2 * 120 * 32 * dtype.itemsize
-    monkeypatch.setattr(paged_prefill, "MOST_GATHERED", at_once * a_head + a_head - 1)
+    monkeypatch.setattr(paged_prefill, "MAX_GATHERED", at_once * a_head + a_head - 1)
     taken, alive = list[slice](), list[Any]()
 
     def gather(*args: Any) -> Any:

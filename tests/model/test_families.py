@@ -406,9 +406,11 @@ def compared_layers(
             with use_context(decode), patch.object(*own, wraps=getattr(*own)) as by_itself:
                 states.append([prefilled, model(ids[n:], positions[n:])])
             layers = [layer.self_attn.attn for layer in model.model.layers]
-            assert by_itself.call_count == sum(layer.most_own > 0 for layer in layers)
-            assert fused or not any(layer.most_own for layer in layers)
-            assert not any(layer.most_own for layer in layers if layer.rope.query_scale is not None)
+            assert by_itself.call_count == sum(layer.max_fused_decodes > 0 for layer in layers)
+            assert fused or not any(layer.max_fused_decodes for layer in layers)
+            assert not any(
+                layer.max_fused_decodes for layer in layers if layer.rope.query_scale is not None
+            )
     return list(zip(*states, strict=True))
 
 

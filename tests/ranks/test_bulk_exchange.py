@@ -27,7 +27,7 @@ from nanovllm.layers.weights.shard import Part
 from nanovllm.tensors.fp8 import Codes
 
 SEED = 10
-MOST_ROWS, M, EPS = 130, 512, 1e-6
+MAX_ROWS, M, EPS = 130, 512, 1e-6
 DTYPE = torch.float16  # as the interpreter, whose is exact
 
 
@@ -107,7 +107,7 @@ def exchanges_of(size: int) -> list[BulkExchange]:
     """Of all ranks."""
     abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
     return [
-        BulkExchange(rank, size, device, MOST_ROWS, M, DTYPE, abort, lambda data: [])
+        BulkExchange(rank, size, device, MAX_ROWS, M, DTYPE, abort, lambda data: [])
         for rank in range(size)
     ]
 
@@ -116,15 +116,15 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed)).to(DTYPE)
 
 
-@pytest.mark.parametrize("x_block", [None, 0, 128])
+@pytest.mark.parametrize("act_block", [None, 0, 128])
 @pytest.mark.parametrize(("size", "num_rows"), [(2, 130), (2, 17), (3, 100), (4, 33)])
 def test_rows_of_large_steps(
-    size: int, num_rows: int, x_block: int | None, machine: Machine
+    size: int, num_rows: int, act_block: int | None, machine: Machine
 ) -> None:
     """Of two layers: the second overwrites what the first has sent, and its residual is divided.
     With 17 rows a rank has a single one, with 33 one of four has 1 and another none.
     """
-    block = None if x_block is None else (128, 128) if x_block else (1, 0)
+    block = None if act_block is None else (128, 128) if act_block else (1, 0)
     how = Build(DTYPE, True, Group(), TorchBackend(), 64)
     build = how if block is None else how._replace(quantization=Fp8(block, "scale"))
     exchanges = exchanges_of(size)
@@ -135,8 +135,8 @@ def test_rows_of_large_steps(
         layer.weight.data.copy_(numbers if block is None else (numbers.float() * 50))
         if block is not None:
             layer.weight.scales.fill_(0.02)  # type: ignore[operator]
-    norm = RMSNorm(M, EPS, build, x_block=x_block)
-    assert project.x_block == gated.x_block == x_block
+    norm = RMSNorm(M, EPS, build, act_block=act_block)
+    assert project.act_block == gated.act_block == act_block
     begin = exchanges[0].own_rows(num_rows).data_ptr() - machine.addresses[0]
     assert begin % bulk.ALIGNMENT == 0
     norm.weight.copy_(randn(M, seed=2))
@@ -161,7 +161,7 @@ def test_rows_of_large_steps(
         factor = (whole.square().mean(1, keepdim=True) + EPS).rsqrt() * norm.weight
         wanted, largest = whole * factor, whole.abs().max()
         for rank, x in enumerate(gathered):
-            assert isinstance(x.rows, Codes) == (x_block is not None)
+            assert isinstance(x.rows, Codes) == (act_block is not None)
             with_rows = [part for part in parts if part.start < part.stop]
             arrived = [*awaited_parts(x, machine)]
             assert sorted(arrived, key=with_rows.index) == with_rows
@@ -189,11 +189,11 @@ def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) ->
     exchanges = exchanges_of(size)
     weight = randn(M, seed=1)
     steps = ((130, 0), (130, 128), (17, 0), (130, None), (60, 128), (60, 0), (59, None), (59, 0))
-    for turn, (num_rows, x_block) in enumerate(steps):
+    for turn, (num_rows, act_block) in enumerate(steps):
         x = randn(num_rows, M, seed=2 + turn)
         scattered = [exchange.scatter(num_rows, rows_of(x / size)) for exchange in exchanges]
         gathered = [
-            normalise_owned_rows(each, None, weight, EPS, False, x_block)[0] for each in scattered
+            normalise_owned_rows(each, None, weight, EPS, False, act_block)[0] for each in scattered
         ]
         wanted = torch.nn.functional.rms_norm(x.double(), (M,), weight.double(), EPS)
         for each in gathered:

@@ -30,7 +30,7 @@ from nanovllm.utils.integers import next_power_of_2
 # for heads and groups of queries up to these. Sums of larger groups spill. Larger heads take four
 # warps, and so Hopper's WGMMA, which Triton 3.6 got wrong with queries as the right operand
 # (docs/experiments.md, 35).
-LARGEST_LEFT, MOST_LEFT = 128, 16
+LARGEST_LEFT, MAX_LEFT = 128, 16
 MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
 LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # of `decode_tiles`, and programs to split keys for
 MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
@@ -139,7 +139,7 @@ def paged_decode(
     (B, Hq, D), (S, Hkv) = q.shape, cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     assert q.stride()[1:] == (D, 1), "the heads of a token must be adjacent"
-    fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MOST_LEFT
+    fp8, left = cache.k.dtype == FP8, D <= LARGEST_LEFT and G <= MAX_LEFT
     G_PAD = max(MIN_COLUMNS if left else 16, next_power_of_2(G))
     tiles = partial(decode_tiles, q, fp8, G_PAD if left else 0)
     if num_splits is None:

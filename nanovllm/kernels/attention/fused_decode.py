@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.common import LOG2E, before_keys, metadata, weigh
-from nanovllm.kernels.attention.decode import LARGEST_LEFT, MIN_COLUMNS, MOST_LEFT
+from nanovllm.kernels.attention.decode import LARGEST_LEFT, MAX_LEFT, MIN_COLUMNS
 from nanovllm.kernels.attention.kv_cache import (
     exponents_at,
     halves_to_fp8,
@@ -38,7 +38,7 @@ from nanovllm.tensors.qk_norm_rope import QKNormRope
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import next_power_of_2
 
-MOST_ROWS = 16  # for which this is faster (measured on an H200)
+MAX_ROWS = 16  # for which this is faster (measured on an H200)
 FEW_PROGRAMS = 32  # of a split, for which larger tiles are
 
 
@@ -262,7 +262,7 @@ def own_decode(
     G = (H - 2 * Hkv) // Hkv
     assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
-    fp8, left = cache.k.dtype == FP8, G <= MOST_LEFT
+    fp8, left = cache.k.dtype == FP8, G <= MAX_LEFT
     if num_splits is None:
         num_splits = choose_num_splits(B, Hkv, D, max_context, scoring.window)
     outputs = empty_outputs(qkv, Hkv * G, Hkv, num_splits, shared, dtype)

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from nanovllm.tensors.fp8 import LARGEST
-from nanovllm.tensors.kv_cache import FLOAT16_MOST, LEAST_EXPONENT, KVCache
+from nanovllm.tensors.kv_cache import FLOAT16_MAX, LEAST_EXPONENT, KVCache
 from nanovllm.utils.integers import next_power_of_2
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
-_FLOAT16_MOST = tl.constexpr(FLOAT16_MOST)
+_FLOAT16_MOST = tl.constexpr(FLOAT16_MAX)
 
 
 @triton.jit

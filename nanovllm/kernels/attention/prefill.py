@@ -37,7 +37,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
 FEW_SCORES = 2**22  # queries times keys; for no more one launch takes less than two
-MOST_GATHERED = 2**28  # bytes at once; beyond, some of the heads
+MAX_GATHERED = 2**28  # bytes at once; beyond, some of the heads
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def heads_at_once(
     few = n <= FEW_QUERIES * num_seqs or n * num_keys <= FEW_SCORES * num_seqs
     if few or (scoring.window and n * scoring.window <= FEW_QUERIES * num_keys):
         return 0
-    most = MOST_GATHERED // (2 * num_keys * D * q.element_size())
+    most = MAX_GATHERED // (2 * num_keys * D * q.element_size())
     return cdiv(Hkv, cdiv(Hkv, most)) if most else 0
 
 

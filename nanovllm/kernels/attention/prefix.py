@@ -20,7 +20,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 ROWS = 64  # of a tile: queries times heads that share a KV head
 PROGRAMS = 512  # that run at once
-MOST_SPLITS = 8
+MAX_SPLITS = 8
 
 
 class Seen(NamedTuple):
@@ -146,7 +146,7 @@ def paged_prefix(
     num_warps = 4 * (2 if float32 else 1) * (2 if D_PAD >= 128 and not has_room(q) else 1)
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)
     programs = Hkv * cdiv(B, members)
-    splits = min(MOST_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
+    splits = min(MAX_SPLITS, next_power_of_2(max(1, PROGRAMS // programs)))
     acc = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
     m, l = torch.empty(2, B, Hq, splits, dtype=torch.float32, device=q.device)
     BLOCK_M, BLOCK_N = max(16, next_power_of_2(members * G)), 32 if wide else 64

@@ -54,7 +54,7 @@ MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
 MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
 # The same of codes, which are converted for each tile of rows, so that larger ones pay earlier.
-MOST_OF_CODES = {
+MAX_OF_CODES = {
     8: FEW._replace(stages=4),
     24: SOME._replace(block_i=64, block_k=128),
     96: MORE._replace(left=True),
@@ -234,7 +234,7 @@ def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Til
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
         return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
-    most, many = (MOST_OF_CODES, MANY_OF_CODES) if of_codes else (MOST, MANY)
+    most, many = (MAX_OF_CODES, MANY_OF_CODES) if of_codes else (MOST, MANY)
     return next((tiles for pairs, tiles in most.items() if pairs * E >= N), many)
 
 

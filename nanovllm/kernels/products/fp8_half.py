@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.device_features import load_tile
-from nanovllm.kernels.products.fp8_linear import BLOCK, knows_blocks, x_block_of
+from nanovllm.kernels.products.fp8_linear import BLOCK, act_block_of, knows_blocks
 from nanovllm.kernels.products.linear import HALF, multiply_parts
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import FP8_CAPABILITY, MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_N, BLOCK_K = 64, 64
-MOST_ROWS = 256  # of a product by tiles
-MOST_TILE_ROWS = 64
+MAX_ROWS = 256  # of a product by tiles
+MAX_TILE_ROWS = 64
 _BIASES = tl.constexpr(2.0 ** (15 - 7))  # of the exponents of float16 and e4m3
 
 
@@ -79,13 +79,13 @@ def linear(
     """`x @ weight.T + bias`: [T, N], for which `can_multiply`; see `fp8_linear.linear`."""
     (T, K), N = x.shape, len(weight)
     out = torch.empty(T, N, dtype=dtype, device=x.device)
-    if T > MOST_ROWS:
+    if T > MAX_ROWS:
         multiply_into(out, x, weight, bias)
         return out
-    block_t = max(16, min(MOST_TILE_ROWS, next_power_of_2(T)))
+    block_t = max(16, min(MAX_TILE_ROWS, next_power_of_2(T)))
     _fp8_half_kernel[(cdiv(T, block_t), cdiv(N, BLOCK_N))](
         x.contiguous(), weight.codes.view(torch.uint8), weight.scales, bias, out, T, N, K=K,
-        SCALE_BLOCK=x_block_of(weight), BLOCK_T=block_t, BLOCK_N=BLOCK_N,
+        SCALE_BLOCK=act_block_of(weight), BLOCK_T=block_t, BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

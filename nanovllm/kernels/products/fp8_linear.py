@@ -34,7 +34,7 @@ SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
 # room for another, programs of the next kernel start first where fewer run, and come to lie
 # unevenly (docs/experiments.md, 38).
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
-MOST_ROWS = 192  # for which a program takes a tile and more rows
+MAX_ROWS = 192  # for which a program takes a tile and more rows
 FEW_INPUTS = 2048  # of a row, whose weights are read twice in less time than two parts take
 
 
@@ -51,7 +51,7 @@ def knows_blocks(weight: Codes) -> bool:
     return weight.block in ((1, weight.codes.shape[1]), (BLOCK, BLOCK))
 
 
-def x_block_of(weight: Codes) -> int:
+def act_block_of(weight: Codes) -> int:
     """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
     return 0 if weight.block[0] == 1 else BLOCK
 
@@ -122,7 +122,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     """
     wide = K % 1024 == 0 and not in_blocks
     block_t, more = max(16, min(TILE_ROWS, next_power_of_2(T))), 0
-    if TILE_ROWS < T <= MOST_ROWS and not in_blocks:
+    if TILE_ROWS < T <= MAX_ROWS and not in_blocks:
         more = 32 if T <= TILE_ROWS + 32 else 64
     most = 2 * TILE_ROWS if more or (partial and N * K <= SMALL) else TILE_ROWS
     if most < T or N % BLOCK_N or K % 512:
@@ -131,7 +131,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tile
     at_once = PROGRAMS if block_t < 64 or (block_t == 64 and not wide) else ROOMY_PROGRAMS
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= at_once:
         splits *= 2
-    if splits == 2 and 64 < T <= MOST_ROWS and K <= FEW_INPUTS and not in_blocks:
+    if splits == 2 and 64 < T <= MAX_ROWS and K <= FEW_INPUTS and not in_blocks:
         # Two tiles of rows make as many programs, without parts.
         block_t, more, programs, splits = block_t if more else block_t // 2, 0, 2 * programs, 1
     if block_t == TILE_ROWS:
@@ -158,7 +158,7 @@ def _by_tiles(
         describe(x.codes, tiles.block_t, block_k),
         describe(x.codes, more, block_k) if more else None, x.scales,
         describe(weight.codes, block_n, block_k), weight.codes, weight.scales, bias, out,
-        T, N, K, K // S, SCALE_BLOCK=x_block_of(weight), BLOCK_T=tiles.block_t, MORE=more,
+        T, N, K, K // S, SCALE_BLOCK=act_block_of(weight), BLOCK_T=tiles.block_t, MORE=more,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=tiles.stages,
         **pdl_options(x.codes),
     )  # fmt: skip
@@ -175,7 +175,7 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
-        x: [T, K], of `dtype`, or with the scales that `x_block_of` says.
+        x: [T, K], of `dtype`, or with the scales that `act_block_of` says.
         weight: [N, K], for which `can_multiply`.
         dtype: of results.
         bias: [N], None for 0.
@@ -188,7 +188,7 @@ def linear(
     if isinstance(x, torch.Tensor):
         if T == 1:
             return one_row(x, weight, bias)
-        x = quantize(x, x_block_of(weight))
+        x = quantize(x, act_block_of(weight))
     tiles = choose_tiles(T, N, K, partial, weight.block[0] > 1)
     if tiles is not None and can_describe(x.codes) and can_describe(weight.codes):
         return _by_tiles(x, weight, bias, tiles, dtype)
@@ -200,7 +200,7 @@ def multiply_into(
 ) -> None:
     """`linear` of many rows into `out`: [T, N]."""
     if isinstance(x, torch.Tensor):
-        x = quantize(x, x_block_of(weight))
+        x = quantize(x, act_block_of(weight))
     if out.dtype == torch.bfloat16 and _library_has(weight):
         _by_library(x, weight, bias, out)
     else:

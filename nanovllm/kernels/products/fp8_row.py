@@ -18,7 +18,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 # Inputs and codes of a block; programs that run at once, as many as their registers leave room for,
 # with scales of rows and of blocks. Measured on an H200.
 INPUTS, CODES, PROGRAMS, BLOCKS_PROGRAMS = 4096, 16384, 792, 660
-MOST_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
+MAX_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def one_row(
     if gated:
         N //= 2
     block_k = min(INPUTS, next_power_of_2(K))
-    block_n = min(MOST_OUTPUTS, CODES // block_k // (2 if gated else 1))
+    block_n = min(MAX_OUTPUTS, CODES // block_k // (2 if gated else 1))
     blocks, most = cdiv(N, block_n), PROGRAMS if weight.block[0] == 1 else BLOCKS_PROGRAMS
     programs = cdiv(blocks, cdiv(blocks, most))  # each has as many blocks
     out = x.new_empty(1, N)

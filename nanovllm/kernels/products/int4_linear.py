@@ -31,7 +31,7 @@ from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MOST_ROWS = 256  # of a product by tiles
+MAX_ROWS = 256  # of a product by tiles
 FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
 PROGRAMS = 128  # large tiles that run at once
 
@@ -101,7 +101,7 @@ def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> T
     else:
         tiles = Tiles(TILE_ROWS, 128, 1, 8, 3)
         programs_at_once = PROGRAMS
-    if T > MOST_ROWS or N % tiles.block_n:
+    if T > MAX_ROWS or N % tiles.block_n:
         return None
     programs, splits = N // tiles.block_n * cdiv(T, tiles.block_t), 1
     while (

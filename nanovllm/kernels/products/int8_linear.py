@@ -29,7 +29,7 @@ from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MOST_INPUTS = 2**16  # whose products' sum int32 holds
+MAX_INPUTS = 2**16  # whose products' sum int32 holds
 _LARGEST = tl.constexpr(127.0 * 257.0)  # of the integers, whose upper bytes are codes, too
 _LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
 # Added to a float32, it leaves the nearest integer in the low bits of the mantissa, beside its own.
@@ -40,7 +40,7 @@ def can_multiply(device: torch.device, dtype: torch.dtype, num_inputs: int) -> b
     """Whether products of `dtype` run on a device."""
     if device.type == "cuda" and capability(device.index) < MIN_CAPABILITY:
         return False
-    return dtype in HALF and num_inputs % 16 == 0 and num_inputs <= MOST_INPUTS
+    return dtype in HALF and num_inputs % 16 == 0 and num_inputs <= MAX_INPUTS
 
 
 @triton.jit

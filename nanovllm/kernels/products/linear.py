@@ -31,7 +31,7 @@ HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
 PROGRAMS = 128  # that run at once
-MOST_ROWS = 256  # of a product by tiles
+MAX_ROWS = 256  # of a product by tiles
 PART = 2**24  # numbers of `multiply_parts` that stay in the L2 cache
 SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of two
 
@@ -85,7 +85,7 @@ def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
         partial: whether partial results are welcome.
     """
     small = N * K <= SMALL
-    most = MOST_ROWS if small and partial else 128
+    most = MAX_ROWS if small and partial else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, next_power_of_2(T)))

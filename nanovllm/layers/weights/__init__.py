@@ -1,5 +1,5 @@
 """Formats that the matrix of a product is stored in, and how each is loaded and multiplied.
 
-Doors: `weight` for layers, `quantized` for all formats in few bits, `shard` for a rank's part; `fp8`,
-`int4`, `int8`, `mxfp4` and `onednn` for whoever makes one.
+Doors: `weight` for layers, `quantized` for all formats in few bits, `shard` for a rank's part;
+`fp8`, `int4`, `int8`, `mxfp4` and `onednn` for whoever makes one.
 """

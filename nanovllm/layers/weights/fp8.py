@@ -110,7 +110,7 @@ class Fp8Weight(QuantizedWeight):
             from nanovllm.kernels.products import fp8_half, fp8_linear
 
             if fp8_linear.can_multiply(self.codes, dtype):
-                self.kernels, self.x_block = fp8_linear, fp8_linear.x_block_of(self.codes)
+                self.kernels, self.act_block = fp8_linear, fp8_linear.act_block_of(self.codes)
             elif fp8_half.can_multiply(self.codes, dtype):
                 self.kernels = fp8_half
 

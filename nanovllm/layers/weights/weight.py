@@ -17,7 +17,7 @@ from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
 
-NO_CODES = "`x_block` is None"
+NO_CODES = "`act_block` is None"
 
 
 class Gate(NamedTuple):
@@ -26,7 +26,7 @@ class Gate(NamedTuple):
 
     Attributes:
         gelu: activate by GELU (tanh), not SiLU.
-        next_block: see `Weight.x_block`, of the weight that the result is multiplied by.
+        next_block: see `Weight.act_block`, of the weight that the result is multiplied by.
     """
 
     gelu: bool = False
@@ -43,11 +43,11 @@ class Weight(nn.Module):
 
     Attributes:
         data: [N, K].
-        x_block: how it likes activations, if not as they are: as `Codes` of which so many numbers
+        act_block: how it likes activations, if not as they are: as `Codes` of which so many numbers
             share a scale; 0: all of a row.
     """
 
-    x_block: int | None = None
+    act_block: int | None = None
 
     def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Weight(nn.Module):
         Formats say how in `product`, and may have a kernel of their own for `gated_row`.
 
         Args:
-            x: [T, K]; `Codes` if `x_block` allows.
+            x: [T, K]; `Codes` if `act_block` allows.
             bias: [N]
             partial: allow a result whose sum is left to the caller.
             gate: what to do with the product of gate and up projections.
