@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.core import Core
 from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.requests.request import Request
 from nanovllm.tracing.metrics import Latencies
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
@@ -94,27 +94,31 @@ class EngineCore(Core[Request]):
                 self.in_flight.popleft()
                 if step.tokens.extras is not None:
                     step.tokens.extras.give(step.scheduled, token_ids)
-                num_sampled = sum(
-                    not seq.is_finished and token_id >= 0
-                    for seq, token_id in zip(step.sampled(), token_ids, strict=True)
-                )
+                num_sampled = _num_sampled(step, token_ids)
                 finished = self._scheduler.postprocess(step.scheduled, token_ids)
                 listened = self._listened(step)
                 for request_id in dict.fromkeys(seq.request_id for seq in finished):
                     if self.requests[request_id].is_finished:
                         self._end(self.requests.pop(request_id))
-            now = time.perf_counter()
-            since = max(step.launched_at, self._booked_at)
-            seconds = now - since
-            prefill, decode = self.metrics.count_step(step.scheduled, num_sampled, seconds)
-            self.latencies.add_step(seconds, prefill, decode)
-            self._booked_at = now
-            if self.timeline is not None:
-                times, tokens = (since, waited_at, now), (prefill, decode, num_sampled)
-                self.timeline.book(step, tokens, times, finished)
+            self._account(step, num_sampled, finished, waited_at)
             self._drop_unneeded_steps()
             for request in listened:  # last: a listener may call the engine
                 request.tell()
+
+    def _account(
+        self, step: InFlightStep, num_sampled: int, finished: list[Sequence], waited_at: float
+    ) -> None:
+        """Count a step that has been booked, and its time: since the end of the one before it, if
+        they overlap.
+        """
+        now = time.perf_counter()
+        since = max(step.launched_at, self._booked_at)
+        prefill, decode = self.metrics.count_step(step.scheduled, num_sampled, now - since)
+        self.latencies.add_step(now - since, prefill, decode)
+        self._booked_at = now
+        if self.timeline is not None:
+            times, tokens = (since, waited_at, now), (prefill, decode, num_sampled)
+            self.timeline.book(step, tokens, times, finished)
 
     def _listened(self, step: InFlightStep) -> list[Request]:
         """The requests of a step that have a listener, each once."""
@@ -170,3 +174,11 @@ class EngineCore(Core[Request]):
             "prefix_cache_hit_rate": self.metrics.prefix_cache_hit_rate,
             **self.latencies.as_dict(),
         }
+
+
+def _num_sampled(step: InFlightStep, token_ids: list[int]) -> int:
+    """Tokens that go on with a sequence, before they are booked."""
+    return sum(
+        not seq.is_finished and token_id >= 0
+        for seq, token_id in zip(step.sampled(), token_ids, strict=True)
+    )
