@@ -68,6 +68,7 @@ class Rehearsal:
         model: that it computes.
         pool: without blocks.
         config, model_config, group, device: of the engine.
+        max_model_len: maximum length of a sequence in tokens.
         members: decodes of a tile of shared prefixes; 0: none share.
         max_prompt_tokens: of prompts in CUDA graphs.
     """
@@ -82,13 +83,13 @@ class Rehearsal:
         group: Group,
         device: torch.device,
         *,
+        max_model_len: int,
         members: int,
         max_prompt_tokens: int,
     ) -> None:
         self._compute, self._model, self._pool = compute, model, pool
         self._config, self._model_config, self._device = config, model_config, device
         self._group = group
-        max_model_len = config.longest(model_config.max_position_embeddings)
         self._max_model_len, self._members = max_model_len, members
         self._budget = config.max_num_batched_tokens
         width = cdiv(max_model_len, config.kvcache_block_size)
@@ -125,7 +126,7 @@ class Rehearsal:
 
     @contextmanager
     def _one_block(self) -> Iterator[None]:
-        self._pool.allocate(1)
+        self._pool.allocate(1, num_rows=1)
         try:
             with distinct_layers(self._model):
                 yield

@@ -29,7 +29,8 @@ class KVCachePool:
 
     Attributes:
         group: as given.
-        num_blocks: KV blocks that there are.
+        num_blocks: number of KV blocks that there are.
+        num_rows: number of rows by sequence, for all that may run and for padding.
         block_bytes: bytes of a block in all layers, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
     """
@@ -37,8 +38,10 @@ class KVCachePool:
     def __init__(
         self, model: nn.Module, config: Config, group: Group, device: torch.device
     ) -> None:
-        self._layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
+        stateful = (module for module in model.modules() if isinstance(module, StatefulLayer))
+        self._layers = [layer for layer in stateful if layer.states()]
         self._config, self.group, self._device = config, group, device
+        self.num_rows = config.max_num_seqs + 1
         self.num_blocks = self.block_bytes = self.sequence_bytes = 0
         for state in (state for layer in self._layers for state in layer.states().values()):
             if state.by_sequence:
@@ -57,7 +60,7 @@ class KVCachePool:
             ValueError: if not one block fits.
         """
         config, block_bytes = self._config, self.block_bytes
-        states = (config.max_num_seqs + 1) * self.sequence_bytes
+        states = self.num_rows * self.sequence_bytes
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         if config.kv_cache_memory_bytes is not None:
@@ -74,15 +77,23 @@ class KVCachePool:
             block_bytes, total, free, own_now, own_peak + states, config.gpu_memory_utilization
         )
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_rows: int | None = None) -> None:
         """Have this many blocks of zeros instead of those before.
+
+        Args:
+            num_blocks: number of KV blocks.
+            num_rows: number of rows by sequence; None: one for each that may run, and one for
+                padding.
 
         Raises:
             MemoryError, ValueError, torch.OutOfMemoryError: of numpy and torch, if they do not fit.
         """
         self.free()
+        counts = {False: num_blocks, True: self.num_rows if num_rows is None else num_rows}
         states = [layer.states() for layer in self._layers]
-        num_bytes = sum(self._room(state, num_blocks) for each in states for state in each.values())
+        num_bytes = sum(
+            _room(state, counts[state.by_sequence]) for own in states for state in own.values()
+        )
         if self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
             pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
@@ -92,19 +103,16 @@ class KVCachePool:
         for layer, own in zip(self._layers, states, strict=True):
             tensors = {}
             for name, state in own.items():
-                shape = self._num_rows(state, num_blocks), *state.shape
-                used = pages[begin : begin + shape[0] * state.row_bytes]
-                tensors[name] = used.view(state.dtype).view(shape)
-                begin += self._room(state, num_blocks)
+                count = counts[state.by_sequence]
+                used = pages[begin : begin + count * state.row_bytes]
+                tensors[name] = used.view(state.dtype).view(count, *state.shape)
+                begin += _room(state, count)
             layer.bind(**tensors)
         self.num_blocks = num_blocks
 
-    def _num_rows(self, state: State, num_blocks: int) -> int:
-        return self._config.max_num_seqs + 1 if state.by_sequence else num_blocks
-
-    def _room(self, state: State, num_blocks: int) -> int:
-        num_bytes = self._num_rows(state, num_blocks) * state.row_bytes
-        return cdiv(num_bytes, ALIGNMENT) * ALIGNMENT
+    def num_bytes(self, num_blocks: int) -> int:
+        """Bytes of so many blocks, and of the rows by sequence."""
+        return num_blocks * self.block_bytes + self.num_rows * self.sequence_bytes
 
     def free(self) -> None:
         """Have no blocks."""
@@ -131,3 +139,8 @@ class KVCachePool:
                 tokens,
                 max_model_len,
             )
+
+
+def _room(state: State, count: int) -> int:
+    """Bytes of so many rows of a state, up to where the next may begin."""
+    return cdiv(count * state.row_bytes, ALIGNMENT) * ALIGNMENT

@@ -7,18 +7,19 @@ runs.
 import gc
 import logging
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.plan import Batch, StepPlan, build_batch
+from nanovllm.engine.step import Built
 from nanovllm.engine.step_inputs import Computed, PendingTokens, to_device
 from nanovllm.graphs.step_graphs import StepGraphs
 from nanovllm.layers.weights.quantized import held_in
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampling.controls import Controls
-from nanovllm.startup.builder import Built
 from nanovllm.tracing.step_timer import Span, StepTimer
 from nanovllm.utils.cpu_wait import CpuWait
 from nanovllm.utils.device import capturing, computing_on, wait_for_device
@@ -46,13 +47,11 @@ class ModelRunner:
     Attributes:
         built: as given, until `exit`.
         group: the ranks that the model is split over.
-        graphs: the CUDA graphs; None in eager mode.
         timer: times steps on the device; None where nobody wants to know.
     """
 
     def __init__(self, config: Config, built: Built) -> None:
         self.config, self.built, self.group = config, built, built.build.group
-        self.graphs: StepGraphs | None = built.graphs
         self.timer: StepTimer | None = None
         self._num_shared_steps = 0
         has_threads = built.device.type == "cpu" and torch.get_num_threads() > 1
@@ -62,6 +61,15 @@ class ModelRunner:
             shown = f"{len(self.graphs.sizes)} CUDA graphs up to batch {self.graphs.sizes[-1]}"
         reason = built.backend_reason
         logger.info("attention: %s (%s); %s", built.build.backend.name, reason, shown)
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The CUDA graphs; None in eager mode."""
+        return self.built.graphs
+
+    @graphs.setter
+    def graphs(self, graphs: StepGraphs | None) -> None:
+        self.built = replace(self.built, graphs=graphs)
 
     @property
     def model(self) -> Qwen3ForCausalLM:
@@ -96,20 +104,21 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch the model for a step, the same on all ranks, and sample without controls."""
-        began, built = time.perf_counter(), self.built
-        built.table.update(plan)
-        batch = build_batch(plan, built.table, self.config.kvcache_block_size, built.members)
+        began, table = time.perf_counter(), self.built.table
+        device = self.built.device  # and no name for all of it: an error's frames would hold it
+        table.update(plan)
+        batch = build_batch(plan, table, self.config.kvcache_block_size, self.built.members)
         self._num_shared_steps += batch.prefixes is not None
-        with computing_on(built.device):
+        with computing_on(device):
             every_row = bool(plan.prompt_logprobs.size or plan.pooling.size)
             computed = None
             if self.graphs is not None and not every_row:
                 computed = self.graphs.replay(batch, self.timer)
             if computed is None:
-                inputs = to_device(batch, built.device, every_row)
+                inputs = to_device(batch, device, every_row)
                 if self.timer is not None:
                     self.timer.begin()
-                computed = built.step.run_model(inputs)
+                computed = self.built.step.run_model(inputs)
         span = None if self.timer is None else self.timer.span
         return LaunchedStep(plan, batch, computed, span, began)
 
@@ -140,7 +149,7 @@ class ModelRunner:
 
     def exit(self) -> None:
         """Give the device's memory back. May be called again."""
-        built, self.graphs = self.__dict__.pop("built", None), None
+        built = self.__dict__.pop("built", None)
         if built is None:
             return
         if built.compiler is not None:

@@ -9,9 +9,10 @@ Letters: T tokens of the step, B sequences, P those of them that prefill, W bloc
 S block size.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +27,27 @@ class Fact(NamedTuple):
     device has it in every step, in an array of its own (see `step_layout.LAYOUT`).
 
     Attributes:
-        dtype: a numpy dtype of 4 bytes, or of such words with their number: `(np.uint32, 2)`.
-        of: reads it.
-        samples: True: rows that sample have it, as a field of `SamplingMetadata`. False: all
-            sequences, in `Context.facts`.
+        dtype: numpy dtype of 4 bytes, or of such words with their number: `(np.uint32, 2)`.
+        of: reader of the fact.
+        rows: rows of a step that have it. Those that sample have it as a field of
+            `SamplingMetadata`; all tokens, or all sequences, in `Context.facts`.
     """
 
     dtype: Any
     of: Callable[[Sequence], Any]
-    samples: bool = False
+    rows: Literal["tokens", "sequences", "samples"] = "sequences"
 
 
 FACTS = {
-    "temperatures": Fact(np.float32, lambda seq: seq.sampling_params.temperature, samples=True),
+    "temperatures": Fact(np.float32, lambda seq: seq.sampling_params.temperature, "samples"),
     # With a position, the noise of a token.
-    "random_keys": Fact((np.uint32, 2), lambda seq: seq.random_key, samples=True),
+    "random_keys": Fact((np.uint32, 2), lambda seq: seq.random_key, "samples"),
 }
 
 
+@functools.cache
 def fact_dtype() -> np.dtype[np.void]:
-    """All facts of a sequence."""
+    """The dtype of a sequence's facts, a field for each."""
     return np.dtype([(name, fact.dtype) for name, fact in FACTS.items()])
 
 
@@ -161,6 +163,7 @@ class Batch(NamedTuple):
     samples: NDArray[np.bool_]  # [B], whether the sequence's next token is sampled
     sample_rows: Int32  # [n], rows of [T] of those n sequences
     facts: NDArray[np.void]  # [B] of `fact_dtype`
+    token_rows: Int32  # [T], the row of each token's sequence in the arrays of [B]
     prefixes: SharedPrefixes | None = None  # of the decodes
 
     @property
@@ -221,6 +224,7 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
         samples=samples,
         sample_rows=(ends[samples] - 1).astype(np.int32),
         facts=table.facts[plan.slots],
+        token_rows=rows.astype(np.int32),
         prefixes=prefixes,
     )
 

@@ -1,6 +1,10 @@
-"""`Step`: the whole step on the device, from token ids to sampled tokens."""
+"""`Step`: the whole step on the device, from token ids to tokens; `Built`: all that steps need."""
+
+from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,6 +13,13 @@ from nanovllm.layers.base import Build
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import use_context
+
+if TYPE_CHECKING:
+    from nanovllm.compiling.compiler import Compiler
+    from nanovllm.engine.kv_pool import KVCachePool
+    from nanovllm.engine.plan import SlotTable
+    from nanovllm.graphs.step_graphs import StepGraphs
+    from nanovllm.sampling.extras import Extras
 
 
 class Step:
@@ -65,3 +76,34 @@ class Step:
         logits = self.model.compute_logits(states, out)
         tokens = self.sampler(logits, inputs.sampling, self.last_tokens)
         return Computed(tokens, logits, hidden)
+
+
+@dataclass(frozen=True)
+class Built:
+    """All that a rank's steps need.
+
+    Attributes:
+        device: torch.device of this rank.
+        build: what the layers are built with.
+        backend_reason: why attention has its backend.
+        members: decodes of a tile of shared prefixes; 0: none share.
+        step: the model and the sampler.
+        pool: the memory of the KV blocks.
+        num_blocks: KV blocks of the smallest rank's pool.
+        table: what the rank remembers of running sequences.
+        graphs: CUDA graphs of steps; None in eager mode.
+        extras: results of a step that only some requests ask for.
+        compiler: compiles kernels beside this process; None where none are.
+    """
+
+    device: torch.device
+    build: Build
+    backend_reason: str
+    members: int
+    step: Step
+    pool: KVCachePool
+    num_blocks: int
+    table: SlotTable
+    graphs: StepGraphs | None
+    extras: Extras
+    compiler: Compiler | None

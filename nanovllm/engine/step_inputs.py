@@ -73,7 +73,7 @@ def view(
         max_seqlen_k=max_seqlen_k,
         num_keys=num_keys,
         slots=parts["slots"],
-        facts={name: parts[name] for name, fact in FACTS.items() if not fact.samples},
+        facts={name: parts[name] for name, fact in FACTS.items() if fact.rows != "samples"},
         # Where no row samples, all are computed: kernels want some.
         kept_rows=None if every_row or not size.samples else rows,
         prefixes=prefixes,

@@ -72,7 +72,7 @@ class Rows(Enum):
 
     @staticmethod
     def counts(size: Size) -> dict[Rows, int]:
-        """How many there are of each kind."""
+        """The number of rows of each kind."""
         return {
             Rows.TOKENS: size.decodes + size.tokens,
             Rows.SEQUENCES: size.decodes + size.prompts,
@@ -90,7 +90,7 @@ class Array(NamedTuple):
     Attributes:
         rows: kind of its rows.
         padding: what rows without a value have: a number, the last value, or the slot of nobody.
-        dtype: of 4 bytes.
+        dtype: numpy dtype of 4 bytes.
         words: values of a row; not 0: the array is [words, rows].
         is_table: whether it is [rows, W].
     """
@@ -105,7 +105,8 @@ class Array(NamedTuple):
     def of_fact(cls, fact: Fact) -> Array:
         """The array of a fact of sequences."""
         dtype = np.dtype(fact.dtype)
-        return cls(Rows.SAMPLES if fact.samples else Rows.SEQUENCES, 0, dtype.base, *dtype.shape)
+        assert dtype.base.itemsize == 4 and len(dtype.shape) < 2, f"{dtype} is not a row of words"
+        return cls(Rows[fact.rows.upper()], dtype=dtype.base, words=sum(dtype.shape))
 
 
 WITH_DECODES = Rows.TOKENS, Rows.SEQUENCES
@@ -129,7 +130,7 @@ LAYOUT = {
     "prefix_begins": Array(Rows.TILES),
     "prefix_ends": Array(Rows.TILES),
     **{
-        f"sample_{name}" if fact.samples else name: Array.of_fact(fact)
+        f"sample_{name}" if fact.rows == "samples" else name: Array.of_fact(fact)
         for name, fact in FACTS.items()
     },
 }
@@ -184,11 +185,11 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, sp
         spare: the slot of no sequence.
     """
     values, n, D = _values(batch, size), batch.num_decodes, size.decodes
-    for name, (rows, padding, _, words, is_table) in LAYOUT.items():
-        part, new = parts[name], values[name]
-        if words:
-            part = part.T
-        if is_table:
+    for name, array in LAYOUT.items():
+        part, new, padding = parts[name], values[name], array.padding
+        if array.words:
+            part, new = part.T, new.T
+        if array.is_table:
             width = new.shape[1]
             part[:, width:] = 0
             part = part[:, :width]
@@ -196,7 +197,7 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, sp
         if count == len(part):  # no padding, and so none between decodes and prompts
             part[:] = new
             continue
-        head = n if rows in WITH_DECODES else count
+        head = n if array.rows in WITH_DECODES else count
         part[:head] = new[:head]
         if padding == "last":
             part[head:] = new[-1]
@@ -207,11 +208,17 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, sp
 
 
 def _values(batch: Batch, size: Size) -> dict[str, NDArray[Any]]:
-    """The rows of each array of the layout, in words of int32."""
+    """The values of each array of the layout, in words of int32."""
     rows, n = batch.sample_rows, batch.num_decodes
     lens, members, begins, ends = batch.prefixes or [rows[:0]] * 4
     samples = sampling_arrays(batch, batch.samples)
-    facts = {name: batch.facts[name] for name, fact in FACTS.items() if not fact.samples}
+    facts = {}
+    for name, fact in FACTS.items():
+        if fact.rows != "samples":
+            of_rows = batch.facts[name]
+            if fact.rows == "tokens":
+                of_rows = of_rows[batch.token_rows]
+            facts[name] = of_rows.view(np.int32).T
     return {
         "input_ids": batch.input_ids,
         "positions": batch.positions,
@@ -226,18 +233,22 @@ def _values(batch: Batch, size: Size) -> dict[str, NDArray[Any]]:
         "prefix_rows": members,
         "prefix_begins": begins,
         "prefix_ends": ends,
-        **{name: part.view(np.int32) for name, part in facts.items()},
+        **facts,
         **{f"sample_{name}": part.view(np.int32) for name, part in samples.items()},
     }
 
 
 def sampling_arrays(batch: Batch, which: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """The fields of `SamplingMetadata` for the n sequences that `which`: [B] names, as [n] or
-    [n, words].
+    """The fields of `SamplingMetadata` for the n sequences that `which`: [B] names: [n] float32 or
+    int32, or [words, n].
     """
     facts = batch.facts[which]
+    arrays = {name: facts[name].T for name, fact in FACTS.items() if fact.rows == "samples"}
     return {
-        **{name: facts[name] for name, fact in FACTS.items() if fact.samples},
+        **{
+            name: part if part.dtype == np.float32 else part.view(np.int32)
+            for name, part in arrays.items()
+        },
         "positions": batch.context_lens[which],
         "slots": batch.slots[which],
     }

@@ -78,6 +78,7 @@ NOTHING = Batch(
     samples=np.zeros(0, np.bool_),
     sample_rows=_NONE,
     facts=np.zeros(0, fact_dtype()),
+    token_rows=_NONE,
 )
 
 

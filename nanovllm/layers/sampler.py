@@ -62,9 +62,16 @@ class Sampler(nn.Module):
 
             peers = self.group.peers if self.group.can_exchange(logits) else None
             start, span = self.vocab.start, vocab_span(self.vocab_size)
-            temperatures, keys, positions, slots = metadata
             tokens, scores = sample(
-                logits, temperatures, keys, positions, slots, last_tokens, span, start, peers
+                logits,
+                metadata.temperatures,
+                metadata.random_keys,
+                metadata.positions,
+                metadata.slots,
+                last_tokens,
+                span,
+                start,
+                peers,
             )
             if self.group.size == 1 or peers is not None:
                 return tokens

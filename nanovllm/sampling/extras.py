@@ -36,7 +36,7 @@ class Extras:
         vocab_size: V.
         max_num_seqs: the most sequences that run at once.
         group: the ranks.
-        last_tokens: [max_num_seqs + 1] int32, see `ModelRunner`.
+        last_tokens: [max_num_seqs + 1] int32, see `Step`.
 
     Attributes:
         max_bytes: device memory that one step may need for them.
@@ -91,8 +91,9 @@ class Extras:
         logits = computed.logits
         own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
         arrays = sampling_arrays(batch, controlled)
-        rows, *sampling = upload(logits.device, own, *(array.T for array in arrays.values()))
-        metadata = SamplingMetadata(**dict(zip(arrays, sampling, strict=True)))
+        rows, *sampling = upload(logits.device, own, *map(np.ascontiguousarray, arrays.values()))
+        by_name = dict(zip(arrays, sampling, strict=True))
+        metadata = SamplingMetadata(*(by_name[name] for name in SamplingMetadata._fields))
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None

@@ -42,7 +42,7 @@ def max_activations(
     with capturing:
         torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    pool.allocate(1)
+    pool.allocate(1, num_rows=1)
     for num_seqs in (config.max_num_seqs, 1):
         batch = warmup_batch(num_seqs, budget, max_model_len, config.kvcache_block_size)
         compute(to_device(batch, device))
@@ -60,7 +60,8 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
     """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
     sample.
 
-    Nothing is stored (slots are -1), and every block table points at block 0 only.
+    No KV is stored (slot mapping -1), every block table points at block 0 only, and all sequences
+    have slot 0.
     """
     lens = np.full(num_seqs, num_tokens // num_seqs)
     lens[: num_tokens % num_seqs] += 1
@@ -75,8 +76,9 @@ def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size:
         block_tables=np.zeros((num_seqs, cdiv(int(lens.max()), block_size)), np.int32),
         cu_seqlens_q=running_sum(lens),
         cu_seqlens_k=running_sum(lens),
-        slots=np.arange(num_seqs, dtype=np.int32),
+        slots=np.zeros(num_seqs, np.int32),
         samples=np.ones(num_seqs, np.bool_),
         sample_rows=(np.cumsum(lens) - 1).astype(np.int32),
         facts=np.zeros(num_seqs, fact_dtype()),
+        token_rows=np.repeat(np.arange(num_seqs, dtype=np.int32), lens),
     )

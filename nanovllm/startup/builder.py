@@ -1,10 +1,9 @@
-"""`Builder`: the start of a rank, and `Built`: what its steps need."""
+"""`Builder`: the start of a rank, which makes a `Built`."""
 
 import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.plan import SlotTable
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Built, Step
 from nanovllm.graphs.static_inputs import max_captured_tokens
 from nanovllm.graphs.step_graphs import StepGraphs
 from nanovllm.layers.attention import members_of_tile
@@ -43,37 +42,6 @@ from nanovllm.utils.device import (
 from nanovllm.utils.integers import cdiv
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Built:
-    """All that a rank's steps need.
-
-    Attributes:
-        device: torch.device of this rank.
-        build: what the layers are built with.
-        backend_reason: why attention has its backend.
-        members: decodes of a tile of shared prefixes; 0: none share.
-        step: the model and the sampler.
-        pool: the memory of the KV blocks.
-        num_blocks: KV blocks of the smallest rank's pool.
-        table: what the rank remembers of running sequences.
-        graphs: CUDA graphs of steps; None in eager mode.
-        extras: results of a step that only some requests ask for.
-        compiler: compiles kernels beside this process; None where none are.
-    """
-
-    device: torch.device
-    build: Build
-    backend_reason: str
-    members: int
-    step: Step
-    pool: KVCachePool
-    num_blocks: int
-    table: SlotTable
-    graphs: StepGraphs | None
-    extras: Extras
-    compiler: Compiler | None
 
 
 class Builder:
@@ -133,7 +101,9 @@ class Builder:
             step.last_tokens,
         )
         as_built = not is_to_be_plain(model)
-        rehearse = partial(self.rehearse, step, pool, members, max_prompt_tokens)
+        rehearse = partial(
+            self.rehearse, step, pool, build.max_model_len, members, max_prompt_tokens
+        )
         if as_built:
             rehearse()
         beside(self.compiler is not None and self.compiler.num_pending > 0)
@@ -223,7 +193,14 @@ class Builder:
             time.perf_counter() - start,
         )
 
-    def rehearse(self, step: Step, pool: KVCachePool, members: int, max_prompt_tokens: int) -> None:
+    def rehearse(
+        self,
+        step: Step,
+        pool: KVCachePool,
+        max_model_len: int,
+        members: int,
+        max_prompt_tokens: int,
+    ) -> None:
         """Have kernels compiled, whatever the weights are."""
         if self.compiler is None:
             return
@@ -235,6 +212,7 @@ class Builder:
             self.model_config,
             self.group,
             self.device,
+            max_model_len=max_model_len,
             members=members,
             max_prompt_tokens=max_prompt_tokens,
         )
@@ -268,7 +246,7 @@ class Builder:
         try:
             pool.allocate(num_blocks)
         except (MemoryError, ValueError, torch.OutOfMemoryError):  # numpy's and torch's
-            size = num_blocks * pool.block_bytes / memory.GIB
+            size = pool.num_bytes(num_blocks) / memory.GIB
             raise ValueError(
                 f"a KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
                 "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"

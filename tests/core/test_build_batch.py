@@ -45,6 +45,8 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert len(sample_rows) == sum(item.samples for item in scheduled)
     assert batch.samples.tolist() == [item.samples for item in scheduled]
     assert batch.slots.tolist() == [seq.slot for seq, *_ in scheduled]
+    rows = [i for i, item in enumerate(scheduled) for _ in range(item.num_tokens)]
+    assert batch.token_rows.tolist() == rows
     temperatures = [seq.sampling_params.temperature for seq, *_ in scheduled]
     assert batch.facts["temperatures"].tolist() == temperatures
     keys = [seq.random_key for seq, *_ in scheduled]

@@ -1,8 +1,12 @@
 """The end of an engine that has lost a rank."""
 
+import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from nanovllm.distributed.group import Group
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step import Built
 
 
 class Recorder:
@@ -44,7 +49,10 @@ def test_graphs_are_dropped_when_the_device_has_nothing_to_do(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = object.__new__(ModelRunner)
-    runner.built, runner.graphs = Mock(device=torch.device("cuda", 0)), Mock()
+    graphs = Mock()
+    facts: dict[str, Any] = dict.fromkeys(each.name for each in dataclasses.fields(Built))
+    runner.built = Built(**{**facts, "device": torch.device("cuda", 0), "graphs": graphs})
+    kept, graphs = weakref.ref(graphs), None
     held = []
 
     def synchronize(device: torch.device) -> None:
@@ -55,7 +63,9 @@ def test_graphs_are_dropped_when_the_device_has_nothing_to_do(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(RuntimeError) if fails else nullcontext():
         runner.drop_graphs()
-    assert held != [None] and len(held) == 1 and runner.graphs is None
+    assert len(held) == 1 and held.pop() is not None
+    gc.collect()
+    assert runner.graphs is kept() is None, "nothing else holds them"
 
 
 def test_abort_waits_for_nothing() -> None:

@@ -32,6 +32,7 @@ from checkpoints import (
 )
 from faults import DEADLINE, FAULT_POINTS, fail_at, wait_until
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.requests.request import Request
 
@@ -246,9 +247,13 @@ def test_context_manager_closes_after_an_error(checkpoint):
         llm.step()
 
 
-@pytest.mark.parametrize("end", ["del", "exit", "del with requests", "del after an error"])
-def test_memory_comes_back(end, checkpoint):
-    """Defect 14: nothing but the caller holds the engine, so `del llm` frees it."""
+@pytest.mark.parametrize(
+    "end", ["del", "exit", "exit with an error kept", "del with requests", "del after an error"]
+)
+def test_memory_comes_back(end, checkpoint, monkeypatch):
+    """Defect 14: nothing but the caller holds the engine, so `del llm` frees it; nor do frames of
+    an error that the caller keeps hold what `exit` frees.
+    """
     llm = LLM(checkpoint, **SMALL)
     llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     model = weakref.ref(llm.model_runner.model)
@@ -260,14 +265,21 @@ def test_memory_comes_back(end, checkpoint):
     if end == "del after an error":
         with pytest.raises(ValueError, match="at least one token"):
             llm.generate([[]])
-    if end == "exit":
+    kept = None
+    if end == "exit with an error kept":
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as kept:
+            patch.setattr(model_runner, "build_batch", lambda *_: 1 / 0)
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    if end.startswith("exit"):
         llm.exit()
+        gc.collect()
     else:
         del llm
         gc.collect()
         assert runner() is None
     assert model() is None
     assert cache() is None
+    assert (kept is not None) == (end == "exit with an error kept")
 
 
 def test_failed_construction_leaves_nothing(checkpoint, monkeypatch):

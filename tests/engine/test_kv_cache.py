@@ -13,6 +13,7 @@ from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.layers.base import Build, State, StatefulLayer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sizing import memory
+from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.memory import CPU_TOKENS, GIB, RESERVE
 from nanovllm.tensors.fp8 import FP8
 
@@ -102,6 +103,42 @@ def test_a_layer_keeps_what_it_declares(checkpoint, make_pool, monkeypatch):
     assert with_states.how_many_fit(64, 0, 0) == (2000 * pool.block_bytes - states) // (
         2 * pool.block_bytes
     )
+
+
+def test_states_are_counted_once_and_rehearsed_by_a_row(checkpoint, make_pool, monkeypatch):
+    """On a GPU: those of 512 sequences beside the weights would not fit before they are sized."""
+    model = nn.ModuleList([Recurrent(), *attentions(checkpoint)])
+    pool, rows = make_pool(model, max_num_seqs=512), []
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 40)
+    config = Config(str(checkpoint), kvcache_block_size=16)
+
+    def compute(inputs):
+        rows.append(len(model[0].kept["sums"]))
+        assert not inputs.context.slots.any(), "and reads no other"
+
+    assert max_activations(compute, pool, config, 64, CPU, 0) == 60
+    assert rows == [1, 1] and not len(model[0].kept["sums"])
+    pool.allocate(1)
+    assert len(model[0].kept["sums"]) == 513
+    assert pool.num_bytes(1) == pool.block_bytes + 513 * pool.sequence_bytes
+
+
+def test_layers_without_states_are_left_alone(checkpoint, make_pool):
+    """One that reads another's cache, say."""
+
+    class Reader(Recurrent):
+        def states(self):
+            return {}
+
+        def bind(self, **tensors):
+            raise AssertionError("nothing to bind")
+
+    pool = make_pool(nn.ModuleList([Reader(), *attentions(checkpoint)]))
+    pool.allocate(2)
+    pool.free()
 
 
 def test_a_pool_that_does_not_fit_leaves_none(checkpoint, make_pool):

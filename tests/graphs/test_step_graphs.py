@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -36,6 +37,7 @@ from nanovllm.graphs.static_inputs import (
 )
 from nanovllm.graphs.step_graphs import StepGraphs, bucket_sizes, coarse_sizes
 from nanovllm.layers.attention import Attention
+from nanovllm.scheduling import prefixes
 from nanovllm.scheduling.prefixes import SharedPrefixes, max_tiles
 from nanovllm.sizing.memory import RESERVE
 from nanovllm.sizing.model_size import weights
@@ -265,14 +267,19 @@ class OnCpu(StepGraphs):
     """Its graphs are `Replayed`, its inputs `Unpinned`; `steps` are those it was asked for."""
 
     def __init__(
-        self, runner: ModelRunner, most: int, monkeypatch: pytest.MonkeyPatch, spare: int = 0
+        self,
+        runner: ModelRunner,
+        most: int,
+        monkeypatch: pytest.MonkeyPatch,
+        spare: int = 0,
+        members: int = 0,
     ) -> None:
         self.steps: list[tuple[bool, Shape | None]] = []
         monkeypatch.setattr(graph_runner, "StaticInputs", Unpinned)
         sizes = runner.config.max_num_seqs, 8
         with torch.inference_mode():
             built = runner.built
-            super().__init__(built.step.run_model, built.device, *sizes, 0, most, spare)
+            super().__init__(built.step.run_model, built.device, *sizes, members, most, spare)
 
     def _capture(self, shape: Shape) -> None:
         graph = Replayed(lambda: self._compute(self._inputs.view(shape)))
@@ -315,16 +322,31 @@ def test_padded_steps_are_right(budget, overlap, max_prompt_tokens, checkpoint, 
     ]
 
 
+def forget_layouts() -> None:
+    """Facts are others than before."""
+    step_layout.places.cache_clear()
+    fact_dtype.cache_clear()
+
+
+@pytest.mark.parametrize("fact", [Fact(np.int64, id), Fact((np.int32, (3, 2)), id)], ids=str)
+def test_a_fact_of_another_form_is_refused(fact):
+    with pytest.raises(AssertionError, match="is not a row of words"):
+        Array.of_fact(fact)
+
+
 @pytest.mark.parametrize("max_prompt_tokens", [0, 24], ids=["decodes", "prompts"])
-def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, monkeypatch):
+def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, monkeypatch, request):
     """And is in the context of every step, with graphs and without, in the order of its rows."""
     facts = {
         "sevenfold": Fact(np.int32, lambda seq: 7 * seq.slot),
         "pair": Fact((np.float32, 2), lambda seq: (seq.slot, seq.slot + 0.5)),
+        "of_tokens": Fact(np.int32, lambda seq: 3 * seq.slot, "tokens"),
     }
     for name, fact in facts.items():
         monkeypatch.setitem(FACTS, name, fact)
         monkeypatch.setitem(step_layout.LAYOUT, name, Array.of_fact(fact))
+    forget_layouts()
+    request.addfinalizer(forget_layouts)
     nothing = NOTHING._replace(facts=np.zeros(0, fact_dtype()))
     monkeypatch.setattr(graph_runner, "NOTHING", nothing)
     set_tokens(monkeypatch, 8)
@@ -338,17 +360,21 @@ def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, mon
         assert torch.equal(context.facts["sevenfold"][real], 7 * slots)
         assert torch.equal(context.facts["pair"][:, real], torch.stack([slots, slots + 0.5]))
         assert len(slots.unique()) == len(slots)
+        of_tokens, n = context.facts["of_tokens"], context.num_decodes
+        assert torch.equal(of_tokens[:n][real[:n]], 3 * context.slots[:n][real[:n]])
+        if context.is_prefill:
+            lens = context.cu_seqlens_q.diff()
+            prompts = (3 * context.slots[n:]).repeat_interleave(lens)
+            assert torch.equal(of_tokens[n : n + len(prompts)], prompts)
         kinds.add((context.num_decodes > 0, context.is_prefill, bool((~real).any())))
         return forward(layer, positions, qkv)
 
     monkeypatch.setattr(Attention, "forward", checked)
-    step_layout.places.cache_clear()
     prompts = [[i, *range(n)] for i, n in enumerate([3, 20, 6, 2, 5, 9, 12, 4])]
     lengths = [18, 9, 25, 1, 12, 7, 3, 8]
     with LLM(checkpoint, **{**SMALL, "max_num_seqs": 3}) as llm:
         llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, max_prompt_tokens, monkeypatch)
         outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
-    step_layout.places.cache_clear()
     assert {(True, False), (True, True)} <= {kind[:2] for kind in kinds}
     assert any(is_padded for *_, is_padded in kinds)
     assert graphs.num_replays > 5 and bool(graphs.replayed) == (max_prompt_tokens > 0)
@@ -462,6 +488,31 @@ def test_a_size_that_comes_and_goes_takes_a_larger_graph(monkeypatch):
     turns = [graphs._larger(Shape(48, 0, True)).decodes for _ in range(5)]
     assert turns == [64, 64, 64, 48, 48]
     assert graphs._larger(Shape(32, 0, True)) == Shape(64, 0, True), "each for itself"
+
+
+def test_shared_prefixes_in_padded_graphs_are_right(checkpoint, monkeypatch):
+    """As many as come together, and fewer as some end, by a larger graph and then by their own. (A
+    CPU reads each prefix by itself, from the same tables.)
+    """
+    monkeypatch.setattr(graph_runner, "PATIENCE", 2)
+    monkeypatch.setattr(prefixes, "MIN_SAVED", 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
+    shared = [*range(40)]
+    prompts, lengths = [[*shared, 50 + i] for i in range(40)], [4 + i % 9 for i in range(40)]
+    options = {**SMALL, "max_num_seqs": 48, "num_kvcache_blocks": 256, "overlap": False}
+    with LLM(checkpoint, **options) as llm:
+        runner = llm.model_runner
+        runner.built = replace(runner.built, members=8)
+        runner.graphs = graphs = OnCpu(runner, 0, monkeypatch, members=8)
+        llm.generate([shared], greedy(1), use_tqdm=False)
+        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
+        assert llm.metrics()["num_shared_prefix_steps"] > 5
+    wanted = {shape for _, shape in graphs.steps if shape and shape.shares}
+    own = {shape for shape in graphs.captured if shape.shares}
+    assert len(wanted) > len(own) > 1 and own < wanted, "one is not worth its graph, another is"
+    assert tokens(outputs) == [
+        reference(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
+    ]
 
 
 def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:

@@ -395,7 +395,8 @@ def compared_layers(
             shape = 1, 64, config.num_key_value_heads, config.head_dim
             for layer in model.model.layers:
                 cache = KVCache.empty(shape, cache_dtype, torch.device(kernel_device))
-                layer.self_attn.attn.cache = cache
+                parts = {k: part for k, part in cache._asdict().items() if part is not None}
+                layer.self_attn.attn.bind(**parts)
             ids = torch.tensor(TEXT[: n + 1], dtype=torch.int32)
             positions, table = torch.arange(n + 1, dtype=torch.int32), torch.zeros(1, 1).int()
             lens = torch.tensor([0, n]).int()

@@ -4,6 +4,7 @@ at small size; flags, extras, links, quoted errors and drawings are as they are 
 `mkdocs build --strict`, which CI runs, looks at the site as a whole.
 """
 
+import importlib
 import os
 import re
 import runpy
@@ -362,3 +363,18 @@ def test_search_works_without_a_server(tmp_path: Path) -> None:
     page = tmp_path / "site" / "reference" / "options.html"
     found, console = browse(page, tmp_path, query="?q=preemptions")
     assert "matching documents" in found and console == []
+
+
+def test_what_the_reference_is_made_of_is_there() -> None:
+    """Names of `::: name`, which the site documents."""
+    texts = [page.read_text("utf-8") for page in PAGES]
+    names = [name for text in texts for name in re.findall(r"^::: ([\w.]+)", text, re.M)]
+    assert len(names) > 20
+    missing = [name for name in names if not is_there(name)]
+    assert not missing
+
+
+def is_there(name: str) -> bool:
+    """Whether there is something of this name."""
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)

@@ -6,7 +6,7 @@ its products, is one with a `multiply`.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,19 @@ class Gate(NamedTuple):
 
     gelu: bool = False
     next_block: int | None = None
+
+    def apply(
+        self, both: torch.Tensor, fused: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor | Codes:
+        """Gate a product of both projections: [T, N] -> [T, N / 2], in `out` if it is given; by our
+        kernels if `fused`.
+        """
+        if not fused:
+            assert out is None, "`out` wants our kernels"
+            return act_and_mul(both, self.gelu)
+        from nanovllm.kernels import activation
+
+        return activation.gate(both, self.gelu, self.next_block, out)
 
 
 class Weight(nn.Module):
@@ -68,6 +81,28 @@ class Weight(nn.Module):
         target = self.data.data[begin : begin + len(rows.held)]
         yield f"{module}.weight", Shard(target, (rows, cols))
 
+    @overload
+    def multiply(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        *,
+        partial: bool = False,
+        gate: None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def multiply(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None = None,
+        *,
+        partial: bool = False,
+        gate: Gate,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | Codes: ...
+
     def multiply(
         self,
         x: torch.Tensor | Codes,
@@ -76,7 +111,7 @@ class Weight(nn.Module):
         partial: bool = False,
         gate: Gate | None = None,
         out: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Codes:
         """`x @ weight.T + bias`: every product of a model, whatever its format, but for experts.
 
         Formats say how in `product`, and may have a kernel of their own for `gated_row`.
@@ -94,31 +129,31 @@ class Weight(nn.Module):
         """
         if gate is None:
             return self.product(x, bias, partial, out)
-        assert out is None or (self.fused and gate.next_block is None), "`out` wants our kernels"
-        if not self.fused:
-            return act_and_mul(self.product(x, bias, False, None), gate.gelu)
-        return self._gated(x, bias, gate, out)
+        gated = self.gated(x, bias, gate, out) if self.fused else None
+        if gated is not None:
+            return gated
+        return gate.apply(self.product(x, bias, False, None), self.fused, out)
 
-    def _gated(
+    def gated(
         self,
         x: torch.Tensor | Codes,
         bias: torch.Tensor | None,
         gate: Gate,
         out: torch.Tensor | None,
-    ) -> torch.Tensor | Codes:
-        """The gated product by our kernels."""
-        from nanovllm.kernels import activation
+    ) -> torch.Tensor | Codes | None:
+        """The gated product by a kernel that makes both at once, if there is one."""
+        from nanovllm.kernels.activation import gated_product
         from nanovllm.kernels.fp8 import quantize
 
+        assert out is None or gate.next_block is None, "`out` has no codes"
         if len(x) == 1 and isinstance(x, torch.Tensor) and out is None:
             row = self.gated_row(x, bias, gate.gelu)
             if row is not None:
                 return row
-        gated = activation.gated_product(x, self.codes, self.dtype, bias, gate.gelu, out)
-        if gated is None:
-            both = self.product(x, bias, False, None)
-            return activation.gate(both, gate.gelu, gate.next_block, out)
-        return gated if gate.next_block is None else quantize(gated, gate.next_block)
+        gated = gated_product(x, self.codes, self.dtype, bias, gate.gelu, out)
+        if gated is None or gate.next_block is None:
+            return gated
+        return quantize(gated, gate.next_block)
 
     def product(
         self,
