@@ -1,4 +1,4 @@
-"""Attention backends, one file each behind one interface, and the choice of one.
+"""Attention backends, one file each with one interface, and the choice of one.
 
 Doors: `select_backend`; `base`, the interface; `triton_backend`, for the heads that it can do.
 """
@@ -13,13 +13,13 @@ BACKENDS: list[type[AttentionBackend]] = [TritonBackend, FlashAttentionBackend, 
 
 
 def select_backend(choice: str, needs: AttentionNeeds) -> tuple[AttentionBackend, str]:
-    """The backend that `attention_backend=choice` asks for; "auto" takes the fastest that can.
+    """The backend for `attention_backend=choice`; "auto" selects the fastest that can run.
 
     Returns:
-        The backend, and why it and not one before it.
+        The backend, and the reason for it rather than one before it.
 
     Raises:
-        ValueError: if the choice cannot be had, with every candidate's reason.
+        ValueError: if the chosen backend cannot run here, with every candidate's reason.
     """
     if choice == "auto" and needs.device.type == "cpu":
         return TorchBackend(), "the one for CPUs"  # Triton's interpreter is for tests

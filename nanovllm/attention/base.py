@@ -13,7 +13,7 @@ from nanovllm.utils.context import Context
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a backend is asked to run."""
+    """The requirements that a backend must meet."""
 
     device: torch.device
     dtype: torch.dtype
@@ -21,7 +21,7 @@ class AttentionNeeds:
     block_size: int
     softcap: bool = False  # see `Scoring`
     sinks: bool = False
-    fp8: bool = False  # keys and values in 8 bits, see `KVCache`
+    fp8: bool = False  # whether keys and values are in 8 bits, see `KVCache`
 
 
 class QKV(NamedTuple):
@@ -35,28 +35,28 @@ class QKV(NamedTuple):
 class AttentionBackend(ABC):
     """Causal attention of a step's tokens to the paged KV cache.
 
-    `context` says where the tokens belong. A backend never reads a block, or a slot, beyond the
-    context of a sequence.
+    `context` has the tokens' sequences and slots. A backend never reads a block, or a slot, beyond
+    the context of a sequence.
     """
 
     name: ClassVar[str]
-    supports_cuda_graph: ClassVar[bool]  # of decodes
-    captures_prompts: ClassVar[bool] = False  # in CUDA graphs that have room for more of them
+    supports_cuda_graph: ClassVar[bool]  # for decodes
+    captures_prompts: ClassVar[bool] = False  # in CUDA graphs with room for more prompt tokens
 
     @classmethod
     @abstractmethod
     def refusal(cls, needs: AttentionNeeds) -> str | None:
-        """Why this backend cannot run `needs`, or None if it can."""
+        """The reason why this backend cannot run `needs`; None if it can."""
 
     @abstractmethod
     def store_kvcache(
         self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
     ) -> None:
-        """Write k, v [T, Hkv, D] into their slots [T] int32; -1 is skipped."""
+        """Write k, v [T, Hkv, D] to their slots [T] int32; those with slot -1 are skipped."""
 
     def attend(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
-        """All rows of a step: [T, Hq, D]. Keys and values are stored already, and have the numbers
-        that the cache has (`rounded`, if it is FP8).
+        """Attend for all rows of a step. Returns [T, Hq, D]. Keys and values are stored already,
+        and have the same values as the cache (`rounded`, if it is FP8).
         """
         n = context.num_decodes
         if n == len(qkv.q):
@@ -69,24 +69,28 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(self, qkv: QKV, cache: KVCache, context: Context, scoring: Scoring) -> torch.Tensor:
-        """The prefill rows of a step, as `attend`."""
+        """Attend for the prefill rows of a step, as `attend`."""
 
     @abstractmethod
     def decode(
         self, q: torch.Tensor, cache: KVCache, context: Context, scoring: Scoring
     ) -> torch.Tensor:
-        """The decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
+        """Attend for the decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def max_fused_decodes(self, head_dim: int) -> int:
-        """The largest batch that `kernels.attention.fused_decode` rotates, stores and attends;
-        0: none.
+        """The largest batch for `kernels.attention.fused_decode`, which rotates, stores and
+        attends; 0: it cannot be used.
         """
         return 0
 
     def members_of_tile(self, num_heads: int, num_kv_heads: int) -> int:
-        """Decodes of a tile of shared prefixes (`Context.prefixes`); 0: it reads each by itself."""
+        """The maximum number of decodes in a tile of a shared prefix (`Context.prefixes`); 0: this
+        backend reads each decode's prefix by itself.
+        """
         return 0
 
     def max_gathered(self) -> int:
-        """Bytes that a step over an FP8 cache may take for its context, beside its activations."""
+        """The maximum number of bytes that a step over an FP8 cache uses for its gathered context,
+        beside its activations.
+        """
         return 0

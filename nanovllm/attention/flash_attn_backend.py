@@ -12,8 +12,8 @@ from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
 from nanovllm.utils.device import triton_refusal
 
-BLOCK_MULTIPLE = 256  # of flash-attn 2's paged kernels
-HEAD_DIMS = (32, 64, 128)  # with others, some results have been wrong (version 2.8.3)
+BLOCK_MULTIPLE = 256  # block sizes that flash-attn 2's paged kernels accept are multiples of it
+HEAD_DIMS = (32, 64, 128)  # with others, some results were wrong (version 2.8.3)
 
 
 class FlashAttentionBackend(TritonStore):
@@ -90,5 +90,5 @@ class FlashAttentionBackend(TritonStore):
 
 
 def _window(scoring: Scoring) -> tuple[int, int]:
-    """How many keys before and behind its own position a query sees, -1 for all."""
+    """The numbers of keys before and after its own position that a query sees; -1: all."""
     return scoring.window - 1, 0 if scoring.window else -1

@@ -13,18 +13,19 @@ from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
 
-MANY_QUERIES = 64  # whose scores are held at once, where PyTorch's own attention cannot run
-MIN_PADDING = 64  # tokens that are not worth a gather of their own
+MANY_QUERIES = 64  # whose scores are in memory at once, if PyTorch's own attention cannot run
+MIN_PADDING = 64  # tokens of padding per sequence that do not justify another gather
 
 
 class Gather(NamedTuple):
-    """B decoding sequences of similar length, whose KV is gathered together up to the longest, L.
+    """B decoding sequences of similar length, whose KV is gathered together, padded to L, the
+    longest.
 
     Attributes:
-        rows: [B] int64, theirs in the step.
-        slots: [B * L] int64. Shorter sequences repeat their last slot, masked, rather than read
-            foreign ones.
-        mask: [B, 1, 1, L] bool, which positions a sequence has.
+        rows: [B] int64, rows of these sequences in the step.
+        slots: [B * L] int64, KV slots. Shorter sequences repeat their last slot, masked, rather
+            than read slots of others.
+        mask: [B, 1, 1, L] bool, whether a sequence has the position.
     """
 
     rows: torch.Tensor
@@ -33,7 +34,7 @@ class Gather(NamedTuple):
 
 
 class TorchBackend(AttentionBackend):
-    """Gathers each sequence's KV out of its blocks and calls `scaled_dot_product_attention`."""
+    """A gather of each sequence's KV from its blocks, then `scaled_dot_product_attention`."""
 
     name: ClassVar[str] = "torch"
     supports_cuda_graph: ClassVar[bool] = False  # shapes follow the context lengths
@@ -61,11 +62,11 @@ class TorchBackend(AttentionBackend):
         out = torch.empty_like(q)
         for i, (begin, end) in enumerate(pairwise(q_bounds)):
             length = k_bounds[i + 1] - k_bounds[i]
-            if length == end - begin:  # nothing cached: the step's own keys are all there is
+            if length == end - begin:  # nothing is cached: the step has all keys
                 keys, values = k[begin:end], v[begin:end]
             else:
                 cached = length - (end - begin)
-                first = max(0, cached + 1 - scoring.window) if scoring.window else 0  # that is seen
+                first = max(0, cached + 1 - scoring.window) if scoring.window else 0  # key seen
                 positions = torch.arange(first, length, device=q.device)
                 slots = _slots(tables[i : i + 1], positions.unsqueeze(0), cache.k.shape[1])[0]
                 keys = _read(cache.k, cache.k_exponents, slots, q.dtype)
@@ -86,8 +87,8 @@ class TorchBackend(AttentionBackend):
 
 
 def _plan(context: Context, num_decodes: int, block_size: int, window: int) -> list[Gather]:
-    """Sequences of similar length share a gather, so that padding adds at most a half, and
-    `MIN_PADDING` tokens for each. Lengths are those within the window.
+    """The gathers of a step. Sequences of similar length share one, so that padding adds at most
+    half of each length, and `MIN_PADDING` tokens. Lengths are counted within the window.
     """
     whole = context.context_lens[:num_decodes].long()
     lens = whole.clamp(max=window) if window else whole
@@ -107,7 +108,7 @@ def _plan(context: Context, num_decodes: int, block_size: int, window: int) -> l
 
 
 def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scoring: Scoring) -> torch.Tensor:
-    """q: [B, Hq, D]. Returns [B, Hq, D]."""
+    """Attend with queries q: [B, Hq, D] of the gathered sequences. Returns [B, Hq, D]."""
     (B, Hq, D), Hkv = q.shape, cache.k.shape[2]
     # [B, Hkv, L, D]; the G queries of a KV head are the rows of one product.
     k = _read(cache.k, cache.k_exponents, gather.slots, q.dtype).view(B, -1, Hkv, D).transpose(1, 2)
@@ -120,18 +121,19 @@ def _decode(q: torch.Tensor, cache: KVCache, gather: Gather, scoring: Scoring) -
 def _write(
     x: torch.Tensor, stored: torch.Tensor, exponents: torch.Tensor | None, slots: torch.Tensor
 ) -> None:
-    """Keys or values x: [n, Hkv, D] into slots [n] int64."""
+    """Write keys or values x: [n, Hkv, D] to slots [n] int64."""
     if exponents is not None:
         S = exponents.shape[2]
         codes, exponents[slots // S, :, slots % S] = quantize(x)
-        x, stored = codes.view(torch.uint8), stored.view(torch.uint8)  # PyTorch moves bytes alone
+        # PyTorch moves bytes, but not FP8.
+        x, stored = codes.view(torch.uint8), stored.view(torch.uint8)
     stored.flatten(0, 1).index_copy_(0, slots, x)
 
 
 def _read(
     stored: torch.Tensor, exponents: torch.Tensor | None, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Keys or values [n, Hkv, D] from slots [n] int64."""
+    """Read keys or values [n, Hkv, D] from slots [n] int64."""
     S, Hkv, D = stored.shape[1:]
     found = stored.view(-1, Hkv * D)  # gathering from two dimensions is 3 times as fast as from 3
     if exponents is None:
@@ -149,7 +151,9 @@ def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int)
 def _causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """q: [n, Hq, D], the last n of the L positions of k, v: [L, Hkv, D]. Returns [n, Hq, D]."""
+    """Attend with q: [n, Hq, D], the last n of L positions, to k, v: [L, Hkv, D]. Returns
+    [n, Hq, D].
+    """
     (n, Hq, D), (L, Hkv, _) = q.shape, k.shape
     G = Hq // Hkv
     if n > MANY_QUERIES and (scoring.softcap or scoring.sinks is not None):
@@ -158,7 +162,7 @@ def _causal_attention(
             seen += len(rows)
             parts.append(_causal_attention(rows, k[:seen], v[:seen], scoring))
         return torch.cat(parts)
-    # Heads as [Hkv, G]: the keys of a group are expanded, not copied.
+    # Heads are [Hkv, G]: the keys of a group are expanded, not copied.
     q = q.transpose(0, 1).reshape(Hkv, G, n, D)
     k = k.transpose(0, 1).unsqueeze(1).expand(Hkv, G, L, D)
     v = v.transpose(0, 1).unsqueeze(1).expand(Hkv, G, L, D)
@@ -181,8 +185,8 @@ def _attend(
     scoring: Scoring,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q: [..., n, D], k, v: [..., L, D]; sinks: [..., n or 1, 1]. Without a mask queries are the
-    last of as many keys, or one that sees all. Returns [..., n, D].
+    """Attend with q: [..., n, D] to k, v: [..., L, D]; sinks: [..., n or 1, 1]. Returns
+    [..., n, D]. Without a mask, there are as many queries as keys, or one query that sees all.
     """
     n, L = q.shape[-2], k.shape[-2]
     if not scoring.softcap and sinks is None:

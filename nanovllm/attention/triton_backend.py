@@ -14,7 +14,7 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
 
 class TritonStore(AttentionBackend):
-    """Stores keys and values with our Triton kernel; the base of the backends for GPUs."""
+    """The base of the backends for GPUs: it stores keys and values with our Triton kernel."""
 
     supports_cuda_graph: ClassVar[bool] = True
 

@@ -1,9 +1,9 @@
-"""Compiling Triton's kernels ahead of their use, in processes of their own.
+"""Compilation of Triton kernels ahead of their use, in separate processes.
 
-Duty: what a step will launch is in Triton's cache on disk before the step comes. Triton compiles a
-kernel in the process, and under the lock, of whoever launches it first.
+Duty: the kernels of a step are in Triton's cache on disk before the step comes. Otherwise Triton
+compiles a kernel at its first launch, in the launching process, under its lock.
 
-Doors: `compiler`, inside of whose rehearsals nothing is launched, and what would have been is
-compiled by `server`; `rehearsal`, the steps of an engine; `absent_gpu`, for which Triton compiles
-where no GPU is; `mends`, for whoever launches kernels in threads.
+Doors: `compiler`, whose rehearsals launch no kernel but have each compiled by `server`;
+`rehearsal`, the steps of an engine; `absent_gpu`, for which Triton compiles without a GPU; `mends`,
+for code that launches kernels in threads.
 """

@@ -1,6 +1,6 @@
-"""`AbsentGPU`: a driver for Triton of a GPU that this process does not touch, or that is not there.
+"""`AbsentGPU`: a Triton driver for a GPU that this process does not touch, or that does not exist.
 
-With `triton.runtime.driver.set_active` kernels are compiled for it. Launching them does nothing.
+After `triton.runtime.driver.set_active`, kernels are compiled for it. A launch does nothing.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 
 class Target(NamedTuple):
-    """What kernels are compiled for.
+    """The GPU for which kernels are compiled.
 
     Attributes:
-        backend: of Triton: "cuda" or "hip".
+        backend: Triton's backend, "cuda" or "hip".
         arch: 10 * major + minor of the compute capability, or AMD's name of the architecture.
-        warp_size: threads.
-        shared_memory: bytes that a block of threads may have.
+        warp_size: threads per warp.
+        shared_memory: maximum bytes of shared memory of a thread block.
     """
 
     backend: str
@@ -24,11 +24,12 @@ class Target(NamedTuple):
 
 
 class AbsentGPU:
-    """Triton's driver of a GPU: kernels can be compiled and, to no effect, launched.
+    """A Triton driver with which kernels can be compiled and, without effect, launched.
 
     Args:
-        target: the GPU.
-        launcher: makes, and so compiles, what passes a kernel its arguments; None: nothing does.
+        target: GPU to compile for.
+        launcher: function that makes, and so compiles, the code that passes a kernel its arguments;
+            None: that is not compiled.
     """
 
     def __init__(self, target: Target, launcher: Callable[..., object] | None = None) -> None:

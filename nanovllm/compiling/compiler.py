@@ -1,4 +1,4 @@
-"""`Compiler`: has other processes compile the kernels that this one is going to launch."""
+"""`Compiler`: compilation, by other processes, of kernels that this one is going to launch."""
 
 import contextlib
 import functools
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 32
 SERVER = "nanovllm.compiling.server"
-ENDED = "the process that has others compile has ended"
-ANY_MEMORY = 1 << 30  # whoever launches a kernel sees whether the GPU has what it needs
-_compilers: "list[Compiler]" = []  # that are not closed
+ENDED = "the compile server has ended"
+ANY_MEMORY = 1 << 30  # the launch of a kernel finds out whether the GPU has the memory
+_compilers: "list[Compiler]" = []  # those that are not closed
 _hooking, _one_rehearsal = threading.RLock(), threading.Lock()
 
 
 def target_of(device: torch.device) -> Target:
-    """What Triton compiles for a GPU. Of NVIDIA's without its driver, which takes its time."""
+    """The target for a GPU; for NVIDIA's without Triton's driver, which takes time to make."""
     if torch.version.hip is None:
         facts = torch.cuda.get_device_properties(device)
         return Target("cuda", 10 * facts.major + facts.minor, 32, ANY_MEMORY)
@@ -49,17 +49,18 @@ def target_of(device: torch.device) -> Target:
 
 
 def _load_driver() -> None:
-    """Make Triton's driver, for which a C compiler runs where its cache is empty."""
+    """Make Triton's driver, for which a C compiler runs if the cache is empty."""
     from triton.runtime import driver
 
-    with contextlib.suppress(Exception):  # whoever launches the first kernel meets the same
+    with contextlib.suppress(Exception):  # the launch of the first kernel meets the same error
         driver.active.utils  # noqa: B018
 
 
 def num_processes(num_ranks: int) -> int:
-    """Number of compiling processes for each of the machine's ranks: half of its logical cores, and
-    at most a container's quota of CPUs. Two logical cores share one as a rule: with a process on
-    each, the largest kernel takes half as long again (docs/experiments.md, 51).
+    """The number of compiling processes for each of the machine's ranks: together half of its
+    logical cores, and at most a container's quota of CPUs. Two logical cores usually share a
+    physical one: with a process on each, the largest kernel takes half as long again
+    (docs/experiments.md, 51).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     usable = int(min((cores or 2) // 2, cgroup.cpus()))
@@ -67,35 +68,35 @@ def num_processes(num_ranks: int) -> int:
 
 
 class Compiler:
-    """A process with processes of its own that compile kernels into Triton's cache.
+    """A server process, whose child processes compile kernels into Triton's cache.
 
-    A kernel that is launched while it is compiled there is waited for, by whatever thread launches
-    it. What fails there, Triton compiles here, at the launch, as if nobody had tried.
+    A thread that launches a kernel waits for it while it is compiled there. If that fails, Triton
+    compiles the kernel here, at the launch, as without a server.
 
     Args:
-        target: what to compile for.
-        most: processes that compile.
+        target: GPU to compile for.
+        most: maximum number of processes that compile.
 
     Raises:
         OSError: if no process can be started.
 
     Attributes:
-        rehearsed: kernels that would have been launched, and their functions, in that order.
-        failed: those that the processes could not compile, and why.
+        rehearsed: kernels that would have been launched, and their functions, in order of launch.
+        failed: kernels that the processes could not compile, and the reasons.
     """
 
     def __init__(self, target: Target, most: int) -> None:
         self.rehearsed: dict[Job, Any] = {}
         self.failed: dict[Job, str] = {}
         self._jobs: list[Job] = []  # by number
-        self._pending: dict[Job, int] = {}  # their numbers, in order
-        self._changed = threading.Condition()  # guards these three, and what is sent
-        self._is_over = False  # nobody compiles any more
-        self._rehearsing: int | None = None  # the thread
+        self._pending: dict[Job, int] = {}  # numbers of the jobs, in order
+        self._changed = threading.Condition()  # guards these three, and messages to the server
+        self._is_over = False  # whether the server has ended
+        self._rehearsing: int | None = None  # id of the rehearsing thread
         self._num_rehearsals = 0
-        self._looks: list[Future[None]] = []  # of the last rehearsal
+        self._looks: list[Future[None]] = []  # look-ups in the cache, of the last rehearsal
         self._loader: threading.Thread | None = None
-        self._first_uses: list[threading.Thread] = []  # of Triton
+        self._first_uses: list[threading.Thread] = []  # threads that use Triton for the first time
         self._is_closed = False
         with ExitStack() as undo:
             with uninterrupted():
@@ -103,7 +104,7 @@ class Compiler:
                 undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
                 self._connection, theirs = Pipe()
                 undo.callback(self._connection.close)
-                with theirs:  # it starts while Triton is imported here
+                with theirs:  # the server starts while Triton is imported here
                     self._process = _start(theirs.fileno(), target, most, self._directory)
                 self._receiver = threading.Thread(target=self._receive, daemon=True)
                 self._receiver.start()
@@ -112,7 +113,7 @@ class Compiler:
 
             self._send(knobs.cache.dir)
             mend()
-            # What takes Triton its time at its first use here, most of it without Python's lock.
+            # The slow parts of Triton's first use here run beside, mostly without Python's lock.
             self._hashing = threading.Thread(target=hash_triton, daemon=True)
             self._loading_driver = threading.Thread(target=_load_driver, daemon=True)
             for thread in (self._hashing, self._loading_driver):
@@ -123,18 +124,18 @@ class Compiler:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Launch no kernel in this thread; compile those that Triton's cache does not have, after
-        those of earlier rehearsals.
+        """Launch no kernel in this thread; have those compiled that Triton's cache does not have,
+        after those of earlier rehearsals.
 
-        Other operators run. Tensors of integers that nothing fills are full of zeros, for they may
-        be indices.
+        Other operators run. Uninitialised integer tensors are filled with zeros, as they may be
+        indices.
         """
         from triton.runtime.jit import JITFunction
 
         self._loading_driver.join()
         thread, self._looks = threading.get_ident(), []
-        # One rehearsal in this process, where functions are replaced. Another thread looks into the
-        # cache: this one gives up Python's lock wherever libraries take their time.
+        # One rehearsal at a time in this process, as functions are replaced. Another thread looks
+        # into the cache: this one releases Python's lock wherever libraries take long.
         with _one_rehearsal, ThreadPoolExecutor(1, "nanovllm-compile-look") as self._looker:
             self._looker.submit(self._hashing.join)
             run = JITFunction.run
@@ -154,8 +155,8 @@ class Compiler:
                 look.result()
 
     def meets(self, job: Job, function: Any, how: dict[str, Any]) -> bool:
-        """Whether a kernel that is new to this process is rehearsed: it is neither compiled here
-        nor launched then. Otherwise it is waited for, if others compile it.
+        """Whether a kernel that is new to this process is rehearsed: then it is neither compiled
+        here nor launched. Otherwise wait for it, if others compile it.
         """
         if threading.get_ident() == self._rehearsing:
             if job not in self.rehearsed:
@@ -181,18 +182,18 @@ class Compiler:
 
     @property
     def num_compiled(self) -> int:
-        """Kernels that Triton's cache did not have, and has now."""
+        """The number of kernels that Triton's cache did not have, and has now."""
         with self._changed:
             return sum(not (job in self._pending or job in self.failed) for job in self._jobs)
 
     def finish(self) -> None:
-        """Say that no more will be submitted: the processes end when they are done."""
+        """Tell the server that no more will be submitted: the processes end when they are done."""
         with self._changed:
             self._send(None)
 
     def load(self, device: torch.device) -> None:
-        """Load what was rehearsed and not launched so far, in a thread, as it is compiled: whoever
-        launches it first need not.
+        """Load kernels that were rehearsed and not launched so far, in a thread, as soon as they
+        are compiled: their first launch need not.
         """
         name = "nanovllm-load-kernels"
         self._loader = threading.Thread(target=self._load, args=(device,), name=name, daemon=True)
@@ -204,7 +205,7 @@ class Compiler:
             self.wait(job)
             if self._is_closed:
                 return
-            if job in self.failed:  # to compile it here would hold the engine up
+            if job in self.failed:  # a compilation here would hold up the engine
                 continue
             key = json.loads(job.specialization)["key"]
             if key in function.device_caches[device.index or 0][0]:
@@ -212,18 +213,18 @@ class Compiler:
             try:
                 with capturing:  # it may wait for the device
                     function.preload(job.specialization)._init_handles()
-            except Exception:  # whoever launches it meets the same
+            except Exception:  # its launch meets the same error
                 logger.debug("%s was not loaded ahead", job.function, exc_info=True)
 
     def wait(self, job: Job) -> None:
-        """Until a kernel is compiled, if it is to be; it goes before others."""
+        """Wait until a kernel is compiled, if it is queued; it goes before others."""
         with self._changed:
             if job in self._pending:
                 self._send(self._pending[job])
             self._changed.wait_for(lambda: job not in self._pending)
 
     def wait_for_all(self) -> None:
-        """Until all kernels are compiled, and loaded if they are to be."""
+        """Wait until all kernels are compiled, and loaded if `load` was called."""
         for job in self._jobs:
             self.wait(job)
         if self._loader is not None:
@@ -231,7 +232,7 @@ class Compiler:
 
     @property
     def num_pending(self) -> int:
-        """Kernels that are still to be compiled."""
+        """The number of kernels that are still to be compiled."""
         return len(self._pending)
 
     def _send(self, message: object) -> None:
@@ -239,7 +240,7 @@ class Compiler:
             self._connection.send(message)
 
     def _receive(self) -> None:
-        """Take what is answered, in a thread, until the server ends. Nobody waits for it then."""
+        """Receive answers, in a thread, until the server ends. Then release all that wait."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, error = self._connection.recv()
@@ -267,11 +268,11 @@ class Compiler:
         with self._changed:
             if self._process.returncode is None:  # its group is still its own
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # nobody else is in its session
+                    os.killpg(self._process.pid, signal.SIGKILL)  # its session has no others
                 self._process.wait()
 
     def close(self) -> None:
-        """End the processes, whatever they do, and remove their files. May be called again."""
+        """End the processes at once, and remove their files. May be called again."""
         self._is_closed = True
         _forget(self)
         self._end_processes()
@@ -285,15 +286,15 @@ class Compiler:
 
 
 def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Popen[bytes]":
-    """The server, in a session of its own: Ctrl-C is not for it.
+    """Start the server, in a session of its own, so that Ctrl-C does not reach it.
 
-    It finds modules where this process does, whatever its working directory has.
+    It finds modules where this process does, whatever is in its working directory.
 
     Raises:
         OSError: if Python cannot be started.
     """
     if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: a program of its own
-        raise OSError("this program brings no Python that could be started")
+        raise OSError("this program has no Python that can be started")
     path = [entry for entry in sys.path if isinstance(entry, str)]
     asked = f"{fd}, {json.dumps(target)!r}, {most}"
     code = f"import sys; sys.path[:] = {path!r}; from {SERVER} import main; main({asked})"
@@ -308,8 +309,8 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
 
 
 def _listen(compiler: Compiler) -> None:
-    """Have Triton tell a compiler of kernels that it is going to compile in this process. A hook
-    that was there goes on.
+    """Have Triton notify a compiler of kernels that it is about to compile in this process. An
+    earlier hook stays active.
     """
     from triton import knobs
 
@@ -322,7 +323,7 @@ def _listen(compiler: Compiler) -> None:
         def hook(*, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
             job = Job(fn.module, fn.name, compile["specialization_data"])
             here = threading.get_ident()
-            # Whoever rehearses waits for no other's kernels.
+            # A rehearsing thread does not wait for kernels of other compilers.
             for one in sorted(_compilers, key=lambda one: one._rehearsing != here):
                 if one.meets(job, fn.jit_function, compile):
                     return True
@@ -342,13 +343,13 @@ def is_cached(function: Any, how: dict[str, Any]) -> bool:
     """Whether Triton's cache has a kernel, where `triton.compiler.compile` looks for it.
 
     Args:
-        function: a JITFunction.
-        how: what it tells `jit_cache_hook`.
+        function: Triton's JITFunction.
+        how: arguments that it passes to `jit_cache_hook`.
     """
     try:
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import get_cache_key, get_cache_manager
-    except ImportError:  # another version: whoever compiles will see
+    except ImportError:  # another version: the compiling process will find out
         return False
     backend = function.device_caches[how["device"]][3]
     source = function.ASTSource(function, how["signature"], how["constants"], how["configs"][0])
@@ -363,7 +364,7 @@ def is_cached(function: Any, how: dict[str, Any]) -> bool:
 
 @contextmanager
 def _zeros(thread: int) -> Iterator[None]:
-    """New tensors of integers are full of zeros, in this thread."""
+    """Fill new integer tensors of this thread with zeros."""
     names = "empty", "empty_like"
     makers = {name: getattr(torch, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Two faults of Triton, mended for the whole process."""
+"""Repairs of two faults of Triton, for the whole process."""
 
 import threading
 from types import ModuleType
@@ -8,7 +8,7 @@ _mending, _mended = threading.Lock(), threading.Event()
 
 
 def mend() -> None:
-    """Mend Triton in this process. May be called again."""
+    """Repair Triton in this process. May be called again."""
     from triton.compiler import CompiledKernel
     from triton.runtime import build, jit
 
@@ -23,10 +23,10 @@ def keep_apart(build: Any, kernel: Any) -> None:
     """Replace two functions of Triton, for the whole process, so that threads may load kernels at
     the same time (docs/experiments.md, 45). May be called again.
 
-    A launcher passes a kernel its arguments. Up to Triton 3.6 it is a C module, all of one name:
-    when Python loads a file again, it reuses the last module of that name, so a thread could get
-    another kernel's launcher. Now each load gets a module of its own. And from 3.5 on a kernel has
-    its launcher before its function: a second thread launched None. Now it waits.
+    A launcher passes a kernel its arguments. Up to Triton 3.6 it is a C module, and all have the
+    same name: when Python loads a file again, it reuses the last module of that name, so a thread
+    could get another kernel's launcher. Now each load gets its own module. And from 3.5 on, a
+    kernel has its launcher before its function: a second thread launched None. Now it waits.
 
     Args:
         build, kernel: the module `triton.runtime.build` and the class `CompiledKernel`.
@@ -61,7 +61,7 @@ def hash_callees_first(finder: Any) -> None:
     cache is the same in every process.
 
     A key covers the values of the globals that a kernel and the functions it calls refer to. Up to
-    Triton 3.6 a callee's were taken over before it was hashed, so they were missing unless another
+    Triton 3.6, a callee's were copied before it was hashed, so they were missing unless another
     kernel had called it before: the key depended on the order of first uses, and a second start
     compiled half of its kernels again (docs/experiments.md, 49). May be called again.
 

@@ -1,5 +1,6 @@
-"""The rehearsal of an engine's steps: every kernel that a request may need is launched once, to no
-effect (`Compiler.rehearsal`). What each step needs comes first, then what only some requests want.
+"""The rehearsal of an engine's steps: every kernel that a request may need is launched once,
+without effect (`Compiler.rehearsal`). Kernels of every step come first, then those of only some
+requests.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,16 +27,16 @@ from nanovllm.sampling.extras import Extras
 from nanovllm.sizing.activations import warmup_batch
 from nanovllm.utils.integers import cdiv
 
-# Numbers of tokens: together they take all kernels that any number takes, in all models' layers.
+# Numbers of tokens: together they use all kernels that any number uses, in all models' layers.
 ROWS = (1, 2, 16, 32, 64, 128, 160, 192, 256, 512, 896, 1024, 2048)
 MAX_LOGPROBS = 20  # beside the token's own
 
 
 @contextmanager
 def distinct_layers(model: Qwen3ForCausalLM, of_each: int = 1) -> Iterator[None]:
-    """Have a model compute the first of its layers of each kind, and the last, which is the only
-    one to drop rows: these take all kernels that it takes. Two `of_each` kind take as much memory,
-    too: the very first has nothing to add to.
+    """Have a model compute only the first layer of each kind, and the last layer, which alone drops
+    rows: these use all kernels of the model. Two `of_each` kind also use as much memory: the very
+    first layer has no residual to add to.
     """
     own, kinds = model.model, model.config.layers
     whole = own.layers
@@ -55,22 +56,22 @@ def run_distinct_layers(
     inputs: StepInputs,
     of_each: int = 1,
 ) -> None:
-    """Compute a step of a model's distinct layers alone."""
+    """Compute a step with a model's distinct layers only."""
     with distinct_layers(model, of_each):
         compute(inputs)
 
 
 class Rehearsal:
-    """Steps of all kinds.
+    """The steps of all kinds.
 
     Args:
-        compute: the step.
-        model: that it computes.
-        pool: without blocks.
-        config, model_config, group, device: of the engine.
+        compute: function that computes a step.
+        model: model that it computes.
+        pool: KV pool, without blocks.
+        config, model_config, group, device: those of the engine.
         max_model_len: maximum length of a sequence in tokens.
-        members: decodes of a tile of shared prefixes; 0: none share.
-        max_prompt_tokens: of prompts in CUDA graphs.
+        members: maximum number of decodes in a tile of a shared prefix; 0: prefixes are not shared.
+        max_prompt_tokens: maximum number of prompt tokens in CUDA graphs.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Rehearsal:
         self._batches = sorted({most, *powers})  # by which decodes choose their splits
 
     def first_steps(self) -> None:
-        """Decodes, which the start waits for, and the largest step, whose attention takes longest
-        to compile.
+        """Rehearse decodes, for which the start waits, and the largest step, whose attention takes
+        longest to compile.
         """
         with self._one_block():
             self._prompt(self._least(self._budget), self._budget)
@@ -112,11 +113,11 @@ class Rehearsal:
                 self._decodes(Shape(size))
             for size in self._batches:
                 beside = min(TOKENS, self._budget - size)
-                if beside > 0:  # of other sizes, these take the kernels of decodes alone
+                if beside > 0:  # with prompts of other sizes, they use the kernels of decodes alone
                     self._decodes(Shape(size, beside))
 
     def other_steps(self) -> None:
-        """Steps that only some requests bring."""
+        """Rehearse steps that only some requests cause."""
         with self._one_block():
             self._prompts()
             for size in self._batches[1:] if self._members else ():
@@ -134,11 +135,11 @@ class Rehearsal:
             self._pool.free()
 
     def _least(self, num_tokens: int) -> int:
-        """Sequences that so many tokens of prompts take at the least."""
+        """The least number of sequences for `num_tokens` prompt tokens."""
         return min(self._config.max_num_seqs, cdiv(num_tokens, self._max_model_len))
 
     def _prompts(self) -> None:
-        """Of few sequences, and of many. Some follow a chunk that has been computed."""
+        """Rehearse prompts of few sequences, and of many. Some follow a computed chunk."""
         for num_tokens in sorted((rows for rows in ROWS if rows < self._budget), reverse=True):
             self._prompt(self._least(num_tokens), num_tokens)
         for num_tokens in {2, TOKENS, self._budget}:
@@ -159,11 +160,11 @@ class Rehearsal:
         self._compute(to_device(batch, self._device))
 
     def _decodes(self, shape: Shape) -> None:
-        """As CUDA graphs have them."""
+        """Rehearse decodes with the static inputs of CUDA graphs."""
         self._compute(self._inputs.view(shape))
 
     def _controls(self) -> None:
-        """Tokens drawn with controls, log-probabilities and embeddings, of a row."""
+        """Rehearse draws with controls, log-probabilities and embeddings, for one row."""
         vocab_size, dtype = self._model_config.vocab_size, self._model.lm_head.weight.dtype
         zeros = partial(torch.zeros, device=self._device)
         ids, hidden = zeros(1, dtype=torch.int32), zeros(2, self._model_config.hidden_size)
@@ -185,7 +186,7 @@ class Rehearsal:
 
 
 def one_row(vocab_size: int, filters: bool, penalties: bool) -> Controls:
-    """Controls of one row: a banned token, and filters and penalties if it has any."""
+    """The controls of one row: a banned token, and filters and penalties if asked for."""
     top_k, top_p, min_p = (5, 0.9, 0.1) if filters else NO_FILTERS
     row = (1.1, 0.5, 0.5) if penalties else NO_PENALTIES
     return Controls(

@@ -1,13 +1,13 @@
-"""`main`: the process that compiles for another, which `Compiler` starts.
+"""`main`: the compile server, a process that `Compiler` starts.
 
 It imports Triton and the modules of our kernels once, and forks processes that compile, one kernel
-each at a time, as jobs come through a socket. A kernel's module imports PyTorch for its host's
-part only, and that takes seconds: here something else has its name.
+each at a time, as jobs come through a socket. A kernel's module needs PyTorch for its host part
+only, and that takes seconds to import: a stand-in has its name here.
 
 Messages from `Compiler`: first the directory of Triton's cache; then a number, its `Job` and its
-group; the number of a job that is waited for, which goes first; None: no more will come. Of jobs
-that wait the first group's go first, and of these the longest. Answers: a job's number, and why it
-failed or None. The end of the connection is the end of all.
+group; the number of a job that is waited for, which goes first; None: no more will come. Among
+queued jobs the first group's go first, and of these the longest. Answers: a job's number, and the
+reason of its failure or None. If the connection ends, all processes end.
 """
 
 import functools
@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 from nanovllm.compiling.absent_gpu import AbsentGPU, Target
 from nanovllm.compiling.mends import mend
 
-NICENESS = 5  # the engine goes first
-WAITED_FOR = -1, 0  # before all groups
+NICENESS = 5  # the engine has priority
+WAITED_FOR = -1, 0  # rank before those of all groups
 
 
 class Job(NamedTuple):
     """A kernel to compile.
 
     Attributes:
-        module, function: where its source is.
-        specialization: types, constants and options, as Triton writes them down.
+        module, function: names of the module and the function with its source.
+        specialization: types, constants and options, as serialised by Triton.
     """
 
     module: str
@@ -43,7 +43,9 @@ class Job(NamedTuple):
 
 
 def import_without_torch(backend: str = "cuda") -> None:
-    """Import the modules of all kernels, behind Triton, as they are for a backend of it."""
+    """Import the modules of all kernels, as they are for a backend of Triton. Triton must have been
+    imported before.
+    """
     from unittest.mock import MagicMock
 
     torch = MagicMock(name="torch")
@@ -56,7 +58,7 @@ def import_without_torch(backend: str = "cuda") -> None:
 
 
 def needs_launchers(target: Target) -> bool:
-    """Whether what launches kernels is compiled, too: Triton up to 3.6, for NVIDIA's GPUs, has one
+    """Whether launchers of kernels are compiled, too: Triton up to 3.6 has, for NVIDIA's GPUs, one
     launcher for each kind of arguments.
     """
     import triton
@@ -66,8 +68,8 @@ def needs_launchers(target: Target) -> bool:
 
 
 def launcher_of(target: Target) -> Callable[..., object] | None:
-    """What compiles launchers for a target, by a C compiler and NVIDIA's library. None: nobody has
-    to, or nobody can without the library.
+    """The function that compiles launchers for a target, with a C compiler and NVIDIA's library.
+    None if that is not needed, or if the library is missing.
     """
     if not needs_launchers(target):
         return None
@@ -82,8 +84,8 @@ def launcher_of(target: Target) -> Callable[..., object] | None:
 
 
 def prepare(target: Target) -> None:
-    """Make this process, and those that it forks, ready to compile."""
-    import triton  # noqa: F401  which would ask PyTorch's stand-in for much
+    """Prepare this process, and those that it forks, to compile."""
+    import triton  # noqa: F401  before PyTorch's stand-in, of which it would ask much
 
     hashing = threading.Thread(target=hash_triton)
     hashing.start()
@@ -96,7 +98,7 @@ def prepare(target: Target) -> None:
 
 
 def hash_triton() -> None:
-    """Hash Triton's own files, once for all processes: half a second."""
+    """Hash Triton's own files, once for all processes. This takes half a second."""
     try:
         from triton.runtime.cache import triton_key
     except ImportError:  # before 3.6
@@ -106,8 +108,8 @@ def hash_triton() -> None:
 
 @functools.cache
 def source_length(function: Any) -> int:
-    """Characters of a kernel's source, with that of all it calls: by these, roughly, it takes time
-    to compile.
+    """The number of characters in the source of a kernel and of all functions that it calls: the
+    time to compile it roughly follows this.
     """
     from triton.runtime.jit import JITFunction
 
@@ -122,7 +124,7 @@ def source_length(function: Any) -> int:
 
 
 def compile_job(job: Job) -> None:
-    """Compile a kernel, and what launches it, into Triton's cache."""
+    """Compile a kernel, and its launcher, into Triton's cache."""
     function = getattr(importlib.import_module(job.module), job.function)
     function.preload(job.specialization)._init_handles()
 
@@ -143,8 +145,8 @@ def _work(connection: Connection) -> None:
 
 
 def _fork(others: Iterable[Connection]) -> Connection:
-    """A process that works, by the connection to it. It keeps none of the server's others open:
-    the end of the server is to be seen at the other end of each.
+    """Fork a process that compiles. Returns the connection to it. The process closes the server's
+    `others`, so that the end of the server is seen at the other end of each.
     """
     ours, theirs = Pipe()
     if os.fork():
@@ -159,8 +161,8 @@ def _fork(others: Iterable[Connection]) -> Connection:
 
 
 def serve(asks: Connection, most: int) -> None:
-    """Have at most so many processes work, until all is done or nobody asks any more."""
-    jobs: dict[int, tuple[Job, tuple[int, int]]] = {}  # and their ranks: the least is begun first
+    """Have at most `most` processes compile, until all is done and no more jobs will come."""
+    jobs: dict[int, tuple[Job, tuple[int, int]]] = {}  # with their ranks: the least begins first
     idle: list[Connection] = []
     busy: dict[Connection, int] = {}
     is_open = True
@@ -191,8 +193,8 @@ def serve(asks: Connection, most: int) -> None:
 
 
 def _length(job: Job) -> int:
-    """The length of a job's source; 0 if its module is not imported here, which is left to other
-    processes, or if it is no plain kernel.
+    """The length of a job's source; 0 if its module is not imported here (other processes will
+    import it), or if it is no plain kernel.
     """
     from triton.runtime.jit import JITFunction
 
@@ -201,12 +203,12 @@ def _length(job: Job) -> int:
 
 
 def main(fd: int, target: str, most: int) -> None:
-    """Serve the process that has started this one, in whose session nobody else is.
+    """Serve the process that has started this one. No others are in this process's session.
 
     Args:
-        fd: our end of the socket.
-        target: as JSON.
-        most: processes that compile.
+        fd: file descriptor of our end of the socket.
+        target: `Target` as JSON.
+        most: maximum number of processes that compile.
     """
     os.nice(NICENESS)
     asks = Connection(fd)
@@ -215,4 +217,4 @@ def main(fd: int, target: str, most: int) -> None:
         os.environ["TRITON_CACHE_DIR"] = asks.recv()
         serve(asks, most)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os.killpg(0, signal.SIGKILL)  # those that work, their compilers, and this one
+        os.killpg(0, signal.SIGKILL)  # compiling processes, their children, and this one

@@ -1,4 +1,4 @@
-"""Layers that models are made of, and `Build`, by which they choose their kernels.
+"""The layers of models, and `Build`, the options by which they choose their kernels.
 
 Every file is a door.
 """

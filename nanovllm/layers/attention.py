@@ -16,15 +16,17 @@ from nanovllm.utils.context import Context, get_context
 
 
 def scoring_of(config: ModelConfig, i: int, max_model_len: int) -> Scoring:
-    """How queries score keys in layer i, of at most so many tokens."""
+    """The scoring of layer i, for sequences of at most `max_model_len` tokens."""
     window, softcap = config.layers[i].window, config.attn_logit_softcapping
-    if window >= max_model_len:  # nothing to hide
+    if window >= max_model_len:  # it would hide nothing
         window = 0
     return Scoring(config.attention_multiplier, window, softcap)
 
 
 def members_of_tile(config: ModelConfig, build: Build) -> int:
-    """Decodes that read what they share as one tile, see `SharedPrefixes`; 0: none do."""
+    """The maximum number of decodes that read a shared prefix as one tile, see `SharedPrefixes`; 0:
+    each reads its own.
+    """
     if all(scoring_of(config, i, build.max_model_len).window for i in range(len(config.layers))):
         return 0
     num_kv_heads = len(local_kv_heads(config.num_key_value_heads, build.group))
@@ -36,18 +38,19 @@ def members_of_tile(config: ModelConfig, build: Build) -> int:
 class Attention(StatefulLayer):
     """Causal attention over the paged KV cache of one layer.
 
-    Queries and keys are normalised and rotated, keys and values stored, by one kernel if `fused`;
-    the backend attends. A few decodes have one kernel for all of it. The layer is bound to its part
-    of the pool once; what changes from step to step is in the step's `Context`.
+    If `fused`, one kernel normalises and rotates queries and keys, and stores keys and values; then
+    the backend attends. For few decodes, one kernel does all of that. The layer is bound once to
+    its part of the KV pool; the step's `Context` has everything that changes from step to step.
 
     Args:
-        heads: the projection, which has Hq and Hkv heads on this rank.
-        head_dim: D
-        rope: what rotates queries and keys.
-        norms: over D, of queries and of keys; None: they are not normalised here.
-        scoring: how queries score keys.
-        is_last: of the model's layers: only the rows `Context.kept_rows` are of use behind it.
-        build: of the model.
+        heads: projection, with Hq query heads and Hkv KV heads on this rank.
+        head_dim: head size D.
+        rope: rotary embedding of queries and keys.
+        norms: norms over D, of queries and of keys; None: they are not normalised here.
+        scoring: scale, window, soft cap and sinks of the scores.
+        is_last: whether this is the model's last layer, after which only the rows
+            `Context.kept_rows` are used.
+        build: options of the model.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Attention(StatefulLayer):
         return {"k": cached, "v": cached, "k_exponents": exponents, "v_exponents": exponents}
 
     def bind(self, **tensors: torch.Tensor) -> None:
-        """Keep keys and values in a `KVCache` of these fields."""
+        """Use a `KVCache` with these fields from now on."""
         self.cache = KVCache(**tensors)
 
     def forward(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
@@ -87,11 +90,11 @@ class Attention(StatefulLayer):
 
         Args:
             positions: [T] int32
-            qkv: [T, (Hq + 2 Hkv) D], queries, keys and values; if `fused` also partial results of
-                it [S, T, ...], to be summed over S.
+            qkv: [T, (Hq + 2 Hkv) D], queries, keys and values; if `fused`, also partial results
+                [S, T, ...], to be summed over S.
 
         Returns:
-            [T, Hq D], or of the kept rows [n, Hq D].
+            [T, Hq D]; [n, Hq D] in the last layer, if only n rows are kept.
         """
         context = get_context()
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
@@ -135,6 +138,14 @@ class Attention(StatefulLayer):
     ) -> torch.Tensor:
         from nanovllm.kernels.attention.fused_decode import own_decode
 
-        tables, lens, longest = context.block_tables, context.context_lens, self.build.max_model_len
-        where = cache, self.build.dtype, tables, lens, longest
-        return own_decode(qkv, how, *where, self.scoring, shared=context.shared)
+        return own_decode(
+            qkv,
+            how,
+            cache,
+            self.build.dtype,
+            context.block_tables,
+            context.context_lens,
+            max_context=self.build.max_model_len,
+            scoring=self.scoring,
+            shared=context.shared,
+        )

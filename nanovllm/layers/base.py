@@ -1,4 +1,4 @@
-"""What layers are told when they are built, and what they tell the loader and the runner."""
+"""The interface of layers: options to build them, `Shard`s for the loader, states for the pool."""
 
 import math
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from nanovllm.distributed.group import Group
 from nanovllm.layers.weights.shard import Shard
 from nanovllm.tensors.fp8 import Codes
 
-# Between layers: [T, M] in some state.
+# Hidden states [T, M] between layers: values, FP8 codes, or rows spread over the ranks.
 Hidden: TypeAlias = torch.Tensor | Codes | Scattered | Gathered
 
 
 class Build(NamedTuple):
-    """What all layers of a model are built with.
+    """The options that all layers of a model are built with.
 
     Attributes:
-        dtype: of the parameters.
-        fused: take our kernels where they are faster.
-        group: the ranks that the model is split over.
-        backend: what attends.
-        max_model_len: tokens of the longest sequence.
-        block_size: tokens of a block of the KV cache.
-        cache_dtype: of the KV cache; None: `dtype`.
-        quantization: of the matrices of linear layers.
-        decode_tokens: rows of a step that are decodes of one sequence, at most.
+        dtype: torch.dtype of the parameters.
+        fused: whether our kernels are used where they are faster.
+        group: ranks that the model is split over.
+        backend: attention backend.
+        max_model_len: maximum length of a sequence, in tokens.
+        block_size: tokens per block of the KV cache.
+        cache_dtype: torch.dtype of the KV cache; None: `dtype`.
+        quantization: format of the linear layers' matrices; None: values of `dtype`.
+        decode_tokens: maximum number of rows of a step that are decodes of one sequence.
     """
 
     dtype: torch.dtype
@@ -48,10 +48,10 @@ class Layer(nn.Module):
     """A layer with parameters."""
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
-        """The checkpoint's tensors that fill this layer, and what of it each fills.
+        """The names of the checkpoint tensors that fill this layer, each with its `Shard`.
 
         Args:
-            path: of this layer in the model, which names it in the checkpoint.
+            path: path of this layer in the model, which is its name in the checkpoint.
         """
         for name, param in self.named_parameters(recurse=False):
             yield f"{path}.{name}", Shard.whole(param.data)
@@ -61,10 +61,10 @@ class State(NamedTuple):
     """A tensor that a layer keeps from step to step.
 
     Attributes:
-        shape: of what it keeps of one KV block, or of one sequence.
+        shape: shape of a row, which belongs to one KV block or to one sequence.
         dtype: torch.dtype of the tensor.
-        by_sequence: False: a row for each KV block, [N, *shape]. True: one for each slot, the last
-            for padding, [max_num_seqs + 1, *shape]; see `Context.slots`.
+        by_sequence: whether there is a row per slot of a sequence, the last for padding:
+            [max_num_seqs + 1, *shape], see `Context.slots`; else a row per KV block: [N, *shape].
     """
 
     shape: tuple[int, ...]
@@ -73,29 +73,30 @@ class State(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a block or a sequence."""
+        """Bytes per KV block or sequence."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class StatefulLayer(Layer):
-    """A layer that keeps tensors from step to step. The engine's pool asks for them, and binds them
-    before the first step. Rows are never cleared: whatever reads one has written it.
+    """A layer that keeps tensors from step to step. The engine's pool allocates its `states`, and
+    binds them before the first step. Rows are never cleared: a layer reads no row before it has
+    written it.
     """
 
     def states(self) -> dict[str, State]:
-        """What it keeps, by name."""
+        """The states that the layer keeps, by name."""
         raise NotImplementedError
 
     def bind(self, **tensors: torch.Tensor) -> None:
-        """Use these tensors of its `states` from now on."""
+        """Use these tensors for its `states` from now on."""
         raise NotImplementedError
 
 
 class MLP(nn.Module):
-    """What stands behind attention: [T, M] -> [T, M].
+    """The part of a decoder layer after attention: [T, M] -> [T, M].
 
     Attributes:
-        act_block: see `Weight`, of its first product.
+        act_block: `Weight.act_block` of its first product.
     """
 
     act_block: int | None = None

@@ -15,14 +15,14 @@ from nanovllm.layers.weights.weight import Weight
 
 
 def vocab_span(vocab_size: int) -> int:
-    """Tokens of a span, the unit in which the vocabulary is sampled and divided over ranks: some
-    64 of them make a vocabulary, so 1 to 8 ranks can share.
+    """The number of tokens in a span, the unit in which the vocabulary is sampled and divided over
+    ranks. A vocabulary has about 64 spans, so 1 to 8 ranks can share it.
     """
     return min(4096, max(16, 1 << max(0, (vocab_size - 1).bit_length() - 6)))
 
 
 def local_vocab(vocab_size: int, rank: int, size: int) -> range:
-    """The tokens of a rank: whole spans of the vocabulary, for the last ranks fewer or none."""
+    """The tokens of a rank: whole spans of the vocabulary; fewer or none for the last ranks."""
     span = vocab_span(vocab_size)
     per_rank = -(-vocab_size // (span * size)) * span
     start = rank * per_rank
@@ -30,7 +30,9 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
 
 
 class VocabParallelEmbedding(Layer):
-    """Token ids to hidden states. The weight has the rows of `vocab`, at least one."""
+    """The token embedding: ids to hidden states. Its weight has the rows of `vocab`, or one row if
+    this rank has none.
+    """
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class VocabParallelEmbedding(Layer):
         self.weight = self._make_weight(max(1, len(self.vocab)), config.hidden_size)
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
-        # The library reads so large a weight as fast as a kernel of ours, for one row too.
+        # For so large a weight, the library is as fast as our kernels, even for one row.
         weight = Weight(num_rows, num_cols, self.build.dtype, fused=False)
         weight.data.zero_()
         return weight
@@ -64,7 +66,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits over this rank's part of the vocabulary."""
+    """The LM head: hidden states to logits over this rank's part of the vocabulary."""
 
     is_tied = False
 
@@ -72,7 +74,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         return in_int8(num_rows, num_cols, self.build) or super()._make_weight(num_rows, num_cols)
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
-        """Have the numbers of the embedding, which the checkpoint holds once."""
+        """Share the values of the embedding, which the checkpoint stores once."""
         self.is_tied = True
         if isinstance(self.weight, Int8Weight):
             embedding.weight = TiedWeight(embedding.weight, self.weight)
@@ -85,7 +87,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight.data)] if it is given."""
+        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight.data)], if that is given."""
         out = self.weight.multiply(hidden, out=out)
         if self.config.logits_scaling != 1.0:
             out.div_(self.config.logits_scaling)

@@ -1,4 +1,4 @@
-"""Mixture of experts: gated MLPs, of which each token takes the few that a router chooses."""
+"""Mixture of experts: gated MLPs, of which a router chooses a few for each token."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ def _facts(config: ModelConfig) -> ExpertConfig:
 
 
 class Router(ReplicatedLinear):
-    """Which experts each token takes, and how much of each. No format quantises it."""
+    """The choice of each token's experts, and of their weights. No format quantises it."""
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         facts, plain = _facts(config), build._replace(quantization=None)
@@ -37,8 +37,8 @@ class Router(ReplicatedLinear):
         self.k, self.norm = facts.num_experts_per_tok, facts.norm_topk_prob
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, M] -> the k experts of each token [T, k], the likeliest first, and their weights
-        [T, k] float32.
+        """Choose experts: x [T, M] -> the k experts of each token [T, k], the likeliest first, and
+        their weights [T, k] float32.
         """
         logits = self(x)
         if self.build.fused:
@@ -54,7 +54,7 @@ class Experts(Layer):
     """E experts, each `down(act(gate(x)) * up(x))`, and each divided over the ranks as an MLP is.
 
     Attributes:
-        gate_up: [E * 2 I, M], of each expert gate first.
+        gate_up: [E * 2 I, M], for each expert the gate's I rows, then those of up.
         down: [E * M, I]
     """
 
@@ -73,25 +73,25 @@ class Experts(Layer):
         self.gate_up_bias, self.down_bias = biases or (None, None)
 
     def of_each(self, weight: Weight) -> torch.Tensor:
-        """The numbers of a matrix by expert: [E, outputs, inputs]."""
+        """The values of a matrix by expert: [E, outputs, inputs]."""
         return weight.data.data.view(self.facts.num_experts, -1, weight.data.shape[1])
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """What this rank adds to the results: their sum has the bias of rank 0."""
+        """The bias that this rank adds: only rank 0 does, so that the ranks' sum has it once."""
         return self.down_bias if self.build.group.rank == 0 else None
 
     def forward(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor | Scattered:
-        """The weighted sum of what the experts make of each token.
+        """The weighted sum of the experts' outputs for each token.
 
         Args:
             x: [T, M]
             experts, weights: [T, k], see `Router.choose`.
 
         Returns:
-            [T, M], or partial results: [k, T, M], or as of `sum_over_ranks`.
+            [T, M]; or partial results: [k, T, M], or those of `sum_over_ranks`.
         """
         group = self.build.group
         if not self.build.fused:
@@ -99,7 +99,7 @@ class Experts(Layer):
         from nanovllm.kernels.products.experts import gated_experts
 
         out = gated_experts(x, self._weights(), experts, weights)
-        if group.size == 1 or group.can_exchange(x):  # the norm behind it sums
+        if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
         return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
 
@@ -120,7 +120,7 @@ class Experts(Layer):
     def _by_expert(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """One expert after the other, with all of its tokens: [T, M]."""
+        """Compute one expert after another, each for all of its tokens. Returns [T, M]."""
         k = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         gate_up_of, down_of = self.of_each(self.gate_up), self.of_each(self.down)
@@ -140,15 +140,15 @@ class Experts(Layer):
 
 
 def _weight(num_rows: int, num_cols: int, build: Build) -> Weight:
-    """Of all experts of a layer."""
+    """A weight for one projection of all experts of a layer."""
     weight = make_weight(num_rows, num_cols, build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
-        weight.kernels = None  # our kernels take codes where tensor cores do
+        weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
 
 
 def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
-    """`act_and_mul`; with a limit gpt-oss's SwiGLU (OpenAI, 2025), clamped and of 1 + up."""
+    """`act_and_mul`; with a limit, gpt-oss's SwiGLU (OpenAI, 2025): clamped, and of 1 + up."""
     if not limit:
         return act_and_mul(x, gelu)
     gate, up = x.chunk(2, -1)
@@ -157,10 +157,10 @@ def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
 
 
 class NumberedExperts(Experts):
-    """Experts that the checkpoint has one by one, each under its number.
+    """Experts that the checkpoint stores one by one, each under its number.
 
     Args:
-        names: what the checkpoint calls gate, up and down.
+        names: names of gate, up and down in the checkpoint.
     """
 
     def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
@@ -177,12 +177,14 @@ class NumberedExperts(Experts):
 
 
 class PackedExperts(Experts):
-    """Experts that the checkpoint has in a tensor for all, gate and up in turns (gpt-oss)."""
+    """Experts that the checkpoint packs into one tensor for all, gate and up interleaved
+    (gpt-oss).
+    """
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         experts, outputs, inner = Part.whole(self.facts.num_experts), self.outputs, self.part
-        in_turns = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
-        gate_up = Part(in_turns, 2 * inner.total)
+        interleaved = [2 * i for i in inner.held] + [2 * i + 1 for i in inner.held]
+        gate_up = Part(interleaved, 2 * inner.total)
         for name, weight, rows, columns in (
             ("gate_up_proj", self.of_each(self.gate_up), gate_up, outputs),
             ("down_proj", self.of_each(self.down), outputs, inner),
@@ -199,10 +201,10 @@ class PackedExperts(Experts):
 
 
 class SparseMLP(MLP):
-    """A router and its experts, in the place of an MLP.
+    """A router and its experts, in place of a dense MLP.
 
     Args:
-        router: its name in the checkpoint.
+        router: name of the router in the checkpoint.
     """
 
     def __init__(

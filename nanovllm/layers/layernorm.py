@@ -13,12 +13,12 @@ from nanovllm.tensors.fp8 import Codes
 class RMSNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 (Zhang and Sennrich, 2019).
 
-    `fused` layers take the Triton kernel instead of the PyTorch expression.
+    `fused` layers use the Triton kernel instead of the PyTorch expression.
 
     Args:
-        plus_one: multiply by `1 + weight`, as Gemma does.
-        num_experts: of a token, whose partial results it sums.
-        act_block: see `Weight`, of the layer that takes its results.
+        plus_one: whether to multiply by `1 + weight`, as Gemma does.
+        num_experts: experts per token, whose partial results it sums; 0: none.
+        act_block: `Weight.act_block` of the layer that uses its results.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class RMSNorm(Layer):
     def add_forward(
         self, x: Hidden, residual: Residual
     ) -> tuple[torch.Tensor | Codes | Gathered, Residual]:
-        """Normalise `x + residual`; returns that and the sum. Neither input is changed.
+        """Normalise `x + residual`. Returns the normalised rows and the sum. Neither input is
+        changed.
 
-        The first layer of a model has no residual yet: None stands for zero. Where x has only the
-        rows that attention kept, the residual's others are dropped. With `fused`, x may be partial
+        The first layer of a model has no residual yet: None stands for zero. If x has only the rows
+        that attention kept, the residual's other rows are dropped. With `fused`, x may be partial
         results [S, T, M] of a `RowParallelLinear`, to be summed over S and the ranks; or
-        `Scattered`: then the sum is of this rank's rows, and the first result being gathered.
+        `Scattered`: then the sum has this rank's rows only, and the normalised rows are being
+        gathered.
         """
         eps, plus_one, act_block = self.eps, self.plus_one, self.act_block
         if isinstance(x, Scattered):
@@ -84,18 +86,18 @@ class RMSNorm(Layer):
         return self(residual), residual
 
     def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:
-        """`add_forward`, of which only [T, M] is wanted, also rows of other ranks; the next step
-        overwrites those.
+        """The normalised rows of `add_forward`: [T, M], also those of other ranks, which the next
+        step overwrites.
         """
         normed, _ = self.add_forward(x, residual)
-        assert not isinstance(normed, Codes), "nobody here takes codes"
+        assert not isinstance(normed, Codes), "nothing here accepts codes"
         return normed.whole() if isinstance(normed, Gathered) else normed
 
 
 def norm(
     config: ModelConfig, build: Build, size: int | None = None, act_block: int | None = None
 ) -> RMSNorm:
-    """A norm of hidden states, or of rows of another size."""
+    """A norm of hidden states, or of rows of another `size`."""
     size, plus_one = size or config.hidden_size, config.norm_plus_one
     k = 0 if config.experts is None else config.experts.num_experts_per_tok
     eps = config.rms_norm_eps

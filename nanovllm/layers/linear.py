@@ -1,7 +1,7 @@
-"""Linear layers, by the part they play when a model is split over GPUs (Megatron's names).
+"""Linear layers, named after how they are split over GPUs (Megatron's names).
 
 Each computes `x @ weight.T + bias` with the part of the weight that its rank holds. `fused` layers
-take our kernels where these are faster.
+use our kernels where these are faster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,20 +23,22 @@ from nanovllm.tensors.fp8 import Codes
 
 
 def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:
-    """Of a linear layer, in the format that the model has."""
-    shape, how = (num_rows, num_cols, build.dtype, build.fused), build.quantization
-    if how is None:
-        return Weight(*shape)
-    return Fp8Weight(*shape, how) if isinstance(how, Fp8) else Int4Weight(*shape, how)
+    """A weight for a linear layer, in the format of the model."""
+    dtype, fused, quantization = build.dtype, build.fused, build.quantization
+    if quantization is None:
+        return Weight(num_rows, num_cols, dtype, fused)
+    if isinstance(quantization, Fp8):
+        return Fp8Weight(num_rows, num_cols, dtype, fused, quantization)
+    return Int4Weight(num_rows, num_cols, dtype, fused, quantization)
 
 
 class LinearBase(Layer):
     """`x @ weight.T + bias` with this rank's part of the weight.
 
     Args:
-        inputs: the columns that this rank holds.
-        outputs: the rows, by the name of the module in the checkpoint that they come from; a packed
-            layer has several such modules, beside each other there; "" is the layer's own name.
+        inputs: columns that this rank holds.
+        outputs: rows that this rank holds, by name of the checkpoint's module that they come from.
+            A packed layer has several such modules, its siblings there; "" is its own name.
 
     Attributes:
         partial: whether `forward`, if built with `fused`, may return partial results [S, T, out].
@@ -59,7 +61,7 @@ class LinearBase(Layer):
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """What this rank adds."""
+        """The bias that this rank adds."""
         return self.bias
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
@@ -72,7 +74,7 @@ class LinearBase(Layer):
             if self.bias is not None:
                 yield f"{module}.bias", Shard(self.bias.data[begin:end], (rows,))
             elif self.build.quantization and self.build.quantization.method == "gptq":
-                # AutoGPTQ writes one for each layer.
+                # AutoGPTQ writes a bias for every layer.
                 yield f"{module}.bias", ZeroShard(torch.empty(0), (rows,))
             begin = end
 
@@ -82,14 +84,16 @@ class LinearBase(Layer):
 
 
 class ReplicatedLinear(LinearBase):
-    """The same on every rank."""
+    """A linear layer that is the same on every rank."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool, build: Build) -> None:
         super().__init__(Part.whole(input_size), {"": Part.whole(output_size)}, bias, build)
 
 
 class ColumnParallelLinear(LinearBase):
-    """Split along its outputs. It may pack several projections, each split on its own."""
+    """A linear layer split along its outputs. It may pack several projections, each split on its
+    own.
+    """
 
     def forward(self, x: torch.Tensor | Codes | Gathered) -> torch.Tensor:
         """[T, in] -> [T, out]"""
@@ -105,10 +109,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of the same input as one product, each split evenly.
 
     Args:
-        outputs: the module of the checkpoint -> its outputs on all ranks.
-        packed: the checkpoint has them as one module, of this layer's name.
-        gelu: `gated` activates by GELU (tanh), not SiLU.
-        next_block: see `Weight.act_block`, of the layer that takes the results of `gated`.
+        outputs: number of outputs on all ranks, by module of the checkpoint.
+        packed: whether the checkpoint has them as one module, of this layer's name.
+        gelu: whether `gated` activates by GELU (tanh), not SiLU.
+        next_block: `Weight.act_block` of the layer that uses the results of `gated`.
     """
 
     is_gated = True
@@ -140,17 +144,17 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D]; `fused`
+    """Query, key and value projection as one product: [T, M] -> [T, (Hq + 2 Hkv) * D]; if `fused`,
     also [S, T, (Hq + 2 Hkv) * D], for `Attention` to sum.
 
     Ranks divide the heads. With fewer KV heads than ranks, several ranks hold the same one.
 
     Args:
-        order: see `RotaryEmbedding`; of the numbers of queries and keys.
+        order: order of each query and key head's elements, see `RotaryEmbedding`.
 
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
-        head_parts: what of all queries, and of all keys, it computes.
+        head_parts: parts of the query and of the key projection that this rank computes.
     """
 
     partial = True
@@ -177,7 +181,7 @@ def _named(parts: dict[str, Part], packed: bool) -> dict[str, Part]:
 def _rows_of_heads(
     heads: Sequence[int], num_heads: int, head_dim: int, order: list[int] | None
 ) -> Part:
-    """Rows of a projection: all of these heads, each in `order`."""
+    """The rows of these heads in a projection, those of each head in `order`."""
     rows: Sequence[int] = range(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
     if order is not None:
         rows = [head * head_dim + i for head in heads for i in order]
@@ -185,18 +189,18 @@ def _rows_of_heads(
 
 
 def local_kv_heads(num_kv_heads: int, group: Group) -> range:
-    """The KV heads of this rank: its share, or the one that its query heads belong to."""
+    """The KV heads of this rank: its share, or the one that its query heads use."""
     count = max(1, num_kv_heads // group.size)
     first = group.rank * num_kv_heads // group.size
     return range(first, first + count)
 
 
 class RowParallelLinear(LinearBase):
-    """Split along its inputs; the ranks' results are summed.
+    """A linear layer split along its inputs; the ranks' results are summed.
 
     Args:
-        input_size: inputs on all ranks.
-        multiplier: of the results.
+        input_size: number of inputs on all ranks.
+        multiplier: factor on the results.
     """
 
     def __init__(
@@ -205,22 +209,22 @@ class RowParallelLinear(LinearBase):
         inputs = Part.equal(input_size, build.group)
         super().__init__(inputs, {"": Part.whole(output_size)}, bias, build)
         self.multiplier = multiplier
-        # NCCL wants whole results.
+        # NCCL needs whole results.
         self.partial = build.group.size == 1 or build.group.peers is not None
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """The sum has the bias of rank 0."""
+        """The bias that this rank adds: only rank 0 does, so that the ranks' sum has it once."""
         return self.bias if self.build.group.rank == 0 else None
 
     def forward(self, x: torch.Tensor | Codes) -> torch.Tensor | Scattered:  # type: ignore[override]
-        """[T, in] -> [T, out]; `fused` also [S, T, out] or `Scattered`, for `RMSNorm.add_forward`
-        to sum.
+        """[T, in] -> [T, out]; if `fused`, also [S, T, out] or `Scattered`, for
+        `RMSNorm.add_forward` to sum.
         """
         group, bias = self.build.group, self.own_bias
         if bulk := group.bulk_for(x):
             return bulk.scatter(len(x), lambda rows, out: self._multiply_into(out, x[rows]))
-        partial = group.size == 1 or group.can_exchange(x)  # the norm behind it sums
+        partial = group.size == 1 or group.can_exchange(x)  # the norm that follows sums
         out = self.weight.multiply(x, bias, partial=partial)
         if self.multiplier != 1.0:
             out *= self.multiplier

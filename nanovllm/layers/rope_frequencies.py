@@ -1,4 +1,4 @@
-"""How fast each pair of a head turns with the position, by all scalings of RoPE."""
+"""`frequencies`: the angles by which RoPE rotates the pairs of a head, with all of its scalings."""
 
 import math
 
@@ -8,20 +8,21 @@ from nanovllm.checkpoint.rope import RopeParameters
 
 
 def frequencies(rope: RopeParameters, num_positions: int) -> torch.Tensor:
-    """Radians by which each pair turns from one position to the next: [rotary_dim / 2] float32.
+    """The rotation of each pair from one position to the next, in radians: [rotary_dim / 2]
+    float32.
 
     - "default": theta^(-2i/R).
     - "linear" (Chen et al., 2023): divided by the factor.
     - "dynamic" (bloc97 and emozilla, 2023): theta grows with the context, here the longest that the
-      engine allows (`num_positions`), as in vLLM, where transformers takes the sequence's own. Keys
-      in the cache have been turned once, so they cannot follow a sequence that grows.
-    - "llama3" (Grattafiori et al., 2024): divided by the factor where a pair makes fewer than
-      `low_freq_factor` turns within the original context, kept where more than `high_freq_factor`,
-      between them in between.
-    - "yarn" (Peng et al., 2023): divided or kept likewise; between, pair by pair.
-    - "longrope" (Ding et al., 2024): each divided by its own factor, of one set if `num_positions`
-      is within the original context, of another if it is beyond; so vLLM does, where transformers
-      takes the sequence's own length.
+      engine allows (`num_positions`), as in vLLM; transformers uses the sequence's own length.
+      Cached keys are rotated once, so they cannot follow a sequence that grows.
+    - "llama3" (Grattafiori et al., 2024): divided by the factor if a pair makes fewer than
+      `low_freq_factor` rotations within the original context, kept if it makes more than
+      `high_freq_factor`, interpolated between these.
+    - "yarn" (Peng et al., 2023): divided or kept likewise, interpolated by the pair's index.
+    - "longrope" (Ding et al., 2024): each divided by its own factor, from one set if
+      `num_positions` is within the original context, from another if it is beyond, as in vLLM;
+      transformers uses the sequence's own length.
     """
     R, theta, original = rope.rotary_dim, rope.rope_theta, rope.original_max_position_embeddings
     is_stretched = rope.is_stretched(num_positions)
@@ -48,8 +49,8 @@ def _between(plain: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Te
 
 
 def _yarn_ramp(rope: RopeParameters) -> torch.Tensor:
-    """How far each pair's wavelength is on the way from `beta_fast` turns within the original
-    context to `beta_slow`.
+    """The place of each pair between `beta_fast` rotations within the original context (0) and
+    `beta_slow` (1): [rotary_dim / 2] float32.
     """
     R = rope.rotary_dim
     context = rope.original_max_position_embeddings / (2 * math.pi)

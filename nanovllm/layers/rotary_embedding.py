@@ -10,21 +10,21 @@ from nanovllm.layers.rope_frequencies import frequencies
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns each pair (x[i], x[i + D/2]) of a head by an angle that grows with its position.
+    """Rotation of each pair (x[i], x[i + D/2]) of a head, by an angle that grows with the position.
 
-    A model may pair the numbers of a head otherwise, or turn a part of them. Then the projections
-    write them in another order (`order`), the same for queries and keys: their products do not
-    change by that, and there is one layout. Pairs that are not turned have the angle 0.
+    A model may pair the elements of a head differently, or rotate only some of them. Then the
+    projections write them in another order (`order`), the same for queries and keys: that changes
+    none of their products, and there is one layout. Pairs that are not rotated have the angle 0.
 
     Args:
-        head_dim: D.
-        num_positions: positions from 0, at most so many.
-        rope: how the model turns.
+        head_dim: head size D.
+        num_positions: number of positions, which begin at 0.
+        rope: parameters of the rotation.
 
     Attributes:
-        cos_sin: [num_positions, D] float32, the cosines of a position and then its sines.
-        order: which number of the checkpoint's heads goes where; None: they stay.
-        query_scale: [num_positions] float32, by which queries are multiplied behind it, or None.
+        cos_sin: [num_positions, D] float32, the cosines of a position, then its sines.
+        order: index of each element in the checkpoint's heads; None: the same as here.
+        query_scale: [num_positions] float32, factor on rotated queries; None: no factor.
     """
 
     cos_sin: torch.Tensor
@@ -32,14 +32,14 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, num_positions: int, rope: RopeParameters) -> None:
         super().__init__()
-        half, turned = head_dim // 2, rope.rotary_dim // 2
+        half, rotated = head_dim // 2, rope.rotary_dim // 2
         positions = torch.arange(num_positions, dtype=torch.float32)
         cos = torch.ones(num_positions, half, dtype=torch.float32)
         sin = torch.zeros_like(cos)
         if rope.rope_type != "none":
             angles = torch.outer(positions, frequencies(rope, num_positions))
-            cos[:, :turned] = angles.cos() * rope.attention_factor
-            sin[:, :turned] = angles.sin() * rope.attention_factor
+            cos[:, :rotated] = angles.cos() * rope.attention_factor
+            sin[:, :rotated] = angles.sin() * rope.attention_factor
         self.register_buffer("cos_sin", torch.cat([cos, sin], dim=-1), persistent=False)
         self.order = _order(head_dim, rope)
         scale = None
@@ -67,7 +67,7 @@ def _order(head_dim: int, rope: RopeParameters) -> list[int] | None:
 
 
 def rotary_embeddings(config: ModelConfig, build: Build) -> dict[RopeParameters, RotaryEmbedding]:
-    """Those of a model's layers, each once."""
+    """The rotary embeddings of a model's layers, one for each set of parameters."""
     return {
         rope: RotaryEmbedding(config.head_dim, build.max_model_len, rope)
         for rope in dict.fromkeys(layer.rope for layer in config.layers)

@@ -13,13 +13,13 @@ from nanovllm.utils.device import runs_kernels
 
 
 class SamplingMetadata(NamedTuple):
-    """How to sample each of n rows.
+    """The parameters of each of n rows to sample.
 
     Attributes:
         temperatures: [n] float32; 0 takes the largest logit.
         random_keys: [2, n] int32, two words for each request, uint32 in their bits.
-        positions: [n] int32, the position that the sampled token will have.
-        slots: [n] int32, where the token goes in the table of last tokens.
+        positions: [n] int32, position of the token to sample.
+        slots: [n] int32, index of the token in the table of last tokens.
     """
 
     temperatures: torch.Tensor
@@ -28,20 +28,20 @@ class SamplingMetadata(NamedTuple):
     slots: torch.Tensor
 
     def on_host(self) -> "SamplingMetadata":
-        """The same in the host's memory."""
+        """A copy in host memory."""
         return SamplingMetadata(*(part.cpu() for part in self))
 
 
 class Sampler(nn.Module):
-    """Draws from softmax(logits / temperature); takes the largest logit at temperature 0.
+    """A draw from softmax(logits / temperature), or the largest logit at temperature 0.
 
-    Drawing is the Gumbel-max trick: `argmax(logits / temperature - log E)` with E ~ Exp(1) draws
-    in proportion to the exponentials, exactly and without cumulative sums. On a GPU a span of the
+    A draw is by the Gumbel-max trick: `argmax(logits / temperature - log E)` with E ~ Exp(1) draws
+    in proportion to the exponentials, exactly and without cumulative sums. On a GPU, a span of the
     vocabulary is drawn first, by its sum (`kernels/sampling/draw.py`).
 
-    The noise of a row depends on its request's key and the token's position alone, so a request
-    draws the same tokens whatever it shares a batch with. Each rank takes the best of its part of
-    the vocabulary, and the best of those is drawn: ranks exchange scores and tokens, not logits.
+    The noise of a row depends only on its request's key and the token's position, so a request
+    draws the same tokens whatever else is in the batch. Each rank finds the best of its part of the
+    vocabulary, and the best of those is drawn: ranks exchange scores and tokens, not logits.
 
     A row with a NaN has no distribution, so nothing is drawn: its token is `NO_TOKEN`.
     """
@@ -54,8 +54,9 @@ class Sampler(nn.Module):
     def forward(
         self, logits: torch.Tensor, metadata: SamplingMetadata, last_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """logits: [n, len(vocab)]. Returns [n] int32, also written to last_tokens: [N] int32, by
-        slot, 0 for `NO_TOKEN`: the next step may embed it before the host has seen it.
+        """Sample from logits: [n, len(vocab)]. Returns tokens [n] int32. They are also written to
+        last_tokens: [N] int32, by slot, with 0 for `NO_TOKEN`: the next step may embed a token
+        before the host has seen it.
         """
         if runs_kernels(logits):
             from nanovllm.kernels.sampling.draw import sample
@@ -82,8 +83,8 @@ class Sampler(nn.Module):
         return tokens
 
     def _best(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Of the ranks' tokens [n] int32 those with the highest scores [n], the first of equals. A
-        NaN is the highest.
+        """Choose among the ranks' tokens [n] int32 those with the highest scores [n], the first of
+        equals. NaN is the highest.
         """
         everyone = self.group.all_gather(torch.stack([scores.double(), tokens.double()]))
         best = everyone[:, 0].argmax(0, keepdim=True)  # [1, n], a rank
@@ -93,15 +94,15 @@ class Sampler(nn.Module):
 def sample_on_cpu(
     logits: torch.Tensor, metadata: SamplingMetadata, vocab: range, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with numpy's Philox generator, which a GPU without our kernels waits for.
+    """Sample with numpy's Philox generator; a GPU that cannot run our kernels waits for it.
 
     Args:
         logits: [n, len(vocab)], on any device.
-        vocab: the tokens of these columns.
+        vocab: tokens of these columns.
 
     Returns:
-        Tokens [n] int32 and their scores [n] float32, on the device of the logits: `NO_TOKEN` and
-        NaN of rows with a NaN.
+        Tokens [n] int32 and their scores [n] float32, on the device of the logits; `NO_TOKEN` and
+        NaN for rows with a NaN.
     """
     metadata = metadata.on_host()
     scores = logits.to("cpu", torch.float32, copy=True)

@@ -1,7 +1,7 @@
-"""Rows and sums that are spread over GPUs, as the layers meet them.
+"""Rows and sums that are spread over GPUs, as layers use them.
 
-Sums may wait for the norm that follows. Large steps on several GPUs divide their rows: each rank
-has the residual stream of its own, and normalises those.
+Sums may be left to the norm that follows. Large steps on several GPUs divide their rows: each rank
+has the residual stream of its own rows only, and normalises those.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -19,7 +19,7 @@ class Owned(NamedTuple):
 
     Attributes:
         rows: [len(held) or more, M]
-        held: which of the step's rows they are.
+        held: indices of these rows in the step.
     """
 
     rows: torch.Tensor
@@ -30,8 +30,8 @@ Residual: TypeAlias = torch.Tensor | Owned | None  # [T, M], None before the fir
 
 
 def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
-    """Sum x: [T, M] over the ranks. Where kernels exchange rows, the norm that follows does it:
-    x is returned as partial results then, [1, T, M] or `Scattered`.
+    """Sum x: [T, M] over the ranks. If kernels exchange rows, the sum is left to the norm that
+    follows: the result is partial then, [1, T, M] or `Scattered`.
     """
     if bulk := group.bulk_for(x):
         return bulk.scatter(len(x), lambda rows, out: out.copy_(x[rows]))
@@ -41,13 +41,13 @@ def sum_over_ranks(x: torch.Tensor, group: Group) -> torch.Tensor | Scattered:
 
 
 def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> torch.Tensor:
-    """Rows of a matrix that is split over the ranks. The rows of other ranks are 0 here, so the sum
-    over the ranks has all of them.
+    """Rows of a matrix that is split over the ranks. Rows of other ranks are 0, so the sum over the
+    ranks has all rows.
 
     Args:
         own: [len(held) or more, M], this rank's rows.
-        index: [n] int32, rows of the whole matrix.
-        held: the rows of the whole that are in `own`.
+        index: [n] int32, indices of rows in the whole matrix.
+        held: indices in the whole matrix of the rows in `own`.
 
     Returns:
         [n, M]
@@ -67,7 +67,9 @@ def normalise_owned_rows(
     plus_one: bool,
     act_block: int | None,
 ) -> tuple[Gathered, Owned]:
-    """`RMSNorm.add_forward` of this rank's rows; the others' are on their way."""
+    """`RMSNorm.add_forward` of this rank's rows. The other ranks' normalised rows may still be
+    arriving.
+    """
     from nanovllm.kernels.norm import add_rms_norm
 
     assert residual is None or isinstance(residual, Owned), "rows are divided once"
@@ -79,11 +81,13 @@ def normalise_owned_rows(
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
-    """The rows of the residual that attention has kept of the others."""
+    """The rows of the residual that are left after attention, `num_rows` of them. None if there is
+    no residual.
+    """
     if isinstance(residual, Owned):
-        # Between attention's product and the norm below, whose kernel sums that and waits. Once
-        # this sum is there, all ranks have the gathered rows, so none waits for rows while the
-        # norm of another waits for it, perhaps on the whole GPU.
+        # This must come after attention's product and before the norm below, whose kernel sums that
+        # product and waits for the ranks. Once this sum is complete, all ranks have the gathered
+        # rows, so none waits for rows while another's norm waits for it, perhaps on its whole GPU.
         return group.all_reduce(gather_owned_rows(residual.rows, _kept_rows(), residual.held))
     if residual is None or len(residual) == num_rows:
         return residual

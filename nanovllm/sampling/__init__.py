@@ -1,5 +1,5 @@
-"""Logits to tokens with all that requests wish for: controls, log-probabilities, structures.
+"""Sampling with options of requests: controls, log-probabilities, structured outputs.
 
-Doors: `request_controls`, `controls` and `control_table` for what requests want; `extras`,
-`extra_results` and `controlled_sampler` for what the device computes of it; `structured_output`.
+Doors: `request_controls`, `controls` and `control_table` for the options of requests; `extras`,
+`extra_results` and `controlled_sampler` for their results on the device; `structured_output`.
 """

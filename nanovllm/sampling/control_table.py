@@ -1,7 +1,7 @@
 """`ControlTable`: the controls of the running sequences, laid out as arrays for a step.
 
-numpy only: knows no device. Rank 0 alone keeps it: the other ranks give their part of the logits
-and are told the tokens. Letters as in `sampling/controls.py`.
+It uses numpy only, no device. Only rank 0 keeps it: the other ranks send their part of the logits
+and receive the tokens. Letters as in `sampling/controls.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,15 +16,15 @@ from nanovllm.sampling.structured_output import Grammar, accept_tokens, fill_mas
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.utils.arrays import Float32, Int32
 
-SMALLEST = float(np.finfo(np.float32).tiny)  # of top_p, which float32 must not take for 0
-LOST = -1  # `Sequence.num_followed` if nobody can say
-NOBODY = -1  # instead of a `seq_id`
+SMALLEST = float(np.finfo(np.float32).tiny)  # top_p, which must not become 0 in float32
+LOST = -1  # `Sequence.num_followed` if it is unknown
+NOBODY = -1  # in place of a `seq_id`
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
-# Tokens that have been sampled and are not booked yet; `NO_TOKEN` where the sequence will end with
-# an error, so that what is computed for it does not matter.
+# Tokens that have been sampled and are not booked yet; `NO_TOKEN` if the sequence will end with an
+# error, so that its results do not matter.
 LastTokens = Mapping[Sequence, int]
-# Of a shape, its content arbitrary.
+# Makes an array of a shape, uninitialised.
 NewArray = Callable[[tuple[int, int]], Int32]
 
 
@@ -37,8 +37,9 @@ class ControlTable:
 
     Args:
         max_num_seqs: number of slots.
-        vocab_size: V.
-        new_array: makes the array for a step's masks, where the device can read them.
+        vocab_size: vocabulary size V.
+        new_array: function that makes the array for a step's masks, in memory that the device can
+            read.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, new_array: NewArray = _new) -> None:
@@ -53,7 +54,9 @@ class ControlTable:
         self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
 
     def forget(self) -> None:
-        """A launch failed: take everything in again, and send all token counts again."""
+        """Forget all sequences after a failed launch: their controls are read, and their token
+        counts sent, again.
+        """
         self._seq_ids[:] = NOBODY
 
     def needs_tokens(self, scheduled: list[ScheduledSequence]) -> bool:
@@ -90,10 +93,11 @@ class ControlTable:
     def controls(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], last_tokens: LastTokens
     ) -> Controls:
-        """The controls of a step, which has some.
+        """The controls of a step that has some.
 
         Args:
-            last_tokens: tokens that are not booked yet, if `needs_tokens` says so.
+            plan, scheduled: step.
+            last_tokens: tokens that are not booked yet, needed if `needs_tokens` is true.
         """
         rows = np.flatnonzero(plan.controlled)
         slots, lengths = plan.slots[rows], (plan.starts + plan.num_tokens)[rows]
@@ -139,7 +143,7 @@ def _completion(seq: Sequence, start: int, last_tokens: LastTokens) -> list[int]
 
 
 def _edits(seq: Sequence, length: int, last_tokens: LastTokens) -> tuple[Int32, Float32]:
-    """Tokens, ascending, and what is added to their logits."""
+    """The tokens whose logits are edited, ascending, and the biases that are added to these."""
     controls = seq.controls
     assert controls is not None, f"{seq!r} has no controls"
     bans: list[int] = []
@@ -161,9 +165,9 @@ def _edits(seq: Sequence, length: int, last_tokens: LastTokens) -> tuple[Int32, 
 def _masks(
     seqs: list[Sequence], vocab_size: int, last_tokens: LastTokens, new_array: NewArray
 ) -> tuple[Int32, Int32]:
-    """The masks that these sequences need, and which of them each takes."""
+    """The masks of these sequences, and the index of each sequence's mask."""
     rows = np.zeros(len(seqs), np.int32)
-    # By their identity: requests of the same parameters share one.
+    # Keyed by identity: requests with the same parameters share a mask.
     given: dict[int, tuple[int, Int32]] = {}
     guided = [(row, seq, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
     for row, seq in enumerate(seqs):
@@ -180,7 +184,7 @@ def _masks(
 
 
 def _follow(seqs: list[tuple[Sequence, Grammar]], last_tokens: LastTokens) -> None:
-    """Let the grammars follow the tokens that they do not know yet, mostly one each."""
+    """Advance the grammars by the tokens that they do not know yet, mostly one each."""
     lengths, news = [], []
     for seq, grammar in seqs:
         if seq.num_followed == LOST:
@@ -189,7 +193,7 @@ def _follow(seqs: list[tuple[Sequence, Grammar]], last_tokens: LastTokens) -> No
         news.append(_completion(seq, seq.num_followed, last_tokens))
         lengths.append(seq.num_followed + len(news[-1]))
     for seq, _ in seqs:
-        seq.num_followed = LOST  # until it is done: Ctrl-C may come
+        seq.num_followed = LOST  # until all is done: Ctrl-C may come
     for i in range(max(map(len, news), default=0)):
         rows = [row for row, new in enumerate(news) if i < len(new)]
         accept_tokens([seqs[row][1] for row in rows], [news[row][i] for row in rows])
@@ -198,7 +202,7 @@ def _follow(seqs: list[tuple[Sequence, Grammar]], last_tokens: LastTokens) -> No
 
 
 def _counts(seqs: list[Sequence], last_tokens: LastTokens) -> Int32:
-    """Slot, token and count [3, h] of all tokens that these sequences have."""
+    """The counts of all tokens that these sequences have: slot, token and count [3, h]."""
     parts = [np.zeros((3, 0), np.int32)]
     for seq in seqs:
         completion = [token for token in _completion(seq, 0, last_tokens) if token != NO_TOKEN]

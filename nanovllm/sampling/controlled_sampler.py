@@ -1,4 +1,4 @@
-"""`ControlledSampler`: draws for requests with controls. And log-probabilities."""
+"""`ControlledSampler`: draws for requests with controls; and log-probabilities."""
 
 import math
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from nanovllm.utils.device import runs_kernels, upload, upload_beside
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities by the model alone, of n rows: the drawn token's and the N largest.
+    """Log-probabilities of n rows by the model alone: the drawn token's and the N largest.
 
     Attributes:
-        token_ids: [n, 1 + N] int32, the drawn token first.
-        values: [n, 1 + N] float32; NaN where a logit of the row is.
-        ranks: [n] int32, of the drawn token, 1 for the most likely.
+        token_ids: [n, 1 + N] int32, tokens, the drawn one first.
+        values: [n, 1 + N] float32, log-probabilities; NaN if any logit of the row is.
+        ranks: [n] int32, rank of the drawn token; 1: the most likely.
     """
 
     token_ids: torch.Tensor
@@ -27,21 +27,21 @@ class Logprobs(NamedTuple):
 
 
 class ControlledSampler:
-    """Draws from the logits of a step's rows with controls: where those are, or on the host if our
-    kernels do not run there.
+    """Draws from the logits of a step's rows with controls: on their device, or on the host if our
+    kernels cannot run there.
 
-    Tokens of requests with penalties are counted beside, since the last of them may be known there
-    only; the table is made when the first such request comes.
+    The tokens of requests with penalties are counted on the same device, since only that may know
+    the last of them; the table is made for the first such request.
 
     Args:
-        vocab_size: V.
-        max_num_seqs: slots of the table of counts.
+        vocab_size: vocabulary size V.
+        max_num_seqs: number of slots in the table of counts.
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
         self.vocab_size, self.max_num_seqs = vocab_size, max_num_seqs
-        # [max_num_seqs, V] int16: how often each token is in the completion, the sign bit set for
-        # those in the prompt.
+        # [max_num_seqs, V] int16: count of each token in the completion, its sign bit set if the
+        # token is in the prompt.
         self.counts: torch.Tensor | None = None
 
     def __call__(
@@ -51,8 +51,8 @@ class ControlledSampler:
         controls: Controls,
         last_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """logits: [n, V], metadata: of the same n rows. Returns tokens [n] int32, also written to
-        last_tokens: [N] int32, by slot.
+        """Draw from logits: [n, V], with the metadata of these rows. Returns tokens [n] int32, also
+        written to last_tokens: [N] int32, by slot.
         """
         by_kernels = runs_kernels(logits)
         here = logits.device if by_kernels else torch.device("cpu")
@@ -113,7 +113,7 @@ class ControlledSampler:
         return tokens
 
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
-        """The table, begun anew for the sequences that it does not have."""
+        """The table of counts, after new sequences' rows are reset."""
         if self.counts is None:
             shape = (self.max_num_seqs, self.vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -128,7 +128,7 @@ class ControlledSampler:
 def process_logits(
     logits: torch.Tensor, slots: torch.Tensor, controls: Controls, counts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Masks, edits and penalties: logits [n, V] -> [n, V] float32."""
+    """Apply masks, edits and penalties: logits [n, V] -> [n, V] float32."""
     x = logits.to(torch.float32, copy=True)
     V = x.shape[1]
     masked = np.flatnonzero(controls.mask_rows >= 0)
@@ -146,11 +146,11 @@ def process_logits(
         x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
         count = (seen & MAX_COUNT).float()
         x -= frequency * count + presence * (count > 0)
-    return x.masked_fill_(x.isnan(), -torch.inf)  # also inf that is banned
+    return x.masked_fill_(x.isnan(), -torch.inf)  # also NaN of a banned inf
 
 
 def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Controls) -> torch.Tensor:
-    """min_p, top_k and top_p: x [n, V] float32, what they leave out set to -inf."""
+    """Apply min_p, top_k and top_p to x: [n, V] float32: logits that they exclude become -inf."""
     x = x.clone()
     filters = (f.tolist() for f in (controls.top_k, controls.top_p, controls.min_p))
     for row, T, top_k, top_p, min_p in zip(x, temperatures.tolist(), *filters, strict=True):
@@ -170,7 +170,9 @@ def filter_logits(x: torch.Tensor, temperatures: torch.Tensor, controls: Control
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """Of the drawn tokens [n] and the `num_logprobs` most likely ones, by logits [n, V]."""
+    """The log-probabilities of the drawn tokens [n] and of the `num_logprobs` most likely ones, by
+    logits [n, V].
+    """
     if runs_kernels(logits):
         from nanovllm.kernels.sampling.logprobs import logprobs
 

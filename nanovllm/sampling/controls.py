@@ -1,4 +1,4 @@
-"""`Controls`: the arrays that `ControlledSampler` samples a step by. numpy only: knows no device.
+"""`Controls`: the arrays by which `ControlledSampler` samples. It uses numpy only, no device.
 
 Letters: n rows with controls, V vocabulary, W = ceil(V / 32) words of a mask, E edits.
 """
@@ -17,17 +17,18 @@ class Controls(NamedTuple):
     """The controls of a step.
 
     Attributes:
-        top_k: [n] int32, 0 for all tokens.
+        top_k: [n] int32; 0: all tokens.
         top_p, min_p: [n] float32.
         penalties: [3, n] float32: repetition, presence, frequency.
-        edit_starts: [n + 1] int32, where each row's edits begin.
-        edit_tokens: [E] int32, ascending in each row; may repeat.
-        edit_biases: [E] float32, added to their logits.
-        masks: [m, W] int32, see `token_mask`.
-        mask_rows: [n] int32, each row's mask; -1: none.
-        reset: [r] int32, slots whose table of counts begins anew, with `counts`.
-        counts: [3, h] int32: slot, token, and its count, negative for those in the prompt.
-        num_logprobs: [n] int32, -1 for none.
+        edit_starts: [n + 1] int32, index of each row's first edit.
+        edit_tokens: [E] int32, tokens, ascending in each row; may repeat.
+        edit_biases: [E] float32, biases added to the logits of these tokens.
+        masks: [m, W] int32, bits of allowed tokens, see `token_mask`.
+        mask_rows: [n] int32, index of each row's mask; -1: none.
+        reset: [r] int32, slots whose counts are replaced by `counts`.
+        counts: [3, h] int32: slot, token, and its count, which is negative for tokens in the prompt
+            (`IN_PROMPT`).
+        num_logprobs: [n] int32, number of most likely tokens to report; -1: no log-probabilities.
     """
 
     top_k: Int32
@@ -53,6 +54,6 @@ class Controls(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn otherwise than without controls."""
+        """Whether the controls change any draw."""
         edits = len(self.edit_tokens) > 0 or len(self.masks) > 0
         return edits or self.has_filters or self.has_penalties

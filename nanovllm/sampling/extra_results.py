@@ -1,4 +1,4 @@
-"""`ExtraResults`: what comes with a step's tokens for those who asked, on its way to the host."""
+"""`ExtraResults`: optional results of a step beside its tokens, on their way to the host."""
 
 import math
 from typing import Any
@@ -18,10 +18,10 @@ class ExtraResults:
     """The results of `Extras`.
 
     Args:
-        plan: that of the step.
-        logprobs: of the tokens sampled with controls, None if nobody asked.
-        prompt_logprobs: of prompt tokens.
-        pooled: [k, M] float32.
+        plan: plan of the step.
+        logprobs: log-probabilities of tokens sampled with controls; None: not asked for.
+        prompt_logprobs: log-probabilities of prompt tokens; None: not asked for.
+        pooled: [k, M] float32, embeddings of prompts that end in the step; None: there are none.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ExtraResults:
         self._pooled = None if pooled is None else to_host(pooled).numpy()
 
     def give(self, scheduled: list[ScheduledSequence], token_ids: list[int]) -> None:
-        """Give the sequences of the step what is theirs. What is NaN is an error of theirs.
+        """Give the sequences of the step their results. NaN ends a sequence with an error.
 
         Args:
-            scheduled: the step.
-            token_ids: what it has sampled, which is not booked yet.
+            scheduled: sequences of the step.
+            token_ids: tokens that it has sampled, not booked yet.
         """
         plan = self._plan
         if self._logprobs:
@@ -75,5 +75,5 @@ class ExtraResults:
 
 
 def _entries(parts: list[NDArray[Any]]) -> list[tuple[list[int], list[float], int]]:
-    """For each token: ids, its own first, their log-probabilities, and its rank."""
+    """An entry for each token: ids, its own first, their log-probabilities, and its rank."""
     return list(zip(*(part.tolist() for part in parts), strict=True))

@@ -22,24 +22,24 @@ from nanovllm.sampling.controls import Controls
 from nanovllm.sampling.extra_results import ExtraResults
 from nanovllm.utils.device import upload
 
-ROWS = 256  # of a prompt, whose logits are computed at once
-# For each logit of a row with controls: itself, collected from all ranks (6), edited (4), gathered
-# to search for thresholds (4), and the count of its token (2).
+ROWS = 256  # of prompts, whose logits are computed at once
+# Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
+# (4), gathered to search for thresholds (4), and the count of its token (2).
 BYTES = 16
 
 
 class Extras:
-    """Computes these results on one rank.
+    """The computation of these results on one rank.
 
     Args:
-        compute_logits: the model's: [B, M] -> [B, len(vocab)].
-        vocab_size: V.
-        max_num_seqs: the most sequences that run at once.
-        group: the ranks.
+        compute_logits: LM head of the model: [B, M] -> [B, len(vocab)].
+        vocab_size: vocabulary size V.
+        max_num_seqs: maximum number of sequences that run at once.
+        group: ranks of the model.
         last_tokens: [max_num_seqs + 1] int32, see `Step`.
 
     Attributes:
-        max_bytes: device memory that one step may need for them.
+        max_bytes: most bytes of device memory that these results of one step may need.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Extras:
         self._last_tokens = last_tokens
         self.sampler = ControlledSampler(vocab_size, max_num_seqs)
         self.max_bytes = BYTES * max_num_seqs * vocab_size
-        # Sums of hidden states [M] float32, by slot and by where they end.
+        # Sums of hidden states [M] float32, by slot and by the position at which they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def compute(
         self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None
     ) -> ExtraResults:
-        """What a step has been asked for.
+        """Compute the results that a step's sequences have asked for.
 
         Args:
-            plan, batch: the step.
-            computed: what the model has computed; tokens of rows with controls are replaced.
-            controls: of the step, on rank 0; None if no row has any.
+            plan, batch: step.
+            computed: results of the model; tokens of rows with controls are replaced.
+            controls: controls of the step, on rank 0; None if no row has any.
         """
         logprobs = None
         if plan.controlled.any():
@@ -83,10 +83,11 @@ class Extras:
         """Sample the rows with controls again, now with them, and replace their tokens.
 
         Args:
-            batch: of B sequences.
-            controlled: [B], those of them whose n rows have controls.
+            batch: batch of B sequences.
+            controlled: [B] bool, whether a sequence's row has controls; n of those that sample do.
             computed: logits and tokens of all rows that sample.
-            controls: of these n rows on rank 0, None on the others: they receive the tokens.
+            controls: controls of these n rows on rank 0; None on other ranks, which receive the
+                tokens.
         """
         logits = computed.logits
         own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
@@ -97,8 +98,8 @@ class Extras:
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
         logits, logprobs = self._whole_rows(logits), None
-        # Where the plain sampler draws nothing, as a logit is NaN, controls draw nothing either.
-        # Until the end the row has any token, for log-probabilities and the other ranks.
+        # If the plain sampler draws nothing, because a logit is NaN, controls draw nothing either.
+        # Until the end such a row has any token, for log-probabilities and the other ranks.
         plain = computed.tokens.index_select(0, rows)
         if controls is None:
             tokens = self._group.broadcast(torch.empty_like(metadata.slots))
@@ -116,22 +117,22 @@ class Extras:
         return logprobs
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's columns [n, len(vocab)] to all: [n, V]."""
+        """Gather all ranks' columns: [n, len(vocab)] -> [n, V]."""
         size = self._group.size
         if size == 1:
             return logits
-        width = len(local_vocab(self._vocab_size, 0, size))  # the first has the most
+        width = len(local_vocab(self._vocab_size, 0, size))  # the first rank has the most
         padded = nn.functional.pad(logits, (0, width - logits.shape[1]))
         whole = self._group.all_gather(padded).transpose(0, 1).flatten(1)
         return whole[:, : self._vocab_size].contiguous()
 
     def prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
         """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
-        rows at a time, to bound the memory of their logits.
+        rows are computed at a time, to bound the memory of their logits.
 
         Args:
-            plan: the step.
-            hidden: [T, M] of the whole step.
+            plan: plan of the step.
+            hidden: [T, M], hidden states of the whole step.
         """
         if not plan.prompt_logprobs.size:
             return None
@@ -156,15 +157,15 @@ class Extras:
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
 
     def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
-        """One vector for each prompt that ends in this step: its last hidden state, or the mean of
-        all of them. Sums of a prompt in chunks are kept from step to step.
+        """One vector for each prompt to embed that ends in this step: its last hidden state, or the
+        mean of all. With chunked prefill, sums are kept from step to step.
 
         Args:
-            plan: the step.
-            hidden: [T, M] of the whole step.
+            plan: plan of the step.
+            hidden: [T, M], hidden states of the whole step.
 
         Returns:
-            [k, M] float32, None if no such prompt ends.
+            [k, M] float32; None if no such prompt ends.
         """
         pooled = []
         ends = np.cumsum(plan.num_tokens)

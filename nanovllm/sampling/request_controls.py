@@ -1,6 +1,6 @@
-"""`RequestControls`: what a request wants beyond drawing from the whole softmax.
+"""`RequestControls`: the options of a request beyond a draw from the whole softmax.
 
-numpy only. Letters: V vocabulary, W = ceil(V / 32) words of a mask, E edits.
+It uses numpy only. Letters: V vocabulary, W = ceil(V / 32) words of a mask, E edits.
 """
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from nanovllm.sampling.controls import NO_FILTERS, NO_PENALTIES
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arrays import Float32, Int32
 
-BANNED = -np.inf  # the bias of a token that must not come
+BANNED = -np.inf  # bias of a token that must not be drawn
 
 
 class RequestControls(NamedTuple):
@@ -24,13 +24,13 @@ class RequestControls(NamedTuple):
         penalties: repetition, presence, frequency.
         num_logprobs: most likely tokens to report beside the drawn one; -1: no log-probabilities.
         bias_tokens: [E] int32, ascending.
-        biases: [E] float32, what is added to their logits, -inf where they are banned.
-        min_tokens: `early_bans` hold before so many have been generated.
-        early_bans: [K] int32, tokens.
+        biases: [E] float32, biases added to the logits of these tokens; -inf: banned.
+        min_tokens: number of generated tokens before which `early_bans` hold.
+        early_bans: [K] int32, banned tokens, ascending.
         bad_words: sequences of at least two tokens whose last must not follow the others.
-        allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all are.
-        is_guided: whether its sequences have a grammar.
-        is_permanent: whether there is more than what `min_tokens` does.
+        allowed: [W] int32, bit t % 32 of word t // 32 for token t; None: all tokens are allowed.
+        is_guided: whether the request's sequences have a grammar.
+        is_permanent: whether there are controls other than the early bans.
     """
 
     filters: tuple[int, float, float]
@@ -54,7 +54,7 @@ class RequestControls(NamedTuple):
         return len(self.bias_tokens) > 0 or len(self.bad_words) > 0 or self.min_tokens > 0
 
     def act_on(self, num_generated: int) -> bool:
-        """Whether they change the token after so many of the completion."""
+        """Whether they may change the token after the first `num_generated` of a completion."""
         return self.is_permanent or num_generated < self.min_tokens
 
 
@@ -64,7 +64,7 @@ def request_controls(
     eos_token_ids: Collection[int],
     bad_words: Collection[tuple[int, ...]] = (),
 ) -> RequestControls | None:
-    """The controls that `params` ask for, with the tokens of bad words. None if there are none.
+    """The controls that `params` ask for; None if there are none. `bad_words` are token sequences.
 
     Raises:
         ValueError: if they may leave no token.
@@ -113,7 +113,7 @@ def request_controls(
 
 
 def token_mask(tokens: SequenceABC[int] | None, vocab_size: int) -> Int32 | None:
-    """The mask [W] of the tokens that are allowed; None for all."""
+    """The mask [W] int32 of allowed tokens; None if all are."""
     if tokens is None:
         return None
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)

@@ -1,18 +1,18 @@
-"""Structured outputs: which tokens a completion may go on with, so that it has the form asked for.
+"""Structured outputs: masks of the tokens that keep a completion in the form asked for.
 
 llguidance does the work: one wheel without dependencies, which compiles in a millisecond and
 refuses what it cannot enforce; xgrammar needs torch, compiles for up to seconds, and passes over
 keywords of schemas in silence.
 
 Dead ends of grammars aside, the masks are exact: a token is allowed if and only if some text of the
-form begins with what there is and the token, however the text may be cut into tokens. So a model
-that keeps to the form by itself is not led elsewhere. Special tokens, and ids beyond the
-tokenizer's, spell nothing.
+form begins with the completion so far and the token, in any tokenization. So a model that keeps to
+the form by itself is not led elsewhere. Special tokens, and ids beyond the tokenizer's, spell
+nothing.
 
 An end-of-sequence token may be an ordinary one ("\\n", say). It ends its sequence, so it is never
-text then: it may come where the text is complete, and the form goes on by other tokens. A text that
-can go on by no other ends there, unfinished, with a warning. With `ignore_eos` such a token ends
-nothing and is text alone.
+text then: it is allowed if the text is complete, and the form goes on by other tokens. A text that
+can go on by no other token ends there, unfinished, with a warning. With `ignore_eos`, such a token
+ends nothing and is only text.
 """
 
 import functools
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_ALLOWED = "token {} is not allowed by the structured output"
-MAX_CACHED = 64  # compiled forms; a small one takes 0.1 MB for each thread
-# Of all their texts, times the threads that have them. Compiled, a byte becomes 20 to 30, and up to
-# 140 as the library remembers the states that it has met.
+MAX_CACHED = 64  # compiled forms; a small one takes 0.1 MB per thread
+# Bytes of all their texts, times the threads that have them. A byte takes 20 to 30 when compiled,
+# and up to 140 as the library stores the states that it has met.
 MAX_CACHED_BYTES = 1 << 20
 NUM_THREADS = min(8, os.cpu_count() or 1)
-WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound a model may write nothing else for ever
-# Otherwise, where only one text can follow, the library allows the tokenizer's own tokens for it
-# alone; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
+WHITESPACE = r"[ \n\r\t]{1,40}"  # in JSON; without a bound, a model may write nothing else for ever
+# Without this, if only one text can follow, the library allows only the tokenizer's own tokens for
+# it; and it would look for ever for the end of such a text in "start: A A", A: /a+/.
 EXACT = '\n%llguidance {"no_forcing": true}'
 ESCAPED = re.compile(r"\\.?|/", re.DOTALL)
-GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # how such a grammar begins, and none of Lark's
+GBNF = re.compile(r"(?:\s|#.*\n)*[\w-]+[ \t]*::=")  # start of such a grammar, not of Lark's
 
 
 class Grammar:
-    """What one completion may go on with. `GrammarCompiler.compile` makes them.
+    """The state of one completion in its form. `GrammarCompiler.compile` makes them.
 
     Args:
-        compiled: what to begin with.
-        eos_token_ids: the tokens that end the text.
-        by_hand: tokens that the library's masks are wrong about: those of `eos_token_ids` that it
-            takes for text, and a token that it takes for an end.
+        compiled: matcher at the beginning of the form.
+        eos_token_ids: tokens that end the text.
+        by_hand: tokens for which the library's masks are wrong: those of `eos_token_ids` that it
+            regards as text, and a token that it regards as an end.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Grammar:
         self._matcher, self._has_ended = self._compiled.deep_copy(), False
 
     def _end(self, token_id: int) -> None:
-        """Follow the text by an end-of-sequence token, or refuse another where only that may come.
+        """Follow the text by an end-of-sequence token; refuse any other, as only that may come.
 
         Raises:
             RuntimeError: the mask does not allow the token.
@@ -96,7 +96,9 @@ class Grammar:
         return matcher.is_error()  # the library has given up
 
     def _place_ends(self, mask: NDArray[np.int32]) -> None:
-        """Correct a mask [ceil(V / 32)] int32 of the library's where there are tokens `by_hand`."""
+        """Correct the bits of ends in a mask [ceil(V / 32)] int32 of the library's; for grammars
+        that have tokens `by_hand`.
+        """
         words = mask.view(np.uint32)
         for token_id in self._by_hand:
             words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
@@ -114,11 +116,11 @@ class Grammar:
 
 
 def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None:
-    """Follow each text by a token. What comes behind its end is not looked at. Works in parallel
-    and without the interpreter's lock.
+    """Follow each text by a token. Tokens after a text's end are ignored. Works in parallel and
+    without the interpreter's lock.
 
     Raises:
-        RuntimeError: a mask does not allow its token; no grammar knows then where it is.
+        RuntimeError: a mask does not allow its token; the state of all grammars is undefined then.
     """
     consumed = []
     for grammar, token_id in zip(grammars, token_ids, strict=True):
@@ -132,7 +134,7 @@ def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None
     if consumed:
         results = _executor().consume_token_par(consumed)
         for (matcher, token_id), accepted in zip(consumed, results, strict=True):
-            # If it is the library that gives up, the masks leave the end alone.
+            # If the library itself has given up, the masks will allow only the end.
             if not accepted and "doesn't satisfy the grammar" in matcher.get_error():
                 raise RuntimeError(NOT_ALLOWED.format(token_id))
 
@@ -140,13 +142,13 @@ def accept_tokens(grammars: Sequence[Grammar], token_ids: Sequence[int]) -> None
 def fill_masks(grammars: Sequence[Grammar], masks: NDArray[np.int32]) -> None:
     """Set bit t % 32 of word t // 32 if token t may come next, and clear the others.
 
-    The end-of-sequence tokens may come where the text is complete, and alone where nothing can
-    follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished, and
-    a warning says so. Behind its end, which a request may ignore, every token may come. Works in
+    The end-of-sequence tokens may come if the text is complete, and only they may come if nothing
+    can follow: at a dead end of a grammar, or a limit of the library's, the text ends unfinished,
+    with a warning. After its end, which a request may ignore, every token may come. Works in
     parallel and without the interpreter's lock.
 
     Args:
-        grammars: [n], each once.
+        grammars: n grammars, each once.
         masks: [n, ceil(V / 32)] int32, contiguous.
     """
     live = []
@@ -174,12 +176,12 @@ def _executor() -> "LLExecutor":
 
 
 class _Form:
-    """What was compiled of a form: a matcher for each thread, because copies of one share what it
-    has learned, and a lock. Fewer of a long form, so that they alone do not fill the cache.
+    """The compiled matchers of a form: one per thread, because copies of one share its learned
+    states and a lock; fewer for a long form, lest it alone fill the cache.
 
     Attributes:
-        lark: the form in Lark.
-        matchers: the one used last stands last, and the next first.
+        lark: form in Lark.
+        matchers: matchers, the next to use first and the last used last.
     """
 
     def __init__(self, lark: str) -> None:
@@ -189,12 +191,12 @@ class _Form:
 
     @property
     def size(self) -> int:
-        """Bytes of text that were compiled."""
+        """The number of bytes of text that were compiled."""
         return self._num_bytes * len(self.matchers)
 
 
 def check_package() -> None:
-    """ImportError, with what to do, if the package for grammars is missing."""
+    """Raise ImportError, with the remedy, if the package for grammars is missing."""
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -205,12 +207,12 @@ def check_package() -> None:
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, and keeps what was asked for lately.
+    """A compiler of the forms that requests ask for, with a cache of recent ones.
 
     Args:
-        tokenizer: a fast tokenizer of transformers, of bytes; None: every request is refused.
-        vocab_size: V, of the model, which may be larger than the tokenizer's.
-        eos_token_ids: what ends a text; of them, those that the tokenizer has.
+        tokenizer: fast tokenizer of transformers, of bytes; None: every request is refused.
+        vocab_size: vocabulary size V of the model, which may be larger than the tokenizer's.
+        eos_token_ids: tokens that end a text; those that the tokenizer lacks are ignored.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -221,8 +223,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of `_forms`: callers check their requests side by side
 
     def prepare(self) -> None:
-        """Read the tokenizer, if forms can be compiled at all: takes up to a second, for which the
-        interpreter's lock is held. Otherwise the first `compile` does it, or says why it cannot.
+        """Read the tokenizer, if forms can be compiled at all. This takes up to a second, and holds
+        the interpreter's lock. Errors are left to `compile`, which also reads it if need be.
         """
         with suppress(ImportError, ValueError):
             self._ll_tokenizer  # noqa: B018
@@ -235,8 +237,8 @@ class GrammarCompiler:
         those of Rust, without look-around and back references.
 
         Args:
-            params: the form.
-            ignore_eos: end-of-sequence tokens end nothing: those that spell text are text.
+            params: form of the output.
+            ignore_eos: whether end-of-sequence tokens end nothing; those that spell text are text.
 
         Raises:
             ImportError: the package llguidance is missing.
@@ -258,7 +260,7 @@ class GrammarCompiler:
         return Grammar(matcher, known) if ignore_eos else Grammar(matcher, ends, ends ^ known)
 
     def _matcher(self, kind: str, value: Any) -> "LLMatcher":
-        """One of those that the form has, or a new one."""
+        """A matcher of the form: a new one, or that which was used least recently."""
         key = kind, value
         form = self._forms.pop(key, None) or _Form(_lark(kind, value) + EXACT)
         if len(form.matchers) < form.max_matchers:
@@ -287,8 +289,8 @@ class GrammarCompiler:
     def _ll_tokenizer(self) -> "tuple[LLTokenizer, frozenset[int]]":
         """The tokenizer, and the tokens that end a text.
 
-        The library is told only those that spell nothing: of any other it would not know whether it
-        is text or the end. If all of them spell text, a special token stands in for them.
+        The library gets only those that spell nothing: it could not tell whether any other is text
+        or the end. If all of them spell text, a special token stands in for them.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -314,8 +316,8 @@ class GrammarCompiler:
 
 
 def _whole_tokenizer(tokenizer: Any) -> str:
-    """A fast tokenizer as JSON, for the library. Of decoders it knows those of bytes and the
-    replacement of a character by a space, which Metaspace is but for a text's first space.
+    """A fast tokenizer as JSON, for the library. It knows decoders of bytes, and the replacement of
+    a character by a space, which equals Metaspace except for a text's first space.
 
     Raises:
         ValueError: for a tokenizer of another kind.
@@ -344,7 +346,7 @@ def _lark(name: str, value: Any) -> str:
     if name == "regex":
         return f"start: /{re.sub(ESCAPED, _in_slashes, value)}/"
     if name == "choice":
-        # A terminal: alternatives of a rule would each be an item of the parser, which has 2,000.
+        # A terminal: alternatives of a rule would each be a parser item, of which 2,000 may exist.
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in value)
     if name == "gbnf":
         from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -358,14 +360,14 @@ def _lark(name: str, value: Any) -> str:
 
 
 def _in_slashes(part: re.Match[str]) -> str:
-    """A slash or what is escaped, as it stands between the slashes of Lark."""
+    """A slash or an escape, as written between the slashes of Lark."""
     if part[0] == "\\":
         raise ValueError("a backslash at the end escapes nothing")
     return {"/": r"\/", "\\\n": r"\n"}.get(part[0], part[0])
 
 
 def _character(escape: re.Match[str]) -> str:
-    """What stands for it safely: the library would read `\\u00e9a` as `\\ue9a`."""
+    """A safe replacement of an escape: the library would read `\\u00e9a` as `\\ue9a`."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]
@@ -374,7 +376,7 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _reason(name: str, message: str) -> str:
-    """One line of the library's message; where in the text only of a text that the user wrote."""
+    """The library's message as one line; with a place in the text only if the user wrote that."""
     first, *rest = message.splitlines() or [""]
     causes = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
     reason = " ".join([first, *causes])

@@ -1,4 +1,4 @@
-"""Helpers of the scheduler: when one more may start, why one ends, what running sequences share.
+"""Helpers of the scheduler: admission, the ends of sequences, and prefixes that decodes share.
 
 Doors: `admission`, `stopping` and `prefixes`.
 """

@@ -3,8 +3,8 @@
 Starting every prompt that fits *now* thrashes a small pool: the running sequences grow, the
 youngest are preempted, recomputed, and preempted again. So a prompt is admitted only while the
 blocks that all running sequences are expected to hold at once, at any later step, fit the pool.
-Lengths are known exactly for requests that end by length. For the others the mean length of those
-that have ended lately is taken; where that guesses too low, preemption is the backstop.
+Lengths are known exactly for requests that end by length. For the others, the estimate is the mean
+length of recently ended ones; if that is too low, preemption is the backstop.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Integers = TypeVar("Integers", int, NDArray[np.int64])
 
 
 class Growing(Protocol):
-    """A `Sequence`, as far as its length is concerned."""
+    """The part of a `Sequence` that concerns its length."""
 
     @property
     def sampling_params(self) -> SamplingParams: ...
@@ -36,33 +36,33 @@ class Growing(Protocol):
 
 
 class LengthEstimator:
-    """Expects how many more tokens a sequence generates."""
+    """An estimate of the number of tokens that a sequence will still generate."""
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self._num_ended = 0
-        self._mean = 0.0  # tokens of the requests that ended, the last WINDOW weighing most
+        self._mean = 0.0  # tokens of ended requests, of which the last WINDOW weigh most
 
     def observe(self, seq: Growing) -> None:
-        """Take note of a finished sequence."""
+        """Count the length of a finished sequence."""
         if not seq.sampling_params.ignore_eos:
             self._num_ended += 1
             step = 1 / min(self._num_ended, WINDOW)
             self._mean += step * (seq.num_completion_tokens - self._mean)
 
     def remaining(self, seq: Growing) -> int:
-        """Expected number of tokens still to come, at least 1."""
+        """The expected number of tokens still to come, at least 1."""
         params, done = seq.sampling_params, seq.num_completion_tokens
         most = max(1, min(seq.max_tokens - done, self.max_model_len - seq.num_tokens))
         if params.ignore_eos or not self._num_ended:
             return most
         mean = int(self._mean)
-        # One that has outlived the mean is expected to go on for half as long again.
+        # A sequence longer than the mean is expected to go on for half as long again.
         return max(1, min(most, mean - done if done < mean else done // 2))
 
 
 class AdmissionControl:
-    """Answers `fits(seq)` within one step, for the sequences running in it."""
+    """The admission checks of one step, for the sequences that run in it."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class AdmissionControl:
         self._growth = sum(self._final_growth(seq) for seq in running)
 
     def _final_blocks(self, seq: Sequence) -> int:
-        # The last token's KV is never needed: it is generated, and nothing follows.
+        # The last token's KV is never needed: nothing follows that token.
         return self._held(seq.num_tokens + self._remaining(seq) - 1)
 
     def _held(self, num_tokens: Integers) -> Integers:
-        """Blocks that a sequence of so many tokens, which decodes, holds at most."""
+        """The most blocks that a decoding sequence of `num_tokens` tokens holds."""
         num_blocks = -(-num_tokens // self._blocks.block_size)
         if not self._blocks.window:
             return num_blocks
@@ -90,28 +90,28 @@ class AdmissionControl:
         return max(0, self._final_blocks(seq) - len(seq.held_blocks))
 
     def fits(self, seq: Sequence, hits: list[Block]) -> bool:
-        """Whether `seq`, with the `hits` of `find_prefix`, fits now and with everything that runs
-        later on.
+        """Whether `seq`, with the `hits` of `find_prefix`, fits now, and later on beside everything
+        that runs.
         """
         if not self._blocks.can_allocate(seq, hits):
             return False
-        # Blocks of the prefix that others hold anyway cost nothing.
+        # Blocks of the prefix that others hold cost nothing.
         shared = {block.block_id for block in hits if block.ref_count}
         need = max(seq.num_blocks, self._final_blocks(seq)) - len(shared)
         if self._growth + need <= self._blocks.num_free_blocks:
-            return True  # even if nobody finished before the others (so always, if none runs)
+            return True  # even if none finished before the others (so always, if none runs)
         return self._peak_blocks(seq, shared) <= len(self._blocks.blocks)
 
     def admitted(self, seq: Sequence) -> None:
-        """Count a sequence that has just been given its blocks (and is in `running`)."""
+        """Count a sequence that has just got its blocks (and is in `running`)."""
         self._growth += self._final_growth(seq)
 
     def _peak_blocks(self, new: Sequence, shared: set[int]) -> int:
         """The most blocks held at once if every sequence runs to its expected end.
 
-        Usage peaks just before a sequence ends and gives its blocks back, so it is enough to look
-        at those moments: row k of the matrices is the step in which the k-th sequence ends.
-        `shared` blocks of the new sequence are held already, and count as staying.
+        Usage peaks just before a sequence ends and frees its blocks, so it is enough to look at
+        those moments: row k of the matrices is the step in which the k-th sequence ends. `shared`
+        blocks of the new sequence are held already, and count as staying.
         """
         seqs, blocks = [*self._running, new], self._blocks.blocks
         # [K] int64 each

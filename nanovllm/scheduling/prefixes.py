@@ -1,8 +1,8 @@
-"""Which decodes begin with the same blocks, so that attention reads these once for all of them.
+"""Prefixes that several decodes share, so that attention reads their blocks once for all of them.
 
-Groups of decodes that share their first blocks form trees: a system prompt is shared by many, and
-behind it each prompt by its samples. A decode shares what one of its groups has in common, chosen
-so that few tokens are read: never more than if all with the same first block were one group.
+Groups of decodes that share their first blocks form trees: many share a system prompt, and after it
+the samples of a prompt share that. Each decode shares the prefix of one of its groups, chosen so
+that few tokens are read: never more than with one group per first block.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from nanovllm.utils.arrays import Int32
 Ints: TypeAlias = NDArray[np.intp]
 Bools: TypeAlias = NDArray[np.bool_]
 
-MIN_MEMBERS = 4  # decodes that share
-MIN_SAVED = 4096  # tokens that are not read again, in a step; fewer are not worth a kernel
-MAX_LEVELS = 8  # of a tree, so that the time for it is bounded
+MIN_MEMBERS = 4  # decodes of a group
+MIN_SAVED = 4096  # tokens of a step that are not read again; fewer are not worth a kernel
+MAX_LEVELS = 8  # of a tree, to bound the time for it
 
 
 class SharedPrefixes(NamedTuple):
-    """Tiles of decodes, which share the blocks at their beginning.
+    """Tiles of decodes that share their first blocks.
 
     Attributes:
-        lens: [B] tokens of each decode that it shares, of whole blocks; 0: none.
-        rows: [n] the decodes of all tiles.
-        begins, ends: [t] where in `rows` each tile begins and ends.
+        lens: [B] int32, number of tokens that each decode shares, in whole blocks; 0: none.
+        rows: [n] int32, decodes of all tiles.
+        begins, ends: [t] int32, bounds of each tile in `rows`.
     """
 
     lens: Int32
@@ -38,26 +38,27 @@ class SharedPrefixes(NamedTuple):
 
 
 def max_tiles(num_decodes: int, members: int) -> int:
-    """Tiles that so many decodes have at most, of `members` each."""
+    """The maximum number of tiles, of at most `members` decodes each, for `num_decodes` decodes."""
     return num_decodes // MIN_MEMBERS + -(-num_decodes // members)
 
 
 def find_shared_prefixes(
     block_tables: Int32, context_lens: Int32, block_size: int, members: int
 ) -> SharedPrefixes | None:
-    """Groups of decodes, each with the blocks that all of it begin with.
+    """Find groups of decodes that begin with the same blocks, and divide them into tiles.
 
     Args:
-        block_tables: [B, W], zeros past a decode's blocks.
-        context_lens: [B], the token of this step included.
-        members: decodes of a tile at most.
+        block_tables: [B, W] int32, zeros past a decode's blocks.
+        context_lens: [B] int32, numbers of tokens, that of this step included.
+        block_size: tokens per block.
+        members: maximum number of decodes of a tile.
 
     Returns:
-        None where too little is shared.
+        The tiles; None if too little is shared.
     """
-    if len(context_lens) < MIN_MEMBERS:  # one sequence waits for the host
+    if len(context_lens) < MIN_MEMBERS:  # a single sequence waits for the host
         return None
-    # A decode writes to its last block, which no other decode shares; those before it are full.
+    # A decode writes to its last block, which no other decode shares. The blocks before are full.
     levels = list(_levels(block_tables, (context_lens - 1) // block_size))
     if not levels:
         return None
@@ -75,13 +76,13 @@ def find_shared_prefixes(
 
 
 class _Level(NamedTuple):
-    """Groups of at least MIN_MEMBERS decodes.
+    """The groups of a tree level, each of at least MIN_MEMBERS decodes.
 
     Attributes:
-        rows: [n] the decodes, those of a group adjacent.
-        sizes: [g] decodes of each group.
-        counts: [g] blocks that all of it begin with.
-        parents: [g] the group of the level before that it is part of.
+        rows: [n] decodes, those of a group adjacent.
+        sizes: [g] number of decodes of each group.
+        counts: [g] number of blocks with which all of them begin.
+        parents: [g] index of the parent in the level before.
     """
 
     rows: Ints
@@ -91,11 +92,11 @@ class _Level(NamedTuple):
 
 
 def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
-    """Groups with the same first block; then, of each of these, those that also have the same block
-    behind the last that the whole group shares; and so on.
+    """Groups with the same first block; then, within each, groups that also have the same block
+    after the last that the whole group shares; and so on.
 
     Args:
-        num_whole: [B], blocks of each that others may share.
+        num_whole: [B] int32, number of blocks of each decode that others may share.
     """
     rows = np.flatnonzero(num_whole > 0)
     parents, columns = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
@@ -122,11 +123,12 @@ def _levels(block_tables: Int32, num_whole: Int32) -> Iterator[_Level]:
 
 
 def _divide(levels: list[_Level], members: int) -> tuple[list[Bools], int]:
-    """For each level which groups leave their parents, and the blocks that are not read again then.
+    """Decide for each level which groups leave their parents. Returns these flags, and the number
+    of blocks that are not read again.
 
-    A group leaves if it saves more by itself than its decodes do in the parent, of whose tiles one
-    decode in `members` reads what all share. Then all that leave do so only if they, and the rest
-    of the parent, save more than the parent whole.
+    A group leaves if it saves more by itself than its decodes save in the parent, where one decode
+    in `members` reads the shared blocks. Groups leave a parent only if they and the rest of it
+    together save more than the whole parent does.
     """
     below, leaving = levels[-1], list[Bools]()
     saved = _saved(below.sizes, below.counts, members)
@@ -145,8 +147,8 @@ def _divide(levels: list[_Level], members: int) -> tuple[list[Bools], int]:
 
 
 def _assign(levels: list[_Level], leaving: list[Bools], num_rows: int) -> tuple[Ints, Ints]:
-    """The group of each decode, the last that has left with it, -1 for none; and the blocks that
-    each group shares, 0 where too few are left of it, and at the end for none.
+    """The group of each decode: the last that has left with it, -1 for none. And the number of
+    blocks that each group shares: 0 if too few decodes are left in it. A last 0 is for no group.
     """
     groups, first, left = np.full(num_rows, -1), 0, np.ones(1, bool)
     for level, leave in zip(levels, leaving, strict=True):
@@ -160,5 +162,7 @@ def _assign(levels: list[_Level], leaving: list[Bools], num_rows: int) -> tuple[
 
 
 def _saved(sizes: Ints, counts: Ints, members: int) -> Ints:
-    """Blocks that groups of so many decodes, which share so many blocks, do not read again."""
+    """The number of blocks that groups of `sizes` decodes, which share `counts` blocks, do not read
+    again.
+    """
     return np.where(sizes < MIN_MEMBERS, 0, (sizes - -(-sizes // members)) * counts)

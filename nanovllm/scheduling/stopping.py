@@ -1,4 +1,4 @@
-"""Why a sequence ends: a token or text that stops it, its length, or an error. Imports no torch."""
+"""The ends of sequences: by a stop token or text, by length, or by an error. Imports no torch."""
 
 from collections.abc import Collection
 
@@ -6,19 +6,19 @@ from nanovllm.engine.sequence import Sequence
 
 NOT_NUMBERS = (
     "the model has computed NaN for this request, so there is no next token: weights of the "
-    "checkpoint are broken, or numbers are too large for their dtype (float16 ends at 65,504: try "
+    "checkpoint are broken, or values are too large for their dtype (float16 ends at 65,504: try "
     'dtype="bfloat16" or "float32")'
 )
 
 
 def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> bool:
-    """Whether a sequence ends with its newest token; sets its finish and stop reason then.
+    """Whether a sequence ends with its newest token. If so, set its finish and stop reason.
 
     Args:
-        seq: which has the token.
-        token_id: the token.
+        seq: sequence, which has the token already.
+        token_id: newest token.
         eos_token_ids: tokens that end a text.
-        max_model_len: most tokens of prompt and completion.
+        max_model_len: maximum number of tokens of prompt and completion.
     """
     params, text = seq.sampling_params, seq.detokenizer
     num_generated = seq.num_known_tokens - seq.num_prompt_tokens
@@ -39,7 +39,7 @@ def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model
 
 
 def fail(seq: Sequence, error: str) -> None:
-    """End a sequence with the tokens that it has."""
+    """End a sequence by an error, with the tokens that it has."""
     seq.finish_reason, seq.error = "error", error
     if seq.detokenizer is not None:
         seq.detokenizer.finish()

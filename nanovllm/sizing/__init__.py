@@ -1,4 +1,4 @@
-"""How much memory each part of an engine gets, and how large a model is.
+"""The memory of each part of an engine, and the size of a model.
 
 Doors: `memory`, `activations` and `model_size`.
 """

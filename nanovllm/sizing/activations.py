@@ -1,4 +1,4 @@
-"""The start of an engine on a GPU: what memory the largest steps take."""
+"""The memory for activations of the largest steps, found at the start of an engine on a GPU."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def max_activations(
     device: torch.device,
     max_bytes: int,
 ) -> int:
-    """Bytes of activations: those that the largest steps take beside what stays after them.
+    """The bytes of activations: peak memory of the largest steps, less what stays after them.
 
-    Tensors are as large whether kernels run or are rehearsed (`Compiler.rehearsal`). Empties
-    PyTorch's cache of memory.
+    Tensors have the same sizes whether kernels run or are rehearsed (`Compiler.rehearsal`). This
+    empties PyTorch's cache of memory.
 
     Args:
-        compute: the step.
-        pool: without blocks.
-        config, device: of the engine.
-        max_model_len: tokens of the longest sequence.
-        max_bytes: that rows with controls may need.
+        compute: function that computes a step.
+        pool: KV pool, without blocks.
+        config, device: configuration and device of the engine.
+        max_model_len: maximum length of a sequence, in tokens.
+        max_bytes: bytes that rows with controls may need.
     """
     budget = config.max_num_batched_tokens
     with capturing:
@@ -52,16 +52,16 @@ def max_activations(
     pool.free()
     with capturing:
         torch.cuda.empty_cache()
-    # What is left are no activations: weights, tables, other engines, libraries' workspaces.
+    # The rest is no activations: weights, tables, other engines, libraries' workspaces.
     return peak - torch.cuda.memory_allocated(device)
 
 
 def warmup_batch(num_seqs: int, num_tokens: int, max_model_len: int, block_size: int) -> Batch:
-    """A prefill of `num_tokens`, as far as `max_model_len` allows, in `num_seqs` sequences that all
-    sample.
+    """A prefill of `num_tokens` tokens, as far as `max_model_len` allows, in `num_seqs` sequences
+    that all sample.
 
-    No KV is stored (slot mapping -1), every block table points at block 0 only, and all sequences
-    have slot 0.
+    No KV is stored (slot mapping -1), all block tables have block 0 only, and all sequences have
+    slot 0.
     """
     lens = np.full(num_seqs, num_tokens // num_seqs)
     lens[: num_tokens % num_seqs] += 1

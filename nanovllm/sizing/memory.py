@@ -1,25 +1,25 @@
-"""How many KV blocks fit: plain arithmetic on bytes, no device."""
+"""The number of KV blocks that fit: plain arithmetic on bytes, without a device."""
 
 from nanovllm.utils.cgroup import memory_left
 
 GIB = 1 << 30
-CPU_LIMIT = 4 * GIB  # of the default KV cache on a CPU
-CPU_TOKENS = 2**17  # the same, for small models, whose process would grow for prefixes alone
+CPU_LIMIT = 4 * GIB  # size of the default KV cache on a CPU
+CPU_TOKENS = 2**17  # the same in tokens, for small models: a larger pool would keep prefixes only
 RESERVE = GIB // 4  # left free on a GPU, for CUDA graphs and libraries' workspaces
 
 
 def num_blocks_for_cuda(
     block_bytes: int, total: int, free: int, own_now: int, own_peak: int, utilization: float
 ) -> int:
-    """Blocks for a GPU, counting only this engine's own use against its share.
+    """The number of blocks for a GPU. Only this engine's own use counts against its share.
 
     Args:
-        block_bytes: bytes of a block.
+        block_bytes: bytes per block.
         total: bytes of the GPU.
-        free: bytes nobody uses now.
-        own_now: bytes this engine holds now: its weights.
+        free: bytes that are not in use now.
+        own_now: bytes that this engine holds now: its weights.
         own_peak: most bytes that this engine has in use: weights and activations.
-        utilization: `gpu_memory_utilization`.
+        utilization: option `gpu_memory_utilization`.
 
     Raises:
         ValueError: if not one block fits.
@@ -41,7 +41,7 @@ def num_blocks_for_cuda(
 
 
 def num_blocks_for_cpu(block_bytes: int, available: int, most: int) -> int:
-    """Blocks for a CPU: at most 4 GiB, half the free memory, and `most`.
+    """The number of blocks for a CPU: at most 4 GiB, half of the free memory, and `most` blocks.
 
     Raises:
         ValueError: if not one block fits.
@@ -57,7 +57,7 @@ def num_blocks_for_cpu(block_bytes: int, available: int, most: int) -> int:
 
 
 def num_blocks_for_limit(block_bytes: int, limit: int) -> int:
-    """Blocks in `kv_cache_memory_bytes=limit`.
+    """The number of blocks for `kv_cache_memory_bytes=limit`.
 
     Raises:
         ValueError: if not one block fits.
@@ -71,7 +71,7 @@ def num_blocks_for_limit(block_bytes: int, limit: int) -> int:
 
 
 def available_cpu_memory() -> int:
-    """Bytes of memory that are free or can be freed, within the limit of a container."""
+    """The bytes of memory that are free or can be freed, within the limit of a container."""
     free = 2 * CPU_LIMIT
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

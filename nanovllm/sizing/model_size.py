@@ -1,4 +1,4 @@
-"""How many numbers a model's matrices have. Imports no torch."""
+"""The number of parameters in a model's matrices. Imports no torch."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from nanovllm.checkpoint.model_config import ModelConfig
 
 
 class Weights(NamedTuple):
-    """Numbers in a model's matrices.
+    """Numbers of parameters in a model's matrices.
 
     Attributes:
-        dense: by which every token is multiplied, LM head apart.
-        head: of the LM head.
-        sparse: of all experts.
-        share: of the experts, which a token takes.
+        dense: parameters used by every token, without the LM head.
+        head: parameters of the LM head.
+        sparse: parameters of all experts.
+        share: fraction of the experts that are active per token.
     """
 
     dense: int
@@ -25,19 +25,19 @@ class Weights(NamedTuple):
 
     @property
     def of_token(self) -> float:
-        """By which one token is multiplied, LM head apart."""
+        """The parameters active for one token, without the LM head."""
         return self.dense + self.share * self.sparse
 
     def read(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of a step with so many tokens, LM head apart: those of the experts that at least one
-        token takes, if each takes any of them with the same probability.
+        """The parameters that a step with `num_tokens` tokens reads, without the LM head. An expert
+        is read if any token uses it; each token uses all experts with equal probability.
         """
         taken = 1 - np.power(1 - self.share, num_tokens, dtype=np.float64)
         return self.dense + self.sparse * taken
 
 
 def weights(config: ModelConfig) -> Weights:
-    """The matrices of a model."""
+    """The numbers of parameters in a model's matrices."""
     M, D, experts = config.hidden_size, config.head_dim, config.experts
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     num_sparse = sum(layer.is_sparse for layer in config.layers)

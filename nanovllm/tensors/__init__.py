@@ -1,4 +1,4 @@
-"""Values that layers hand to attention backends and kernels.
+"""Arguments that layers pass to attention backends and kernels.
 
-Every file is a door: caches, scoring, norms and rotation, numbers in FP8 and INT4.
+Every file is a door: caches, scoring, norms and rotation, values in FP8 and INT4.
 """

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
-LARGEST_INT8 = 127.0  # of codes that are int8
-PART = 2**22  # numbers that are computed at a time
+LARGEST = 448.0  # FP8 value
+LARGEST_INT8 = 127.0  # INT8 code
+PART = 2**22  # elements that are computed at a time
 
 
 @dataclass(frozen=True)
 class Codes:
-    """T x K numbers: each is a code times the scale of its block.
+    """T x K values: each is a code times the scale of its block.
 
     Attributes:
-        codes: [T, K] of `FP8`, or int8.
-        scales: [T / block rows, K / block columns] float32, rounded up.
+        codes: [T, K] `FP8` or int8.
+        scales: [T / block rows, K / block columns] float32, both rounded up.
         block: rows and columns that share a scale.
     """
 
@@ -31,14 +31,14 @@ class Codes:
         return len(self.codes)
 
     def __getitem__(self, rows: slice) -> "Codes":
-        """Neighbouring rows, from the beginning of a block on."""
+        """Neighbouring rows, which begin with a block."""
         (begin, end, _), size = rows.indices(len(self)), self.block[0]
         assert begin % size == 0, "rows share scales"
         scales = self.scales[begin // size : -(-end // size)]
         return Codes(self.codes[begin:end], scales, self.block)
 
     def numbers(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[T, K], a part at a time: those of experts take gigabytes."""
+        """The dequantised values [T, K], computed in parts: those of experts take gigabytes."""
         (T, K), (rows, columns) = self.codes.shape, self.block
         numbers = torch.empty(T, K, dtype=dtype, device=self.codes.device)
         step = max(1, PART // K // rows) * rows

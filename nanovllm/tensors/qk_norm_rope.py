@@ -1,4 +1,4 @@
-"""`QKNormRope`: what attention needs done to the heads of a projection first."""
+"""`QKNormRope`: the norms, rotation and slots that a projection's heads need before attention."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,12 @@ import torch
 
 
 class QKNormRope(NamedTuple):
-    """Query and key heads are normalised and rotated, keys and values go to their slots.
+    """The arguments with which query and key heads are normalised and rotated, and keys and values
+    stored in their slots.
 
     Attributes:
-        norms: weights [D] of queries and of keys, and eps, of their RMS norms; None: no norms.
-        plus_one: norms multiply by `1 + weight`.
+        norms: weights [D] of the queries' and of the keys' RMS norm, and eps; None: no norms.
+        plus_one: whether norms multiply by `1 + weight`.
         cos_sin: [max_position, D] float32, see `RotaryEmbedding`.
         positions: [T] int32.
         slot_mapping: [T] int32, see `Context`.

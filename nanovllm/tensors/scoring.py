@@ -1,4 +1,4 @@
-"""`Scoring`: how queries score keys."""
+"""`Scoring`: the parameters of attention scores."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import torch
 
 
 class Scoring(NamedTuple):
-    """Of a layer.
+    """The parameters by which a layer's queries score keys.
 
     Attributes:
-        scale: multiplies the products.
-        window: tokens that a token sees, itself and those before it; 0: all.
-        softcap: scores are `softcap * tanh(score / softcap)`; 0: as they are.
-        sinks: [Hq], scores of a key that each head sees beside its own, and that has no value.
+        scale: factor on the products of queries and keys.
+        window: number of tokens that a token sees, itself and those before it; 0: all.
+        softcap: bound of scores, `softcap * tanh(score / softcap)`; 0: none.
+        sinks: [Hq], score of an additional key that each head sees, and that has no value.
     """
 
     scale: float

@@ -62,7 +62,7 @@ def test_modules_beside_the_user_are_not_imported(tmp_path: Path) -> None:
     )
     unknown, zombie, over = ended.stdout.splitlines()
     assert unknown.startswith("AttributeError: "), "it was imported, and has no such kernel"
-    assert zombie == "-9 no zombie" and over == "the process that has others compile has ended"
+    assert zombie == "-9 no zombie" and over == "the compile server has ended"
     assert "wrong json" not in ended.stderr
 
 

@@ -223,7 +223,7 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
     quantised, _ = checkpoints(tmp_path, "blocks")
     config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
-    with pytest.raises(ValueError, match=f"128 x 16 want whole blocks .* rank: take {remedy}"):
+    with pytest.raises(ValueError, match=f"128 x 16 need whole blocks .* rank: use {remedy}"):
         LLM(quantised, tensor_parallel_size=num_ranks, **SMALL)
 
 

@@ -1,6 +1,6 @@
-"""`Fp8Weight`: the matrix of a product in 8 bits, and how checkpoints' tensors fill it.
+"""`Fp8Weight`: the matrix of a product in 8 bits, and the shards of checkpoints that fill it.
 
-A number is a code (e4m3) times the scale of its block. See `checkpoint/quantization.py`.
+A value is a code (e4m3) times the scale of its block. See `checkpoint/quantization.py`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from nanovllm.tensors.fp8 import FP8, LARGEST, LARGEST_INT8, PART, Codes
 
 
 class CodesShard(Shard):
-    """A tensor of codes."""
+    """A checkpoint's tensor of FP8 codes."""
 
     dtypes = ("F8_E4M3",)
 
@@ -29,7 +29,7 @@ class CodesShard(Shard):
 
 
 class ScalesShard(Shard):
-    """Their scales, of which dimensions of 1 may be missing."""
+    """The scales of these codes. The checkpoint may lack dimensions of size 1."""
 
     def fits(self, shape: list[int]) -> bool:
         return [n for n in shape if n != 1] == [n for n in self.full_shape if n != 1]
@@ -39,15 +39,16 @@ class ScalesShard(Shard):
         super().fill(whole.reshape(self.full_shape))
 
     def put(self, numbers: torch.Tensor) -> None:
-        self.target.copy_(numbers)  # the scale of a tensor is that of each of its rows
+        self.target.copy_(numbers)  # one scale of a whole tensor is copied to each of its rows
 
 
 @dataclass(frozen=True)
 class QuantizingShard(Shard):
-    """Numbers that become codes, FP8 or int8, with a scale for each row, the same on all ranks.
+    """A tensor of values that is quantised to FP8 or int8 while it is loaded, with one scale per
+    row, the same on all ranks.
 
     Attributes:
-        scales: [rows, 1], which this fills, too.
+        scales: [rows, 1] float32, filled, too.
     """
 
     scales: torch.Tensor
@@ -66,8 +67,8 @@ class QuantizingShard(Shard):
         self._quantize(numbers, numbers)  # dummies
 
     def _quantize(self, rows: torch.Tensor, numbers: torch.Tensor) -> None:
-        """`numbers` by the largest of `rows`, which have those of the other ranks, too; a part at a
-        time, as those of an LM head would take gigabytes in float32.
+        """Quantise `numbers` by the largest of each of `rows`, which have the other ranks' columns,
+        too. This goes by parts: an LM head would take gigabytes in float32.
         """
         is_fp8, device = self.target.dtype == FP8, self.target.device
         largest, step = LARGEST if is_fp8 else LARGEST_INT8, max(1, PART // rows.shape[1])
@@ -80,17 +81,17 @@ class QuantizingShard(Shard):
 
 
 class Fp8Weight(QuantizedWeight):
-    """N x K numbers, which start uninitialised.
+    """N x K values in FP8, uninitialised until loaded.
 
     Args:
-        num_rows, num_cols: N and K, of this rank.
-        dtype: of activations and results.
+        num_rows, num_cols: N and K on this rank.
+        dtype: torch.dtype of activations and results.
         fused: see `Weight`.
-        quantization: how the checkpoint has them.
+        quantization: format of the checkpoint.
 
     Attributes:
-        data: [N, K] of `FP8`.
-        scales: [N / block rows, K / block columns] float32, rounded up.
+        data: [N, K] `FP8`, codes.
+        scales: [N / block rows, K / block columns] float32, both rounded up.
         block: rows and columns that share a scale.
     """
 
@@ -142,7 +143,9 @@ class Fp8Weight(QuantizedWeight):
 
 
 def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
-    """The blocks of a dimension's part, which may hold each in an order of its own."""
+    """The scale blocks of a dimension's part, which may hold the elements of a block in any order.
+    ValueError if it holds any block in part.
+    """
     blocks = []
     for i in range(0, len(part.held), size):
         held = sorted(part.held[i : i + size])
@@ -156,6 +159,6 @@ def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
 def _cut(module: str, block: tuple[int, int], part: Part) -> ValueError:
     remedy = "another tensor_parallel_size, or " if len(part.held) < part.total else ""
     return ValueError(
-        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} want whole blocks of each "
-        f'projection on each rank: take {remedy}the original weights with quantization="fp8"'
+        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} need whole blocks of each "
+        f'projection on each rank: use {remedy}the original weights with quantization="fp8"'
     )

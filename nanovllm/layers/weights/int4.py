@@ -1,7 +1,7 @@
-"""`Int4Weight`: the matrix of a product in 4 bits, and how checkpoints' tensors fill it.
+"""`Int4Weight`: the matrix of a product in 4 bits, and the shards of checkpoints that fill it.
 
-A number is a code less the zero point of its group, times the group's scale. Checkpoints have eight
-codes, or zero points, in an int32 (`quantization.Int4`).
+A value is a code minus the zero point of its group, times the group's scale. Checkpoints pack eight
+codes, or zero points, into an int32 (`quantization.Int4`).
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from nanovllm.layers.weights.quantized import QuantizedWeight
 from nanovllm.layers.weights.shard import Part, Shard, UnheldShard
 from nanovllm.tensors.int4 import OFFSETS, PLANES, ZERO, Int4Codes, pack, plane_size
 
-IN_WORD = 8  # codes of an int32
+IN_WORD = 8  # codes in an int32
 DUMMY_SCALE = 0.02 / 3  # codes from 0 to 15 reach over two and a half standard deviations of 0.02
 
 
 @dataclass(frozen=True)
 class PackedShard(Shard):
-    """Codes, eight in an int32.
+    """A tensor of codes, eight in an int32.
 
     Attributes:
-        packed: the dimension whose neighbours share an int32.
-        order: where in it each of eight neighbours is, the lowest four bits being 0.
-        transposed: the checkpoint has columns first.
+        packed: dimension along which neighbours share an int32.
+        order: place in the int32 of each of eight neighbours; 0: the lowest four bits.
+        transposed: whether the checkpoint has columns first.
     """
 
     dtypes = ("I32",)
@@ -66,10 +66,10 @@ class PackedShard(Shard):
 
 @dataclass(frozen=True)
 class CodesShard(PackedShard):
-    """The matrix.
+    """The codes of the matrix.
 
     Attributes:
-        plane: see `tensors.int4`.
+        plane: columns of a plane, see `tensors.int4`.
     """
 
     plane: int
@@ -84,10 +84,10 @@ class CodesShard(PackedShard):
 
 @dataclass(frozen=True)
 class ZerosShard(PackedShard):
-    """Its zero points: target [groups, rows] (`Int4Codes.scales`).
+    """The zero points of the matrix. The target is [groups, rows] (`Int4Codes.scales`).
 
     Attributes:
-        added: to what the checkpoint has, modulo 16.
+        added: constant added to the checkpoint's zero points, modulo 16.
     """
 
     added: int
@@ -102,11 +102,11 @@ class ZerosShard(PackedShard):
 
 @dataclass(frozen=True)
 class ScalesShard(Shard):
-    """Its scales: target [groups, rows].
+    """The scales of the matrix. The target is [groups, rows].
 
     Attributes:
-        transposed: the checkpoint has groups first.
-        zeros: what this fills, too, where the checkpoint has no zero points.
+        transposed: whether the checkpoint has groups first.
+        zeros: [groups, rows], zero points to fill, too, if the checkpoint has none.
     """
 
     transposed: bool
@@ -131,10 +131,10 @@ class ScalesShard(Shard):
 
 @dataclass(frozen=True)
 class OrderShard(UnheldShard):
-    """Which group each column is of: the columns must be in order.
+    """The group of each column. The columns must be in order.
 
     Attributes:
-        group: columns of one.
+        group: columns per group.
     """
 
     dtypes = "I32", "I64"
@@ -146,19 +146,19 @@ class OrderShard(UnheldShard):
         groups = source[...].long()
         if not groups.equal(torch.arange(len(groups)) // self.group):
             raise ValueError(
-                f"tensor {name}: columns in an order of their own (act-order) are not supported: "
-                "take a checkpoint without, or the original weights"
+                f"tensor {name}: reordered columns (act-order) are not supported: "
+                "use a checkpoint without them, or the original weights"
             )
 
 
 class Int4Weight(QuantizedWeight):
-    """N x K numbers, which start uninitialised.
+    """N x K values in 4 bits, uninitialised until loaded.
 
     Args:
-        num_rows, num_cols: N and K, of this rank.
-        dtype: of activations and results.
+        num_rows, num_cols: N and K on this rank.
+        dtype: torch.dtype of activations and results.
         fused: see `Weight`.
-        quantization: how the checkpoint has them.
+        quantization: format of the checkpoint.
 
     Attributes:
         data, scales: see `Int4Codes`.
@@ -171,7 +171,7 @@ class Int4Weight(QuantizedWeight):
     ) -> None:
         super().__init__(num_cols, dtype, fused)
         self.quantization, group = quantization, quantization.group
-        # Columns that are not whole groups are refused by `shards`.
+        # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)
         scales = torch.empty(-(-num_cols // group), num_rows, 2, dtype=dtype)
         self.data, self.scales = nn.Parameter(data, False), nn.Parameter(scales, False)
@@ -193,35 +193,35 @@ class Int4Weight(QuantizedWeight):
         if len(cols.held) % how.group:
             remedy = "" if cols.total % how.group else "another tensor_parallel_size, or "
             raise ValueError(
-                f"{module}: INT4 weights want whole groups of {how.group} inputs on each rank: "
-                f"take {remedy}the original weights"
+                f"{module}: INT4 weights need whole groups of {how.group} inputs on each rank: "
+                f"use {remedy}the original weights"
             )
         first = cols.held.start // how.group
         held = range(first, first + len(cols.held) // how.group)
         groups = Part(held, cols.total // how.group)
         zeros, scales = self.scales.data[:, begin:end].unbind(2)
-        turned = how.transposed
+        transposed = how.transposed
         plane = plane_size(len(cols.held), how.group)
 
         def in_order(rows: Part, cols: Part) -> tuple[Part, ...]:
-            return (cols, rows) if turned else (rows, cols)
+            return (cols, rows) if transposed else (rows, cols)
 
-        along_rows = 1 if turned else 0
+        along_rows = 1 if transposed else 0
         codes_along = along_rows if how.along_rows else 1 - along_rows
         codes = self.data.data[begin:end]
         yield (
             f"{module}.{how.codes}",
-            CodesShard(codes, in_order(rows, cols), codes_along, how.order, turned, plane),
+            CodesShard(codes, in_order(rows, cols), codes_along, how.order, transposed, plane),
         )
         if how.zeros:
             parts = in_order(rows, groups)
             yield (
                 f"{module}.{how.zeros}",
-                ZerosShard(zeros, parts, along_rows, how.order, turned, how.added),
+                ZerosShard(zeros, parts, along_rows, how.order, transposed, how.added),
             )
         yield (
             f"{module}.{how.scales}",
-            ScalesShard(scales, in_order(rows, groups), turned, None if how.zeros else zeros),
+            ScalesShard(scales, in_order(rows, groups), transposed, None if how.zeros else zeros),
         )
         if how.groups:
             yield (

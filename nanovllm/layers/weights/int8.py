@@ -1,7 +1,7 @@
-"""`Int8Weight`: the matrix of an LM head in INT8, with a scale for each row.
+"""`Int8Weight`: the matrix of an LM head in INT8, with one scale per row.
 
-INT8 has the bytes of FP8 and errs a fifth as much where a row's numbers are alike, which counts
-where no later layer evens errors out (docs/experiments.md, 42).
+INT8 takes as many bytes as FP8. Its error is a fifth of FP8's if the values of a row are alike,
+which matters where no later layer evens out errors (docs/experiments.md, 42).
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from nanovllm.tensors.fp8 import Codes
 
 
 class Int8Weight(Weight):
-    """N x K numbers, which start as 0; see `in_int8`.
+    """N x K values in INT8, zero until loaded; see `in_int8`.
 
     Attributes:
-        data: [N, K] int8.
+        data: [N, K] int8, codes.
         scales: [N, 1] float32.
     """
 
@@ -33,7 +33,7 @@ class Int8Weight(Weight):
         self.scales = nn.Parameter(torch.zeros(num_rows, 1, dtype=torch.float32), False)
 
     def shard(self, rows: Part, cols: Part) -> QuantizingShard:
-        """What a tensor of numbers fills."""
+        """The shard that quantises a tensor of values into this weight."""
         held = slice(len(rows.held))
         return QuantizingShard(self.data.data[held], (rows, cols), self.scales.data[held])
 
@@ -64,8 +64,8 @@ class Int8Weight(Weight):
 
 
 def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
-    """The weight of an LM head, if the model's matrices are quantised while they are loaded (what
-    others have is what their checkpoints say) and our kernels multiply by it.
+    """An INT8 weight for an LM head; None unless the model's matrices are quantised while they are
+    loaded (otherwise the checkpoint determines the format) and our kernels can multiply by it.
     """
     if not build.fused or build.quantization != WHILE_LOADING:
         return None
@@ -76,7 +76,7 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
 
 
 class TiedWeight(Weight):
-    """The weight of an embedding, whose numbers fill the LM head's, too."""
+    """The weight of an embedding whose values fill the LM head's weight, too."""
 
     def __init__(self, embedding: Weight, head: Int8Weight) -> None:
         nn.Module.__init__(self)

@@ -1,7 +1,7 @@
-"""MXFP4: blocks of 32 numbers of 4 bits with a common power of two (OCP Microscaling Formats, 1.0).
+"""MXFP4: blocks of 32 values of 4 bits with a common power of two (OCP Microscaling Formats, 1.0).
 
-A number is E2M1: a sign, two bits of exponent, one of mantissa; two are in a byte, the first in its
-lower half. The power of two is E8M0: an exponent alone. gpt-oss stores its experts so.
+A value is E2M1: a sign, two bits of exponent, one of mantissa; a byte has two, the first in its
+lower half. The power of two is E8M0: an exponent alone. gpt-oss stores its experts in this format.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import torch
 from nanovllm.checkpoint.model_config import MXFP4_BLOCK as BLOCK
 from nanovllm.layers.weights.shard import Shard
 
-BIAS = 127  # of its exponent
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
+BIAS = 127  # of the exponent in E8M0
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
 class BlocksShard(Shard):
-    """The numbers of a tensor [E, rows, columns] as E2M1."""
+    """The values of a tensor [E, rows, columns], as E2M1."""
 
     dtypes = "U8", "I8", "F8_E8M0"  # bytes
 
@@ -26,12 +26,12 @@ class BlocksShard(Shard):
         return [*shape, columns // BLOCK, BLOCK // 2]
 
     def fill(self, source: Any) -> None:
-        for i, target in enumerate(self.target):  # a matrix at a time: unpacked ones are large
+        for i, target in enumerate(self.target):  # one matrix at a time: unpacked, they are large
             numbers = self.decode(source[i].view(torch.uint8).to(target.device))
             self.put_matrix(target, Shard(target, self.parts[1:]).read(numbers))
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Bytes of a matrix -> float32 numbers."""
+        """Unpack the bytes of a matrix to float32 values."""
         values = [*VALUES, *(-value for value in VALUES)]
         table = torch.tensor(values, dtype=torch.float32, device=stored.device)
         return table[torch.stack([stored & 15, stored >> 4], -1).int()].flatten(-3)
@@ -42,7 +42,7 @@ class BlocksShard(Shard):
 
 
 class ScalesShard(BlocksShard):
-    """Their powers of two, by which the numbers that are there are multiplied."""
+    """The powers of two of these blocks, which multiply the values that are already filled in."""
 
     comes_last = True
 

@@ -1,9 +1,9 @@
 """Matrix products of a float32 model on a CPU through oneDNN.
 
 PyTorch sends float32 products to MKL. oneDNN is faster for the few rows of a decode, most of all
-with weights in its own packed layout, which PyTorch offers by the operations that its compiler
-takes (`torch.ops.mkldnn`): docs/experiments.md, section 14. The results differ in rounding only: no
-precision is given up.
+with weights in its own packed layout, which PyTorch offers through the operators of its compiler
+(`torch.ops.mkldnn`): docs/experiments.md, section 14. The results differ in rounding only: no
+precision is lost.
 """
 
 import torch
@@ -14,14 +14,14 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.tensors.fp8 import Codes
 
-MIN_WEIGHT = 2**18  # elements; smaller products gain less than a call costs (640 x 640 gains)
+MIN_WEIGHT = 2**18  # elements; smaller weights gain less than a call costs (640 x 640 gains)
 
 
 class OneDnnWeight(Weight):
     """A float32 weight in oneDNN's own layout.
 
     Args:
-        plain: the same weight, filled.
+        plain: same weight, filled, in PyTorch's layout.
     """
 
     def __init__(self, plain: Weight) -> None:
@@ -41,9 +41,7 @@ class OneDnnWeight(Weight):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Give oneDNN the weights of the larger products, packed; a tied embedding keeps its own
-    copy.
-    """
+    """Pack the weights of the larger products for oneDNN. A tied embedding keeps its own copy."""
     for module in model.modules():
         if (
             isinstance(module, (LinearBase, ParallelLMHead))
@@ -53,9 +51,9 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def can_use_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is something to gain: 16-bit products take this way anyway."""
+    """Whether oneDNN is available and a gain: PyTorch sends 16-bit products to it anyway."""
     on_cpu = device.type == "cpu" and dtype == torch.float32
-    # The operations are PyTorch's own affair, and may go.
+    # These operators are internal to PyTorch, and may disappear.
     known = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(
         torch.ops.mkldnn, "_reorder_linear_weight"
     )

@@ -1,6 +1,6 @@
-"""`QuantizedWeight`: the matrix of a product as codes, which kernels of its format multiply by.
+"""`QuantizedWeight`: the matrix of a product as codes, with kernels that multiply by them.
 
-Where no kernel does (a CPU, other GPUs, odd sizes) the codes are dequantised once, behind loading.
+Where no kernel can (on a CPU, other GPUs, odd sizes), codes are dequantised once, after loading.
 """
 
 import logging
@@ -16,11 +16,11 @@ from nanovllm.tensors.int4 import Int4Codes
 
 logger = logging.getLogger(__name__)
 
-NO_KERNELS = "it is dequantised behind loading"
+NO_KERNELS = "it is dequantised after loading"
 
 
 class Kernels(Protocol):
-    """What the module of a format's kernels has; see `kernels.products.fp8_linear`."""
+    """The module of a format's kernels, such as `kernels.products.fp8_linear`."""
 
     @property
     def one_row(self) -> Callable[..., torch.Tensor] | None: ...
@@ -40,12 +40,12 @@ class Kernels(Protocol):
 
 
 class QuantizedWeight(Weight):
-    """See `Weight`.
+    """A `Weight` in few bits.
 
     Attributes:
-        name: of the format.
-        dtype: of activations and results.
-        kernels: what multiplies; None: nothing does.
+        name: name of the format.
+        dtype: torch.dtype of activations and results.
+        kernels: kernels that multiply by the codes; None: none can.
     """
 
     name: ClassVar[str]
@@ -57,11 +57,11 @@ class QuantizedWeight(Weight):
 
     @property
     def codes(self) -> Codes | Int4Codes:
-        """All of it."""
+        """The whole matrix."""
         raise NotImplementedError
 
     def plain(self) -> Weight:
-        """What the codes mean."""
+        """The dequantised weight."""
         numbers = self.codes.numbers(self.dtype)
         weight = Weight(0, numbers.shape[1], self.dtype, self.fused)
         weight.data = nn.Parameter(numbers, False)
@@ -89,7 +89,7 @@ class QuantizedWeight(Weight):
 
 
 def dequantize(model: nn.Module) -> None:
-    """Replace filled weights that nothing multiplies here by plain ones."""
+    """Replace filled weights whose codes no kernel here can multiply by plain ones."""
     count = 0
     for module in model.modules():
         for name, weight in module.named_children():
@@ -97,7 +97,9 @@ def dequantize(model: nn.Module) -> None:
                 setattr(module, name, weight.plain())
                 count += 1
     if count:
-        logger.info("%d quantised matrices became plain: no kernel here takes their codes", count)
+        logger.info(
+            "%d quantised matrices were dequantised: no kernel here accepts their codes", count
+        )
 
 
 def is_to_be_plain(model: nn.Module) -> bool:
@@ -106,11 +108,11 @@ def is_to_be_plain(model: nn.Module) -> bool:
 
 
 def _has_no_kernels(module: nn.Module) -> TypeGuard[QuantizedWeight]:
-    """Whether it is a weight whose codes nothing multiplies here."""
+    """Whether the module is a weight whose codes no kernel here can multiply."""
     return isinstance(module, QuantizedWeight) and module.kernels is None
 
 
 def held_in(model: nn.Module) -> str:
-    """The format that a model's matrices are held in, beside their dtype: "none", "fp8", "int4"."""
+    """The format of a model's matrices in memory: "fp8" or "int4"; "none": all are of its dtype."""
     names = (module.name for module in model.modules() if isinstance(module, QuantizedWeight))
     return next(names, "none")

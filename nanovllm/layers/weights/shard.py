@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank holds, and how it fills a parameter."""
+"""`Shard`: a rank's part of a checkpoint tensor, and the parameter that it fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Part(NamedTuple):
     """The part of a tensor's dimension that this rank holds.
 
     Attributes:
-        held: the indices, in the order in which they are held.
-        total: the size of the dimension in the checkpoint.
+        held: indices in the checkpoint, in the order in which the rank holds them.
+        total: size of the dimension in the checkpoint.
     """
 
     held: Sequence[int]
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, total: int) -> "Part":
-        """All of it."""
+        """The whole dimension."""
         return cls(range(total), total)
 
     @classmethod
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     @classmethod
     def packed(cls, parts: Sequence["Part"]) -> "Part":
-        """Of a dimension that is theirs, one behind the other."""
+        """The part of a dimension in which these parts' dimensions are concatenated."""
         starts = accumulate((part.total for part in parts), initial=0)
         held = [start + i for start, part in zip(starts, parts, strict=False) for i in part.held]
         return cls(held, sum(part.total for part in parts))
@@ -43,15 +43,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor of the checkpoint, or the part of it that this rank holds. A subclass is of a tensor
-    that is stored in another way than as numbers.
+    """A tensor of the checkpoint, or the part of it that this rank holds. Subclasses are for
+    tensors that are not stored as plain values.
 
     Attributes:
-        target: the parameter, or rows of a packed one, that it fills.
-        parts: what of each dimension fills it.
+        target: parameter to fill, or rows of a packed one.
+        parts: part of each dimension that fills the target.
     """
 
-    comes_last: ClassVar[bool] = False  # it changes what another one has filled
+    comes_last: ClassVar[bool] = False  # it changes a target that another shard has filled
     is_optional: ClassVar[bool] = False  # the checkpoint may lack it
     dtypes: ClassVar[tuple[str, ...]] = "F64", "F32", "F16", "BF16"  # as safetensors names them
 
@@ -70,7 +70,7 @@ class Shard:
 
     @property
     def targets(self) -> tuple[torch.Tensor, ...]:
-        """All that it fills."""
+        """All tensors that it fills."""
         return (self.target,)
 
     def fits(self, shape: list[int]) -> bool:
@@ -93,7 +93,7 @@ class Shard:
             raise ValueError(f"tensor {name} is {dtype}, config.json implies {wanted}")
 
     def read(self, source: Any) -> torch.Tensor:
-        """Our part of the checkpoint's tensor, given whole or as a slice of safetensors."""
+        """This rank's part of the checkpoint's tensor, given whole or as a slice of safetensors."""
         spans = [
             part.held if isinstance(part.held, range) else range(min(part.held), max(part.held) + 1)
             for part in self.parts
@@ -110,13 +110,13 @@ class Shard:
         self.put(self.read(source))
 
     def put(self, numbers: torch.Tensor) -> None:
-        """Fill the target with numbers of its shape."""
+        """Fill the target with values of its shape."""
         self.target.copy_(numbers)
 
 
 class UnheldShard(Shard):
-    """A tensor that the checkpoint may have and the model does not: it is checked, and fills
-    nothing; the target is empty.
+    """A tensor that the checkpoint may have but the model has not. It is checked, but fills
+    nothing: the target is empty.
     """
 
     is_optional = True
@@ -126,9 +126,9 @@ class UnheldShard(Shard):
 
 
 class ZeroShard(UnheldShard):
-    """Numbers that must be 0."""
+    """A tensor whose values must all be 0."""
 
     def check(self, name: str, source: Any) -> None:
         super().check(name, source)
         if source[...].any():
-            raise ValueError(f"tensor {name} is not 0, and config.json says that there is none")
+            raise ValueError(f"tensor {name} is not 0, but config.json says that there is none")

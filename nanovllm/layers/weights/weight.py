@@ -1,8 +1,8 @@
-"""`Weight`: the matrix of a product. What knows how it is stored fills it and multiplies by it.
+"""`Weight`: the matrix of a product. It knows its format, its loading and its multiplication.
 
-Every product of a model goes through `Weight.multiply`. Another way to store a matrix is a subclass
-with a `product` of its own (`quantized.py`, `onednn.py`); what wraps a weight, and adds to each of
-its products, is one with a `multiply`.
+Every product of a model goes through `Weight.multiply`. Another format is a subclass with its own
+`product` (`quantized.py`, `onednn.py`); a wrapper of a weight, which adds to each of its products,
+is a subclass with its own `multiply`.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ NO_CODES = "`act_block` is None"
 
 
 class Gate(NamedTuple):
-    """The end of the product of gate and up projections: `act(gate) * up`, where the first half of
-    the results is the gate.
+    """The last operation on the product of gate and up projections: `act(gate) * up`. The first
+    half of the product is the gate.
 
     Attributes:
-        gelu: activate by GELU (tanh), not SiLU.
-        next_block: see `Weight.act_block`, of the weight that the result is multiplied by.
+        gelu: whether to activate by GELU (tanh), not SiLU.
+        next_block: `Weight.act_block` of the weight that multiplies the result.
     """
 
     gelu: bool = False
@@ -47,17 +47,17 @@ class Gate(NamedTuple):
 
 
 class Weight(nn.Module):
-    """N x K numbers of the model's dtype, which start uninitialised.
+    """N x K values of the model's dtype, uninitialised until loaded.
 
     Args:
-        num_rows, num_cols: N and K, of this rank.
-        dtype: of the numbers.
-        fused: multiply by our kernels where they are faster than the library's.
+        num_rows, num_cols: N and K on this rank.
+        dtype: torch.dtype of the values.
+        fused: whether to multiply by our kernels where they are faster than the library's.
 
     Attributes:
-        data: [N, K].
-        act_block: how it likes activations, if not as they are: as `Codes` of which so many numbers
-            share a scale; 0: all of a row.
+        data: [N, K] of `dtype`.
+        act_block: group size of the FP8 activations (`Codes`) that this weight prefers, in columns;
+            0: one scale per row; None: activations stay in `dtype`.
     """
 
     act_block: int | None = None
@@ -69,7 +69,7 @@ class Weight(nn.Module):
 
     @property
     def codes(self) -> torch.Tensor | Codes | Int4Codes:
-        """All of it, as kernels take it."""
+        """The whole matrix, in the form that kernels accept."""
         return self.data
 
     def shards(
@@ -112,20 +112,20 @@ class Weight(nn.Module):
         gate: Gate | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | Codes:
-        """`x @ weight.T + bias`: every product of a model, whatever its format, but for experts.
+        """`x @ weight.T + bias`: every product of a model, in any format, except those of experts.
 
-        Formats say how in `product`, and may have a kernel of their own for `gated_row`.
+        Formats implement `product`, and may have a kernel of their own for `gated_row`.
 
         Args:
-            x: [T, K]; `Codes` if `act_block` allows.
+            x: [T, K]; also `Codes`, unless `act_block` is None.
             bias: [N]
-            partial: allow a result whose sum is left to the caller.
-            gate: what to do with the product of gate and up projections.
-            out: [T, N], or [T, N / 2] behind a gate: where to write the result, of many rows.
+            partial: whether the result may be partial, its sum left to the caller.
+            gate: operation on the product of gate and up projections.
+            out: [T, N], or [T, N / 2] with a gate: output buffer, for many rows.
 
         Returns:
             [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
-            With a gate [T, N / 2], as `Codes` if it says so.
+            With a gate [T, N / 2], as `Codes` if its `next_block` is not None.
         """
         if gate is None:
             return self.product(x, bias, partial, out)
@@ -162,7 +162,7 @@ class Weight(nn.Module):
         partial: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `multiply`; with `out` by the library."""
+        """The product without a gate, see `multiply`; by the library if `out` is given."""
         assert isinstance(x, torch.Tensor), NO_CODES
         if out is not None:
             if bias is None:
