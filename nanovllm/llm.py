@@ -136,7 +136,7 @@ class LLM(LLMEngine):
     def score(
         self, prompts: Prompts, *, use_tqdm: bool = True, on_error: OnError = "raise"
     ) -> list[ScoreOutput]:
-        """How likely texts are, token by token: for perplexity, and to compare answers.
+        """The log-probabilities of texts, token by token: for perplexity, and to compare answers.
 
         (vLLM's `score` is another thing: it compares pairs of texts by models for that.)
 
@@ -175,7 +175,7 @@ class LLM(LLMEngine):
         use_tqdm: bool = True,
         on_error: OnError = "raise",
     ) -> list[EmbeddingRequestOutput]:
-        """Texts as vectors: hidden states behind the final norm.
+        """Texts as vectors: hidden states after the final norm.
 
         Args:
             prompts: as for `generate`.
@@ -237,7 +237,7 @@ class LLM(LLMEngine):
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: leave the last message open, for the model to go on with; needs
                 `add_generation_prompt=False`.
-            tools: what the model may call: JSON Schemas, or functions with types and docstrings.
+            tools: functions that the model may call, with types and docstrings, or JSON Schemas.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
 
         Returns:
@@ -342,7 +342,7 @@ class LLM(LLMEngine):
         """Record what happens in a `with` block, in Chrome's trace format.
 
         The file is for https://ui.perfetto.dev and for `nanovllm report`. It is written meanwhile
-        and ended behind the block, also after an error. It has times and counts, no text.
+        and ended after the block, also after an error. It has times and counts, no text.
 
         Args:
             path: of the file, a new one or an earlier trace, which is overwritten.
@@ -371,7 +371,7 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `add_request` take for None: how the checkpoint says to sample.
+        """The default of `generate` and `add_request`, as the checkpoint says.
 
         See `nanovllm.checkpoint.generation_config.read_sampling_params`. `dataclasses.replace`
         changes a copy.

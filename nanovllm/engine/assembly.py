@@ -40,9 +40,9 @@ class Parts(NamedTuple):
         core: computes requests.
         intake: checks what callers pass.
         make: the request that was checked, with a pooling and a listener, for the core.
-        describe: what took effect, see `ModelRunner.describe`.
+        describe: configuration that took effect, see `ModelRunner.describe`.
         max_model_len: the most tokens of prompt and output, also by the pool.
-        num_blocks: of the KV pool (of several engines the smallest).
+        num_blocks: number of KV blocks (of several engines, in the smallest pool).
         own: the scheduler and the model of this process; None where others have them.
         remarks: further facts for `repr`, in short.
     """
@@ -64,7 +64,7 @@ class Entrance(NamedTuple):
         intake: checks what callers pass.
         eos_token_ids: tokens that end a text.
         max_model_len: the most tokens of prompt and output, also by the pool.
-        pool_tokens: that the KV pool holds.
+        pool_tokens: number of tokens that the KV pool holds.
     """
 
     intake: Intake
@@ -87,10 +87,10 @@ def make_entrance(
 
     Args:
         max_model_len: the most tokens of prompt and output, by the model and the options.
-        num_blocks: of the KV pool.
+        num_blocks: number of blocks of the KV pool.
         config: the engine's options.
         model_config: the checkpoint's facts.
-        tokenizer: of transformers, None if the checkpoint has none.
+        tokenizer: tokenizer of transformers; None if the checkpoint has none.
         eos_token_ids: tokens that end a text.
         default: sampling parameters of requests without.
         grammars: compiles the forms of structured outputs.
@@ -120,7 +120,7 @@ def assemble(
         runner: rank 0 of it.
         config: the engine's options.
         window: tokens that all layers see, 0 for all: see `ModelConfig.window`.
-        entrance: of the engine.
+        entrance: way in for its requests.
     """
     scheduler = Scheduler(
         BlockManager(

@@ -6,8 +6,9 @@ A block is in one of three states:
     cached    ref_count 0, published content     in `cached_block_ids`, oldest first
     in use    ref_count >= 1                     in the block tables of its holders
 
-Where every layer slides over a `window`, a sequence gives the blocks behind it back while it runs.
-Their ids stay in its table: a kernel's tile that begins before the window may read them, masked.
+Where every layer slides over a `window`, a sequence gives back blocks older than that while it
+runs. Their ids stay in its table: a kernel's tile that begins before the window may read them,
+masked.
 
 Invariants (the tests verify them after every step):
 
@@ -240,7 +241,7 @@ class BlockManager:
             else:
                 self.cached_block_ids[block.block_id] = None
 
-    def drop_behind_window(self, seq: Sequence, num_computed: int) -> None:
+    def drop_before_window(self, seq: Sequence, num_computed: int) -> None:
         """Give back the blocks that no token of `seq` from `num_computed` on sees."""
         first = max(seq.num_dropped_blocks, int(self.first_seen_block(num_computed)))
         for block_id in seq.block_table[seq.num_dropped_blocks : first]:

@@ -16,7 +16,7 @@ from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write
 
 
 class AnyRequest(Protocol):
-    """What callers wait for."""
+    """A request that a caller waits for."""
 
     request_id: int
 

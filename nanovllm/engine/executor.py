@@ -35,7 +35,7 @@ class Executor:
     """`launch` starts the workers; `start` then builds this process's own rank beside them.
 
     Attributes:
-        model_runner: that of rank 0, once started.
+        model_runner: runner of rank 0, once started.
         is_broken: whether an error has left the ranks in different states.
         waited: since when and until when `run` last waited for tokens, by time.perf_counter.
     """
@@ -74,7 +74,7 @@ class Executor:
         """Build rank 0, and with all ranks whatever takes them all.
 
         Args:
-            beside: see `Builder.build`.
+            beside: function, see `Builder.build`.
 
         Raises:
             WorkerError: if a worker dies meanwhile.
@@ -146,7 +146,7 @@ class Executor:
             self.model_runner.time_steps(on)
 
     def wait(self, tokens: PendingTokens) -> list[int]:
-        """What a step has sampled.
+        """The tokens that a step has sampled.
 
         Raises:
             WorkerError: if a worker has died.

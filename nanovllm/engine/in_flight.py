@@ -15,9 +15,9 @@ class InFlightStep(NamedTuple):
 
     Attributes:
         scheduled: the step.
-        tokens: what it samples, and what comes with that.
+        tokens: its sampled tokens, and what comes with them.
         launched_at: seconds of time.perf_counter.
-        noted: what a `Timeline` has noted of its launch; None without one.
+        noted: notes of a `Timeline` on its launch; None without one.
     """
 
     scheduled: list[ScheduledSequence]

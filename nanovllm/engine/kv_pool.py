@@ -25,10 +25,10 @@ class KVCachePool:
         model: on its device.
         config: the engine's options.
         group: the ranks that the model is split over.
-        device: of the tensors.
+        device: torch.device of the tensors.
 
     Attributes:
-        group: as given.
+        group: the ranks, as given.
         num_blocks: number of KV blocks that there are.
         num_rows: number of rows by sequence, for all that may run and for padding.
         block_bytes: bytes of a block in all layers, on this rank.
@@ -50,7 +50,7 @@ class KVCachePool:
                 self.block_bytes += state.row_bytes
 
     def how_many_fit(self, max_model_len: int, own_now: int, own_peak: int) -> int:
-        """How many blocks the options ask for, or the device has room for.
+        """The number of blocks that the options ask for, or that the device has room for.
 
         Args:
             max_model_len: tokens of the longest sequence.

@@ -46,7 +46,7 @@ class LLMEngine:
     Args:
         model: directory of a Hugging Face checkpoint, or its name on the hub (`Qwen/Qwen3-0.6B`),
             which is downloaded unless it is in the hub's cache.
-        options: see `nanovllm.config.Config`.
+        options: fields of `nanovllm.config.Config`.
 
     Raises:
         TypeError: for an unknown option or one of the wrong type.
@@ -306,7 +306,7 @@ class LLMEngine:
             return [outputs[request_id] for request_id in ids]
 
     def metrics(self) -> dict[str, Any]:
-        """What explains a slow run: the configuration that took effect, counters and times.
+        """The configuration that took effect, counters and times: they explain a slow run.
 
         Numbers, strings and dictionaries of them, as JSON has them. See `Metrics` for the
         counters; the times are `Latencies`, each with count, mean, p50, p90, p99 and max (None

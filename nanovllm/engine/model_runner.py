@@ -38,14 +38,14 @@ class LaunchedStep(NamedTuple):
 
 
 class ModelRunner:
-    """Runs a rank's steps.
+    """The steps of one rank.
 
     Args:
         config: the engine's options.
         built: all that the steps need.
 
     Attributes:
-        built: as given, until `exit`.
+        built: the same, until `exit`.
         group: the ranks that the model is split over.
         timer: times steps on the device; None where nobody wants to know.
     """
@@ -77,7 +77,7 @@ class ModelRunner:
         return self.built.step.model
 
     def describe(self) -> dict[str, str | int]:
-        """What took effect, for `LLMEngine.metrics`."""
+        """The configuration that took effect, for `LLMEngine.metrics`."""
         build, compiler, graphs = self.built.build, self.built.compiler, self.graphs
         cache_dtype = build.cache_dtype or build.dtype
         return {
@@ -126,8 +126,8 @@ class ModelRunner:
         """Sample the rows with controls again, and send the step's results to the host.
 
         Args:
-            step: as launched.
-            controls: those of the step, on rank 0; None if no row has any.
+            step: the step, launched.
+            controls: controls of the step, on rank 0; None if no row has any.
         """
         plan, batch, computed, span, began = step
         with computing_on(self.built.device):

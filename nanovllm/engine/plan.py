@@ -52,7 +52,7 @@ def fact_dtype() -> np.dtype[np.void]:
 
 
 class StepPlan(NamedTuple):
-    """What the ranks do in a step. Its size depends on the step, never on how long prompts are.
+    """The orders of a step for all ranks. Its size depends on the step, never on prompts' lengths.
 
     B counts the items of `Scheduler.schedule`: a sequence that decodes several tokens has as many.
     """
@@ -173,7 +173,7 @@ class Batch(NamedTuple):
 
 
 class SlotTable:
-    """What a rank remembers of the running sequences from step to step, by their slot.
+    """A rank's memory of the running sequences from step to step, by their slot.
 
     Args:
         max_num_seqs: number of slots.

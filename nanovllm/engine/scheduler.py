@@ -250,7 +250,7 @@ class Scheduler:
         """Book a step that ran: publish its blocks, fill in its tokens, finish sequences.
 
         Args:
-            scheduled: what `schedule` returned.
+            scheduled: items that `schedule` returned.
             token_ids: one sampled token for each of them that `samples`, in their order, or
                 `NO_TOKEN`, which ends the sequence with an error.
 
@@ -266,7 +266,7 @@ class Scheduler:
                 continue
             self.block_manager.publish(seq, start, start + num_tokens)
             if self.block_manager.window:
-                self.block_manager.drop_behind_window(seq, start + num_tokens)
+                self.block_manager.drop_before_window(seq, start + num_tokens)
             if token_id is not None:
                 self._resolve(seq, token_id)
                 if seq.is_finished:

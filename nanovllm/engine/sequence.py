@@ -77,7 +77,7 @@ class Sequence:
     num_followed: int = 0  # tokens of the completion that the grammar knows
     slot: int = -1  # while running: its row in what the ranks remember of it
     num_sent_blocks: int = 0  # of the block table, those that the ranks know
-    num_dropped_blocks: int = 0  # of its beginning, given back: behind the window
+    num_dropped_blocks: int = 0  # of its beginning, given back: older than the window
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of the full blocks, each computed once
 
@@ -181,7 +181,7 @@ class ScheduledSequence(NamedTuple):
     Attributes:
         seq: the sequence.
         start: position of the first token.
-        num_tokens: how many.
+        num_tokens: number of tokens.
         samples: whether they reach the sequence's last token, so that a new one is sampled.
     """
 

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """Runs the model, and samples without controls. CUDA graphs capture it.
+    """The model, and the sampler without controls. CUDA graphs capture it.
 
     Args:
         model: on its device.
-        build: of the model.
+        build: values that its layers were built with.
         vocab_size: V
         max_num_seqs: the most sequences that run at once.
-        device: of the model.
+        device: torch.device of the model.
 
     Attributes:
-        model: as given.
+        model: the model, as given.
         last_tokens: [max_num_seqs + 1] int32, each running sequence's last sampled token, by slot;
             the row past the last is for padding.
         logits: [max_num_seqs, V of this rank], on a GPU those of the last step, outside of graphs.
@@ -84,13 +84,13 @@ class Built:
 
     Attributes:
         device: torch.device of this rank.
-        build: what the layers are built with.
+        build: values that the layers were built with.
         backend_reason: why attention has its backend.
         members: decodes of a tile of shared prefixes; 0: none share.
         step: the model and the sampler.
         pool: the memory of the KV blocks.
         num_blocks: KV blocks of the smallest rank's pool.
-        table: what the rank remembers of running sequences.
+        table: the rank's memory of running sequences.
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
         compiler: compiles kernels beside this process; None where none are.

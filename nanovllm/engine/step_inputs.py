@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class StepInputs(NamedTuple):
-    """What the model needs for one step.
+    """The inputs of the model for one step.
 
     Attributes:
         input_ids: [T] int32; -1 where a decode's token is in the table of last tokens.
         positions: [T] int32.
         context: the attention metadata.
         sample_rows: [N] int32, rows of [T] that sample; None for all.
-        sampling: how they sample.
+        sampling: parameters of their sampling.
     """
 
     input_ids: torch.Tensor
@@ -51,7 +51,7 @@ def view(
     Args:
         parts: its arrays.
         size: their room.
-        max_seqlen_q, max_seqlen_k, num_keys: see `Context`.
+        max_seqlen_q, max_seqlen_k, num_keys: fields of `Context`.
         every_row: the hidden states of rows that sample nothing are wanted, too.
     """
     parts = {
@@ -121,12 +121,12 @@ def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -
 
 
 class Computed(NamedTuple):
-    """What the model has computed in a step, on the device.
+    """The results of the model in a step, on the device.
 
     Attributes:
         tokens: [n] int32, sampled.
         logits: [n, len(vocab)], which the next step overwrites.
-        hidden: [T, M], behind the final norm; [n, M] where no more was asked for, and n > 0.
+        hidden: [T, M], after the final norm; [n, M] where no more was asked for, and n > 0.
     """
 
     tokens: torch.Tensor
@@ -139,7 +139,7 @@ class PendingTokens:
 
     Args:
         tokens: [n] int32.
-        extras: what comes with them, if anybody has asked; there when they are.
+        extras: results that come with them, if anybody has asked; there when they are.
         span: times the step on the device; None: nobody wants to know.
     """
 
@@ -163,5 +163,5 @@ class PendingTokens:
         return self._tokens.tolist()
 
     def device_seconds(self) -> tuple[float, float] | None:
-        """How long the device waited for the step, and computed it; None where it is not timed."""
+        """Seconds that the device waited for the step, and computed it; None if it is not timed."""
         return None if self._span is None else self._span.seconds()

@@ -88,8 +88,8 @@ class Array(NamedTuple):
     """An array of a step: [rows].
 
     Attributes:
-        rows: kind of its rows.
-        padding: what rows without a value have: a number, the last value, or the slot of nobody.
+        rows: kind of the array's rows.
+        padding: value of rows without one: a number, the last value, or the slot of nobody.
         dtype: numpy dtype of 4 bytes.
         words: values of a row; not 0: the array is [words, rows].
         is_table: whether it is [rows, W].
@@ -137,7 +137,7 @@ LAYOUT = {
 
 
 class Place(NamedTuple):
-    """Where an array lies in a buffer, and its shape."""
+    """The place of an array in a buffer, and its shape."""
 
     begin: int
     end: int
@@ -146,7 +146,7 @@ class Place(NamedTuple):
 
 @functools.lru_cache(1024)
 def places(size: Size) -> dict[str, Place]:
-    """Where all arrays lie: each begins at a multiple of `ALIGNMENT`, the first at 0."""
+    """The places of all arrays: each begins at a multiple of `ALIGNMENT`, the first at 0."""
     found: dict[str, Place] = {}
     end, counts = 0, Rows.counts(size)
     for name, array in LAYOUT.items():

@@ -20,11 +20,11 @@ FAST = 9, 10  # compute capabilities
 
 
 class Shape(NamedTuple):
-    """What a graph has room for.
+    """The room of a graph.
 
     Attributes:
         decodes: D
-        tokens: of prompts, a multiple of TOKENS; 0: there are none.
+        tokens: tokens of prompts, a multiple of TOKENS; 0: there are none.
         shares: whether decodes share prefixes.
     """
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return PROMPTS if self.tokens else 0
 
     def size(self, width: int, max_num_seqs: int, members: int) -> Size:
-        """The room.
+        """The room as numbers of rows.
 
         Args:
             width: W, blocks of the longest sequence.
@@ -53,12 +53,12 @@ class Shape(NamedTuple):
 
 
 def max_captured_tokens(numbers: float, capability: tuple[int, int]) -> int:
-    """Of prompts, for which graphs pay: the device takes longer for more of them than the host to
-    launch the step, and would compute their padding, too.
+    """The maximum number of prompt tokens in a captured step. For more the device takes longer than
+    the host to launch the step, and would compute padding, too.
 
     Args:
-        numbers: of a layer's matrices, by which a token is multiplied.
-        capability: of the device.
+        numbers: values of a layer's matrices that a token is multiplied by.
+        capability: compute capability of the device.
     """
     hidden = HIDDEN if capability[0] in FAST else HIDDEN_BY_OTHERS
     return min(MAX_TOKENS, int(hidden / numbers) // TOKENS * TOKENS)
@@ -94,7 +94,7 @@ class StaticInputs:
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes; 0: none share.
-        max_prompt_tokens: of prompts.
+        max_prompt_tokens: maximum number of prompt tokens.
     """
 
     def __init__(

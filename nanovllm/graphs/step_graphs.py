@@ -32,7 +32,7 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 
 def coarse_sizes(max_num_seqs: int) -> list[int]:
-    """Of decodes beside prompts: 0, 16, 64, 128, 192, ... and `max_num_seqs`, ascending."""
+    """Numbers of decodes beside prompts: 0, 16, 64, 128, 192, ... and `max_num_seqs`, ascending."""
     sizes = {0, 16, *range(64, max_num_seqs, 64), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
 
@@ -60,7 +60,7 @@ class StepGraphs:
         max_num_seqs: the largest batch.
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes.
-        max_prompt_tokens: of prompts; 0: steps with prompts have no graphs.
+        max_prompt_tokens: maximum number of prompt tokens; 0: steps with prompts have no graphs.
         spare: bytes of the device that graphs of steps with prompts leave to larger steps.
         prepare: has kernels loaded for a step, and libraries allocate what they need; None:
             `compute`.
@@ -168,8 +168,8 @@ class StepGraphs:
         return min(fitting)
 
     def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
-        """What the step computes for a batch, until the next replay; None if no graph has room for
-        it. `timer` is told when the device begins.
+        """The results of the step for a batch, until the next replay; None if no graph has room.
+        `timer` is told when the device begins.
         """
         shape = self.shape_of(batch)
         if shape is None:

@@ -1,4 +1,4 @@
-"""What an engine runs by on its device: dtypes, formats, attention's backend, whose kernels."""
+"""Options resolved to what this device runs: dtypes, weight format, attention backend, kernels."""
 
 import logging
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 def choose_build(
     config: Config, model_config: ModelConfig, group: Group, device: torch.device
 ) -> tuple[Build, str]:
-    """What the layers are built with, and why attention has its backend.
+    """The values that layers are built with, and the reason for the attention backend.
 
     Args:
         config: the engine's options.
         model_config: the checkpoint's facts.
         group: the ranks that the model is split over.
-        device: of this rank.
+        device: torch.device of this rank.
 
     Raises:
         ValueError: for an option that the device or the checkpoint does not allow.

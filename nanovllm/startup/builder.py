@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Builder:
-    """Builds one rank: model, sampler, pool and graphs, while other processes compile kernels.
+    """The builder of a rank: model, sampler, pool, graphs, while other processes compile kernels.
 
     Args:
         config: the engine's options.
@@ -266,10 +266,10 @@ class Builder:
         """Capture the decode step for all buckets of batch sizes.
 
         Args:
-            step: what to capture.
+            step: the step to capture.
             width: W, blocks of the longest sequence.
             members: decodes of a tile of shared prefixes.
-            max_prompt_tokens: of prompts, for which graphs have room.
+            max_prompt_tokens: maximum number of prompt tokens that graphs have room for.
             activations: bytes that the largest step needs.
         """
         return StepGraphs(

@@ -67,7 +67,7 @@ def test_the_beginning_of_a_chain_ages_last(window):
     for _ in range(8):
         compute(manager, seq, BLOCK_SIZE)
         if window:
-            manager.drop_behind_window(seq, seq.num_computed_tokens)
+            manager.drop_before_window(seq, seq.num_computed_tokens)
     assert seq.num_dropped_blocks == (6 if window else 0)
     manager.deallocate(seq)
     check_blocks(manager, [])
