@@ -114,8 +114,8 @@ class FakeModel:
         self.block_size = scheduler.block_manager.block_size
         self.window = scheduler.block_manager.window
         self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
-        self.last_tokens = [0] * scheduler.max_num_seqs
-        self.table = SlotTable(scheduler.max_num_seqs, len(scheduler.block_manager.blocks))
+        self.last_tokens = [0] * (scheduler.max_num_seqs + 1)
+        self.table = SlotTable(scheduler.max_num_seqs + 1, len(scheduler.block_manager.blocks))
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
         """The step as a rank sees it, which knows what the plans so far have told it."""

@@ -47,7 +47,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert len(seq.block_table) * seq.block_size >= seq.num_tokens - 1, repr(seq)
         assert seq.num_pending <= scheduler._num_in_flight, repr(seq)
     slots = [seq.slot for seq in running] + scheduler._free_slots
-    assert sorted(slots) == list(range(scheduler.max_num_seqs)), "slots are lost or shared"
+    assert sorted(slots) == list(range(1, scheduler.max_num_seqs + 1)), "slots are lost or shared"
     for seq in scheduler.waiting:
         assert seq.status is SequenceStatus.WAITING, repr(seq)
         assert not seq.num_pending, repr(seq)

@@ -47,7 +47,7 @@ class Executor:
         self._group = Group(0, config.tensor_parallel_size)
         self._device = resolve_device(config.device, 0, config.tensor_parallel_size)
         self._controls = ControlTable(
-            config.max_num_seqs, model_config.vocab_size, partial(host_array, self._device)
+            config.max_num_seqs + 1, model_config.vocab_size, partial(host_array, self._device)
         )
         self._workers: Workers | None = None
         self._meeting: Meeting | None = None

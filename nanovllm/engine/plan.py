@@ -176,13 +176,13 @@ class SlotTable:
     """A rank's memory of the running sequences from step to step, by their slot.
 
     Args:
-        max_num_seqs: number of slots.
+        num_slots: number of slots, with the one of padding.
         max_blocks: blocks of the longest sequence.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.facts = np.zeros(max_num_seqs, fact_dtype())
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
+        self.facts = np.zeros(num_slots, fact_dtype())
 
     def update(self, plan: StepPlan) -> None:
         """Take in what has changed. Doing it twice does no harm."""

@@ -73,7 +73,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self._refused: Sequence | None = None  # the head, since no blocks came back meanwhile
         self._num_in_flight = 0  # steps between `advance` and `postprocess`
-        self._free_slots = list(range(self.max_num_seqs))
+        self._free_slots = list(range(1, self.max_num_seqs + 1))  # 0 is for padding
 
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""

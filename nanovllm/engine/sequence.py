@@ -75,7 +75,7 @@ class Sequence:
     num_pending: int = 0
     num_preemptions: int = 0
     num_followed: int = 0  # tokens of the completion that the grammar knows
-    slot: int = -1  # while running: its row in what the ranks remember of it
+    slot: int = -1  # while running: its row in what the ranks remember of it, from 1 on
     num_sent_blocks: int = 0  # of the block table, those that the ranks know
     num_dropped_blocks: int = 0  # of its beginning, given back: older than the window
     block_table: list[int] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Step:
     Attributes:
         model: the model, as given.
         last_tokens: [max_num_seqs + 1] int32, each running sequence's last sampled token, by slot;
-            the row past the last is for padding.
+            row 0 is for padding.
         logits: [max_num_seqs, V of this rank], on a GPU those of the last step, outside of graphs.
     """
 

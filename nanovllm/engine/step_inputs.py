@@ -88,7 +88,7 @@ def to_device(batch: Batch, device: torch.device, every_row: bool = False) -> St
     """The batch on the device, in one copy; `every_row`: see `view`."""
     size = Size.of(batch)
     host = torch.empty(num_words(size), dtype=torch.int32, pin_memory=device.type == "cuda")
-    lay_out(divide(host.numpy(), size), size, batch, spare=0)
+    lay_out(divide(host.numpy(), size), size, batch)
     lens_q, lens_k = np.diff(batch.cu_seqlens_q), np.diff(batch.cu_seqlens_k)
     return view(
         divide(host.to(device, non_blocking=True), size),

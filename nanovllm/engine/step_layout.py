@@ -89,14 +89,14 @@ class Array(NamedTuple):
 
     Attributes:
         rows: kind of the array's rows.
-        padding: value of rows without one: a number, the last value, or the slot of nobody.
+        padding: value of rows without one: a number, or the last value.
         dtype: numpy dtype of 4 bytes.
         words: values of a row; not 0: the array is [words, rows].
         is_table: whether it is [rows, W].
     """
 
     rows: Rows
-    padding: int | Literal["last", "spare"] = 0
+    padding: int | Literal["last"] = 0
     dtype: Any = np.int32
     words: int = 0
     is_table: bool = False
@@ -111,18 +111,17 @@ class Array(NamedTuple):
 
 WITH_DECODES = Rows.TOKENS, Rows.SEQUENCES
 # Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads nothing,
-# and what is sampled goes to the row past the last of the table of last tokens. Tokens after those
-# of the prompts belong to none, so attention leaves them any numbers.
+# and slot 0 belongs to no sequence. Attention leaves any numbers for tokens after those of prompts.
 LAYOUT = {
     "input_ids": Array(Rows.TOKENS),
     "positions": Array(Rows.TOKENS),
     "slot_mapping": Array(Rows.TOKENS, padding=-1),
     "context_lens": Array(Rows.SEQUENCES),
-    "slots": Array(Rows.SEQUENCES, padding="spare"),
+    "slots": Array(Rows.SEQUENCES),
     "block_tables": Array(Rows.SEQUENCES, is_table=True),
     "sample_rows": Array(Rows.SAMPLES),
     "sample_positions": Array(Rows.SAMPLES),
-    "sample_slots": Array(Rows.SAMPLES, padding="spare"),
+    "sample_slots": Array(Rows.SAMPLES),
     "cu_seqlens_q": Array(Rows.BOUNDS, padding="last"),
     "cu_seqlens_k": Array(Rows.BOUNDS, padding="last"),
     "prefix_lens": Array(Rows.SHARING),
@@ -175,14 +174,13 @@ def divide(buffer: Any, size: Size) -> dict[str, Any]:
     return parts
 
 
-def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, spare: int) -> None:
+def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch) -> None:
     """Write a batch over the one before.
 
     Args:
         parts: the arrays, on the host.
         size: their room.
         batch: fits it.
-        spare: the slot of no sequence.
     """
     values, n, D = _values(batch, size), batch.num_decodes, size.decodes
     for name, array in LAYOUT.items():
@@ -199,10 +197,7 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch, sp
             continue
         head = n if array.rows in WITH_DECODES else count
         part[:head] = new[:head]
-        if padding == "last":
-            part[head:] = new[-1]
-        else:
-            part[head:] = spare if padding == "spare" else padding
+        part[head:] = new[-1] if padding == "last" else padding
         if count > head:
             part[D : D + count - head] = new[head:]
 

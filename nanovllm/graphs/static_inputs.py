@@ -105,7 +105,7 @@ class StaticInputs:
         members: int,
         max_prompt_tokens: int,
     ) -> None:
-        self._spare, self._room = max_num_seqs, (table_width, max_num_seqs, members)
+        self._room = table_width, max_num_seqs, members
         words = num_words(self.size(Shape(max_num_seqs, max_prompt_tokens, members > 0)))
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._twins = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -124,7 +124,7 @@ class StaticInputs:
             self._divided[shape] = [divide(twin.numpy(), size) for twin in self._twins]
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
-        lay_out(self._divided[shape][self._turn], size, batch, self._spare)
+        lay_out(self._divided[shape][self._turn], size, batch)
         used = num_words(size)
         self._device[:used].copy_(self._twins[self._turn][:used], non_blocking=True)
         self._copied[self._turn].record()

@@ -63,7 +63,7 @@ class State(NamedTuple):
     Attributes:
         shape: shape of a row, which belongs to one KV block or to one sequence.
         dtype: torch.dtype of the tensor.
-        by_sequence: whether there is a row per slot of a sequence, the last for padding:
+        by_sequence: whether there is a row per slot of a sequence, row 0 for padding:
             [max_num_seqs + 1, *shape], see `Context.slots`; else a row per KV block: [N, *shape].
     """
 

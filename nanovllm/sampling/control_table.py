@@ -36,22 +36,22 @@ class ControlTable:
     """The controls of the running sequences, by slot.
 
     Args:
-        max_num_seqs: number of slots.
+        num_slots: number of slots, with the one of padding.
         vocab_size: vocabulary size V.
         new_array: function that makes the array for a step's masks, in memory that the device can
             read.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, new_array: NewArray = _new) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, new_array: NewArray = _new) -> None:
         self._vocab_size, self._new_array = vocab_size, new_array
-        self._top_k = np.zeros(max_num_seqs, np.int32)
-        self._top_p = np.ones(max_num_seqs, np.float32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._penalties = np.ones((3, max_num_seqs), np.float32)
-        self._num_logprobs = np.zeros(max_num_seqs, np.int32)
-        self._has_edits, self._has_mask = np.zeros((2, max_num_seqs), np.bool_)
-        self._seq_ids = np.full(max_num_seqs, NOBODY, np.int64)  # whose controls these are
-        self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
+        self._top_k = np.zeros(num_slots, np.int32)
+        self._top_p = np.ones(num_slots, np.float32)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._penalties = np.ones((3, num_slots), np.float32)
+        self._num_logprobs = np.zeros(num_slots, np.int32)
+        self._has_edits, self._has_mask = np.zeros((2, num_slots), np.bool_)
+        self._seq_ids = np.full(num_slots, NOBODY, np.int64)  # whose controls these are
+        self._num_counted = np.zeros(num_slots, np.int64)  # tokens in the device's counts
 
     def forget(self) -> None:
         """Forget all sequences after a failed launch: their controls are read, and their token

@@ -35,12 +35,12 @@ class ControlledSampler:
 
     Args:
         vocab_size: vocabulary size V.
-        max_num_seqs: number of slots in the table of counts.
+        num_slots: number of slots in the table of counts.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int) -> None:
-        self.vocab_size, self.max_num_seqs = vocab_size, max_num_seqs
-        # [max_num_seqs, V] int16: count of each token in the completion, its sign bit set if the
+    def __init__(self, vocab_size: int, num_slots: int) -> None:
+        self.vocab_size, self.num_slots = vocab_size, num_slots
+        # [num_slots, V] int16: count of each token in the completion, its sign bit set if the
         # token is in the prompt.
         self.counts: torch.Tensor | None = None
 
@@ -115,7 +115,7 @@ class ControlledSampler:
     def _update_counts(self, device: torch.device, controls: Controls) -> torch.Tensor:
         """The table of counts, after new sequences' rows are reset."""
         if self.counts is None:
-            shape = (self.max_num_seqs, self.vocab_size)
+            shape = (self.num_slots, self.vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=device)
         if len(controls.reset):
             reset, changed = upload(device, controls.reset, controls.counts)

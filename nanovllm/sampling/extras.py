@@ -52,7 +52,7 @@ class Extras:
     ) -> None:
         self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
         self._last_tokens = last_tokens
-        self.sampler = ControlledSampler(vocab_size, max_num_seqs)
+        self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1)
         self.max_bytes = BYTES * max_num_seqs * vocab_size
         # Sums of hidden states [M] float32, by slot and by the position at which they end.
         self._sums: dict[int, dict[int, torch.Tensor]] = {}

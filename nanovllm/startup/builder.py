@@ -128,7 +128,7 @@ class Builder:
             step=step,
             pool=pool,
             num_blocks=num_blocks,
-            table=SlotTable(config.max_num_seqs, width),
+            table=SlotTable(config.max_num_seqs + 1, width),
             graphs=graphs,
             extras=extras,
             compiler=self.compiler,

@@ -49,7 +49,7 @@ class Context:
         num_keys: sum of the context lengths of prefilling sequences; 0 in a CUDA graph, where it
             changes.
         slots: [B] int32, row of each sequence in whatever the device keeps by sequence, the same
-            from its start to its end; of padding the row past the last of `max_num_seqs`.
+            while it runs; of padding row 0, which no sequence has.
         facts: [B] or [words, B] by name, see `nanovllm.engine.plan.FACTS`.
         kept_rows: [n] int32, rows that the last layer computes after attention; None: all.
         prefixes: prefixes that several decodes share, if they are to be read once.

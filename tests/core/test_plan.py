@@ -144,7 +144,7 @@ def test_a_plan_that_was_not_sent_is_planned_again_and_sending_twice_is_harmless
     for n in (9, 5, 1):
         scheduler.add(make_seq(n))
     scheduled = scheduler.schedule()
-    table = SlotTable(8, 20)
+    table = SlotTable(9, 20)
     plans = [plan_step(scheduled), plan_step(scheduled)]
     for a, b in zip(*plans, strict=True):
         assert np.array_equal(a, b)

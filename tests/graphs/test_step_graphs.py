@@ -86,14 +86,14 @@ def check_layout(parts: dict[str, np.ndarray], batch: Batch, shape: Shape) -> No
             "stale columns"
         )
         assert parts["context_lens"][i] == (batch.context_lens[rows[i]] if i in rows else 0)
-        assert parts["slots"][i] == (batch.slots[rows[i]] if i in rows else B)
+        assert parts["slots"][i] == (batch.slots[rows[i]] if i in rows else 0)
     sample_rows = parts["sample_rows"]
     assert parts["input_ids"][sample_rows[:count]].tolist() == [
         batch.input_ids[row] for row in batch.sample_rows
     ]
     assert [row < D for row in sample_rows[:count]] == [i < n for i in range(count)]
     rest = len(sample_rows) - count
-    assert parts["sample_slots"].tolist() == [*batch.slots, *[B] * rest]
+    assert parts["sample_slots"].tolist() == [*batch.slots, *[0] * rest]
     assert parts["sample_positions"].tolist() == [*batch.context_lens, *[0] * rest]
     temperatures, keys = parts["sample_temperatures"], parts["sample_random_keys"]
     assert temperatures[:count].view(np.float32).tolist() == batch.facts["temperatures"].tolist()
@@ -141,7 +141,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
             size = shape.size(W, B, 4)
             before, used = buffer.copy(), num_words(size)
             parts = divide(buffer, size)
-            lay_out(parts, size, batch, B)
+            lay_out(parts, size, batch)
             check_layout(parts, batch, shape)
             assert used <= room and (buffer[used:] == before[used:]).all()
             assert all(part.ctypes.data % 16 == buffer.ctypes.data % 16 for part in parts.values())
@@ -154,7 +154,7 @@ def test_defect_10_nothing_of_the_batch_before_is_left(seed, monkeypatch):
     assert any(n < shape.decodes for n, _, shape in seen)
     assert any(0 < num_tokens < shape.tokens for _, num_tokens, shape in seen)
     assert {shape.shares for *_, shape in seen} == {False, True}
-    lay_out(parts, size, NOTHING, B)
+    lay_out(parts, size, NOTHING)
     check_layout(parts, NOTHING, shape)
 
 
@@ -257,7 +257,7 @@ class Unpinned(StaticInputs):
     def __init__(
         self, device: torch.device, max_num_seqs: int, width: int, members: int, most: int
     ) -> None:
-        self._spare, self._room, self._turn = max_num_seqs, (width, max_num_seqs, members), 0
+        self._room, self._turn = (width, max_num_seqs, members), 0
         words = num_words(self.size(Shape(max_num_seqs, most, members > 0)))
         self._device, *self._twins = torch.full((3, words), 7, dtype=torch.int32)
         self._copied, self._divided = [Mock(), Mock()], {}

@@ -517,10 +517,11 @@ class Engine:
     def __init__(self, rng: random.Random, scheduler: Scheduler, lookahead: int) -> None:
         self.rng, self.scheduler, self.lookahead = rng, scheduler, lookahead
         self.model = FakeModel(scheduler)
-        self.table = ControlTable(scheduler.max_num_seqs, VOCAB_SIZE)
+        num_slots = scheduler.max_num_seqs + 1
+        self.table = ControlTable(num_slots, VOCAB_SIZE)
         self.under_way: list[tuple[list[ScheduledSequence], list[int]]] = []
         self.launching, self.fault_rate = False, 0.03
-        self.device = [Counted() for _ in range(scheduler.max_num_seqs)]
+        self.device = [Counted() for _ in range(num_slots)]
         self.stays: dict[int, tuple[int, int]] = {}  # slot -> sequence, how often preempted
         self.doubtful: set[int] = set()  # slots that may be told again
         self.bad_words: dict[int, BadWords] = {}
@@ -735,7 +736,7 @@ def test_random_requests(lookahead: int, mixed: bool) -> None:
             except FaultError:
                 engine.counts["fault"] += 1
                 # What has been launched and not booked has counted its tokens.
-                engine.doubtful |= set(range(max_num_seqs))
+                engine.doubtful |= set(range(max_num_seqs + 1))
         while not scheduler.is_finished():
             engine.fault_rate = 0.0
             engine.step()
