@@ -168,9 +168,7 @@ class Rehearsal:
         vocab_size, dtype = self._model_config.vocab_size, self._model.lm_head.weight.dtype
         zeros = partial(torch.zeros, device=self._device)
         ids, hidden = zeros(1, dtype=torch.int32), zeros(2, self._model_config.hidden_size)
-        computed = Computed(
-            ids, zeros(1, len(self._model.lm_head.weight.data), dtype=dtype), hidden
-        )
+        computed = Computed(ids, zeros(1, self._model.lm_head.weight.num_rows, dtype=dtype), hidden)
         batch = warmup_batch(1, 1, self._max_model_len, self._config.kvcache_block_size)
         for filters, penalties in product((False, True), repeat=2):
             extras = Extras(self._model.compute_logits, vocab_size, 1, self._group, ids)

@@ -53,7 +53,7 @@ class Step:
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self.logits: torch.Tensor | None = None
         if device.type != "cpu":
-            shape = max_num_seqs, len(model.lm_head.weight.data)
+            shape = max_num_seqs, model.lm_head.weight.num_rows
             self.logits = torch.empty(shape, dtype=build.dtype, device=device)
 
     def run_model(self, inputs: StepInputs) -> Computed:

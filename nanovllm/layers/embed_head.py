@@ -87,7 +87,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, M] -> [B, len(vocab)], written to `out`: [B, len(weight.data)], if that is given."""
+        """[B, M] -> [B, len(vocab)], written to `out`: [B, weight.num_rows], if that is given."""
         out = self.weight.multiply(hidden, out=out)
         if self.config.logits_scaling != 1.0:
             out.div_(self.config.logits_scaling)

@@ -99,7 +99,7 @@ class ColumnParallelLinear(LinearBase):
         """[T, in] -> [T, out]"""
         if not isinstance(x, Gathered):
             return super().forward(x)
-        out = x.new_empty(len(self.weight.data), self.build.dtype)
+        out = x.new_empty(self.weight.num_rows, self.build.dtype)
         for rows in x.parts():
             self.weight.multiply(x.rows[rows], self.bias, out=out[rows])
         return out
@@ -135,7 +135,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def gated(self, x: Hidden) -> torch.Tensor | Codes:
         """`act(gate) * up` of two packed projections: [T, in] -> [T, out / 2]"""
         if isinstance(x, Gathered):
-            out, gate = x.new_empty(len(self.weight.data) // 2, self.build.dtype), Gate(self.gelu)
+            out, gate = x.new_empty(self.weight.num_rows // 2, self.build.dtype), Gate(self.gelu)
             for rows in x.parts():
                 self.weight.multiply(x.rows[rows], self.bias, gate=gate, out=out[rows])
             return out

@@ -28,6 +28,7 @@ class OneDnnWeight(Weight):
         nn.Module.__init__(self)
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
         self.data, self.fused = nn.Parameter(packed, False), False
+        self.num_cols, self.dtype = plain.num_cols, plain.dtype
 
     def product(
         self,

@@ -68,6 +68,11 @@ class Weight(nn.Module):
         self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
 
     @property
+    def num_rows(self) -> int:
+        """N"""
+        return len(self.data)
+
+    @property
     def codes(self) -> torch.Tensor | Codes | Int4Codes:
         """The whole matrix, in the form that kernels accept."""
         return self.data
