@@ -7,9 +7,10 @@ import torch.nn.functional as F
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Scattered
+from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
-from nanovllm.layers.weights.int8 import Int8Weight, TiedWeight, in_int8
+from nanovllm.layers.weights.int8_head import Int8Weight, TiedWeight, in_int8
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import Weight
 
@@ -27,6 +28,16 @@ def local_vocab(vocab_size: int, rank: int, size: int) -> range:
     per_rank = -(-vocab_size // (span * size)) * span
     start = rank * per_rank
     return range(start, min(start + per_rank, vocab_size)) if start < vocab_size else range(0)
+
+
+def gather_vocab(logits: torch.Tensor, vocab_size: int, group: Group) -> torch.Tensor:
+    """Gather all ranks' columns of logits: [n, len(vocab)] -> [n, V]."""
+    if group.size == 1:
+        return logits
+    width = len(local_vocab(vocab_size, 0, group.size))  # the first rank has the most
+    padded = F.pad(logits, (0, width - logits.shape[1]))
+    whole = group.all_gather(padded).transpose(0, 1).flatten(1)
+    return whole[:, :vocab_size].contiguous()
 
 
 class VocabParallelEmbedding(Layer):

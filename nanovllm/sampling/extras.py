@@ -9,20 +9,20 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from nanovllm.distributed.group import Group
 from nanovllm.engine.plan import Batch, StepPlan
 from nanovllm.engine.step_inputs import Computed
 from nanovllm.engine.step_layout import sampling_arrays
-from nanovllm.layers.embed_head import local_vocab
+from nanovllm.layers.embed_head import gather_vocab
 from nanovllm.layers.sampler import SamplingMetadata
 from nanovllm.sampling.controlled_sampler import ControlledSampler, Logprobs, logprobs_of
 from nanovllm.sampling.controls import Controls
 from nanovllm.sampling.extra_results import ExtraResults
+from nanovllm.sampling.pooling import Pooling
+from nanovllm.sampling.prompt_logprobs import PromptLogprobs
 from nanovllm.utils.device import upload
 
-ROWS = 256  # of prompts, whose logits are computed at once
 # Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
 # (4), gathered to search for thresholds (4), and the count of its token (2).
 BYTES = 16
@@ -50,12 +50,11 @@ class Extras:
         group: Group,
         last_tokens: torch.Tensor,
     ) -> None:
-        self._compute_logits, self._vocab_size, self._group = compute_logits, vocab_size, group
-        self._last_tokens = last_tokens
+        self._vocab_size, self._group, self._last_tokens = vocab_size, group, last_tokens
+        self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, group)
+        self._pooling = Pooling()
         self.sampler = ControlledSampler(vocab_size, max_num_seqs + 1)
         self.max_bytes = BYTES * max_num_seqs * vocab_size
-        # Sums of hidden states [M] float32, by slot and by the position at which they end.
-        self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def compute(
         self, plan: StepPlan, batch: Batch, computed: Computed, controls: Controls | None
@@ -70,8 +69,9 @@ class Extras:
         logprobs = None
         if plan.controlled.any():
             logprobs = self.sample(batch, plan.controlled, computed, controls)
-        prompt_logprobs = self.prompt_logprobs(plan, computed.hidden)
-        return ExtraResults(plan, logprobs, prompt_logprobs, self.pool(plan, computed.hidden))
+        prompt_logprobs = self.prompt_logprobs.compute(plan, computed.hidden)
+        pooled = self._pooling.compute(plan, computed.hidden)
+        return ExtraResults(plan, logprobs, prompt_logprobs, pooled)
 
     def sample(
         self,
@@ -97,7 +97,7 @@ class Extras:
         metadata = SamplingMetadata(*(by_name[name] for name in SamplingMetadata._fields))
         if len(rows) < len(logits):
             logits = logits.index_select(0, rows)
-        logits, logprobs = self._whole_rows(logits), None
+        logits, logprobs = gather_vocab(logits, self._vocab_size, self._group), None
         # If the plain sampler draws nothing, because a logit is NaN, controls draw nothing either.
         # Until the end such a row has any token, for log-probabilities and the other ranks.
         plain = computed.tokens.index_select(0, rows)
@@ -115,72 +115,3 @@ class Extras:
         tokens = torch.where(plain < 0, plain, tokens)
         computed.tokens.index_copy_(0, rows.long(), tokens)
         return logprobs
-
-    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' columns: [n, len(vocab)] -> [n, V]."""
-        size = self._group.size
-        if size == 1:
-            return logits
-        width = len(local_vocab(self._vocab_size, 0, size))  # the first rank has the most
-        padded = nn.functional.pad(logits, (0, width - logits.shape[1]))
-        whole = self._group.all_gather(padded).transpose(0, 1).flatten(1)
-        return whole[:, : self._vocab_size].contiguous()
-
-    def prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> Logprobs | None:
-        """Log-probabilities of prompt tokens, each from the hidden state before it. At most `ROWS`
-        rows are computed at a time, to bound the memory of their logits.
-
-        Args:
-            plan: plan of the step.
-            hidden: [T, M], hidden states of the whole step.
-        """
-        if not plan.prompt_logprobs.size:
-            return None
-        ends = np.cumsum(plan.num_tokens)
-        rows: list[int] = []
-        targets: list[int] = []
-        for i, count, next_token in plan.prompt_logprobs[:3].T.tolist():
-            start = int(ends[i] - plan.num_tokens[i])
-            following = plan.token_ids[start + 1 : ends[i]].tolist()
-            rows += range(start, start + count)
-            targets += [*following, next_token][:count]
-        most, parts = min(int(plan.prompt_logprobs[3].max()), self._vocab_size), []
-        for start in range(0, len(rows), ROWS):
-            own = np.array(rows[start : start + ROWS], np.int32)
-            index, drawn = upload(
-                hidden.device, own, np.array(targets[start : start + ROWS], np.int32)
-            )
-            logits = self._compute_logits(hidden.index_select(0, index))
-            logits = self._whole_rows(logits)
-            if self._group.rank == 0:
-                parts.append(logprobs_of(logits, drawn, most))
-        return Logprobs(*map(torch.cat, zip(*parts, strict=True))) if parts else None
-
-    def pool(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor | None:
-        """One vector for each prompt to embed that ends in this step: its last hidden state, or the
-        mean of all. With chunked prefill, sums are kept from step to step.
-
-        Args:
-            plan: plan of the step.
-            hidden: [T, M], hidden states of the whole step.
-
-        Returns:
-            [k, M] float32; None if no such prompt ends.
-        """
-        pooled = []
-        ends = np.cumsum(plan.num_tokens)
-        for i, is_mean in plan.pooling.T.tolist():
-            rows = hidden[ends[i] - plan.num_tokens[i] : ends[i]]
-            vector = rows[-1].float()
-            if is_mean:
-                slot, start = int(plan.slots[i]), int(plan.starts[i])
-                end = start + int(plan.num_tokens[i])
-                if start == 0:
-                    self._sums[slot] = {0: torch.zeros_like(vector)}
-                before = self._sums[slot][start]
-                total = before + rows.sum(0, dtype=torch.float32)
-                self._sums[slot] = {start: before, end: total}  # a failed step is repeated
-                vector = total / end
-            if plan.samples[i]:
-                pooled.append(vector)
-        return torch.stack(pooled) if pooled else None

@@ -27,7 +27,7 @@ from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
-from nanovllm.sampling import extras
+from nanovllm.sampling import prompt_logprobs
 from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
@@ -120,7 +120,7 @@ def test_ranks_put_their_logits_together(
 ) -> None:
     """131 tokens: the last of two ranks has fewer than the first, the last of four has none."""
     path = make_checkpoint(tmp_path / "odd", vocab_size=131, num_key_value_heads=1)
-    monkeypatch.setattr(extras, "ROWS", 5)
+    monkeypatch.setattr(prompt_logprobs, "ROWS", 5)
     prompts = [*PROMPTS, [130, 129, 64, 63, 0, 130]]
     params = [*PARAMS, greedy(3, prompt_logprobs=20)]
     outputs, _ = run(path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24)
@@ -268,16 +268,18 @@ def test_logits_of_some_rows_at_a_time(
     rows: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of all tokens of a step would be gigabytes for a large vocabulary."""
-    monkeypatch.setattr(extras, "ROWS", rows)
+    monkeypatch.setattr(prompt_logprobs, "ROWS", rows)
     with LLM(checkpoint, **{**SMALL, "max_num_batched_tokens": 100}) as llm:
-        compute = llm.model_runner.built.extras._compute_logits
+        compute = llm.model_runner.built.extras.prompt_logprobs._compute_logits
         sizes: list[int] = []
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
             sizes.append(len(hidden))
             return compute(hidden)
 
-        monkeypatch.setattr(llm.model_runner.built.extras, "_compute_logits", record)
+        monkeypatch.setattr(
+            llm.model_runner.built.extras.prompt_logprobs, "_compute_logits", record
+        )
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_right(checkpoint, outputs, PARAMS)
     assert max(sizes) == rows

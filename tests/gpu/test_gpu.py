@@ -39,7 +39,7 @@ from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.attention import decode as paged_decode
 from nanovllm.layers.sampler import Sampler
-from nanovllm.layers.weights.int8 import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Weight
 from nanovllm.startup import builder
 from nanovllm.startup.builder import Builder
 from nanovllm.utils.device import (

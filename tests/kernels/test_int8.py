@@ -20,7 +20,7 @@ from nanovllm.kernels.products.int8_linear import (
     in_bytes,
     linear_into,
 )
-from nanovllm.layers.weights.int8 import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Weight
 from nanovllm.tensors.fp8 import Codes
 
 SEED = 6

@@ -17,7 +17,7 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING, Fp8
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights import fp8 as fp8_weight
-from nanovllm.layers.weights.int8 import Int8Weight
+from nanovllm.layers.weights.int8_head import Int8Weight
 from nanovllm.models import loader
 from nanovllm.models.loader import checkpoint_shards, load_dummy, load_model
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
