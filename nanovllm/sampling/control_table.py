@@ -50,7 +50,7 @@ class ControlTable:
         self._penalties = np.ones((3, max_num_seqs), np.float32)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
         self._has_edits, self._has_mask = np.zeros((2, max_num_seqs), np.bool_)
-        self._seq_ids = np.full(max_num_seqs, NOBODY, np.int64)  # whose controls these are
+        self._seq_ids = np.full(max_num_seqs, NOBODY, np.int64)  # owner of each slot's controls
         self._num_counted = np.zeros(max_num_seqs, np.int64)  # tokens in the device's counts
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ from nanovllm.sampling.controls import Controls
 from nanovllm.sampling.extra_results import ExtraResults
 from nanovllm.utils.device import upload
 
-ROWS = 256  # of prompts, whose logits are computed at once
+ROWS = 256  # hidden states of prompts whose logits are computed at once
 # Bytes per logit of a row with controls: the logit itself, collected from all ranks (6), edited
 # (4), gathered to search for thresholds (4), and the count of its token (2).
 BYTES = 16
@@ -90,7 +90,7 @@ class Extras:
                 tokens.
         """
         logits = computed.logits
-        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
+        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # among rows that sample
         arrays = sampling_arrays(batch, controlled)
         rows, *sampling = upload(logits.device, own, *(array.T for array in arrays.values()))
         metadata = SamplingMetadata(**dict(zip(arrays, sampling, strict=True)))
