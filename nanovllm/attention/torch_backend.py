@@ -13,7 +13,7 @@ from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Context
 
-MANY_QUERIES = 64  # whose scores are in memory at once, if PyTorch's own attention cannot run
+MANY_QUERIES = 64  # queries with scores in memory at once, if PyTorch's own attention cannot run
 MIN_PADDING = 64  # tokens of padding per sequence that do not justify another gather
 
 

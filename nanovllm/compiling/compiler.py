@@ -293,7 +293,7 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
     Raises:
         OSError: if Python cannot be started.
     """
-    if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: a program of its own
+    if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: it is our program
         raise OSError("this program has no Python that can be started")
     path = [entry for entry in sys.path if isinstance(entry, str)]
     asked = f"{fd}, {json.dumps(target)!r}, {most}"

@@ -68,7 +68,7 @@ class Rehearsal:
         compute: function that computes a step.
         model: model that it computes.
         pool: KV pool, without blocks.
-        config, model_config, group, device: those of the engine.
+        config, model_config, group, device: configurations, ranks and device of the engine.
         max_model_len: maximum length of a sequence in tokens.
         members: maximum number of decodes in a tile of a shared prefix; 0: prefixes are not shared.
         max_prompt_tokens: maximum number of prompt tokens in CUDA graphs.
@@ -99,7 +99,7 @@ class Rehearsal:
         )
         most = config.max_num_seqs
         powers = (1 << i for i in range(most.bit_length()))
-        self._batches = sorted({most, *powers})  # by which decodes choose their splits
+        self._batches = sorted({most, *powers})  # decodes choose splits by these
 
     def first_steps(self) -> None:
         """Rehearse decodes, for which the start waits, and the largest step, whose attention takes

@@ -1,6 +1,6 @@
 """The gate of an MLP, act(gate) * up, in one pass.
 
-On Hopper the product before it can do that itself, `products/hopper_gated.py`.
+On Hopper, the product before can do that itself: `products/hopper_gated.py`.
 """
 
 import torch
@@ -20,25 +20,25 @@ from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-# From so many bytes of an input's column on, 1,024 rows in 16 bits and 2,048 in FP8, the product
-# for Hopper makes steps faster; single ones in FP8 take up to 8 % more (docs/experiments.md, 44).
+# Bytes of an input column (1,024 rows in 16 bits, 2,048 in FP8) from which the product for Hopper
+# makes steps faster; single products in FP8 take up to 8 % more (docs/experiments.md, 44).
 MANY = 2048
 Matrix = torch.Tensor | Codes | Int4Codes
 
 
 @triton.jit
 def activate(x, GELU: tl.constexpr):
-    """SiLU, or GELU by tanh, of x: float32."""
+    """SiLU, or GELU (tanh), of x: float32."""
     y = x
     if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp2(y * -1.4426950408889634))  # of log2(e); `tl.exp` takes longer
+    return x / (1.0 + tl.exp2(y * -1.4426950408889634))  # -log2(e); `tl.exp` takes longer
 
 
 @triton.jit
 def activate_and_mul(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
-    """`act(gate) * up`, both float32. A LIMIT clamps them first, and gates 1 + up: gpt-oss's SwiGLU
-    (OpenAI, 2025).
+    """`act(gate) * up`, both float32. With a LIMIT, both are clamped first, and the gate multiplies
+    1 + up: gpt-oss's SwiGLU (OpenAI, 2025).
     """
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
@@ -50,7 +50,7 @@ def activate_and_mul(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _gate(x_ptr, row, begin, I, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Results [BLOCK] of a row from `begin` on, 0 beyond I."""
+    """The results [BLOCK] of a row from column `begin` on, 0 beyond I."""
     cols = begin + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * I + cols, mask=cols < I, other=0.0)
     up = tl.load(x_ptr + row * 2 * I + I + cols, mask=cols < I, other=0.0)
@@ -63,7 +63,7 @@ def _act_and_mul_kernel(
     GELU: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, X_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK results of a row, or all of it in blocks of two sizes, which share a scale.
+    # One program: BLOCK results of a row, or all in blocks of two sizes, which share a scale.
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * BLOCK
@@ -85,7 +85,7 @@ def _act_and_mul_kernel(
 def act_and_mul(
     x: torch.Tensor, gelu: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x: [T, 2 I] = [gate | up] -> act(gate) * up: [T, I]; act is SiLU, or GELU by tanh."""
+    """`act(gate) * up`: [T, I] of x: [T, 2 I] = [gate | up]; act is SiLU, or GELU (tanh)."""
     T, I = x.shape[0], x.shape[1] // 2
     if out is None:
         out = spare_rows(T, I, like=x)
@@ -94,14 +94,14 @@ def act_and_mul(
 
 
 def quantized_act_and_mul(x: torch.Tensor, gelu: bool, act_block: int) -> Codes:
-    """`act_and_mul`, with a scale for each `act_block` numbers; 0: for each row."""
+    """`act_and_mul` in FP8, with one scale per `act_block` columns of a row; 0: per row."""
     T, I = x.shape[0], x.shape[1] // 2
     out, whole = empty_codes(T, I, act_block, x.device), next_power_of_2(I)
     if act_block:
         _launch(x, gelu, out.codes, out.scales, max(act_block, min(1024, whole)), 0, act_block)
     elif whole == I:
         _launch(x, gelu, out.codes, out.scales, whole)
-    else:  # a block of the next power of two would compute much that is not there
+    else:  # a block of the next power of two would compute many columns beyond the end
         rest = next_power_of_2(I - whole // 2)
         _launch(x, gelu, out.codes, out.scales, whole // 2, rest)
     return out
@@ -110,7 +110,7 @@ def quantized_act_and_mul(x: torch.Tensor, gelu: bool, act_block: int) -> Codes:
 def gate(
     x: torch.Tensor, gelu: bool, act_block: int | None, out: torch.Tensor | None = None
 ) -> torch.Tensor | Codes:
-    """`act_and_mul`, as a product that likes blocks of `act_block` takes it; None: as numbers."""
+    """`act_and_mul`, quantised in groups of `act_block` columns (0: rows); None: not quantised."""
     return (
         act_and_mul(x, gelu, out)
         if act_block is None
@@ -121,8 +121,8 @@ def gate(
 def takes_hopper_kernel(
     num_rows: int, weight: Matrix, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> bool:
-    """Whether `hopper_gated` has products of so many rows with a weight of gates and what they
-    gate: in whole tiles, of 16 bits as the results' `dtype` or of FP8 with scales of rows.
+    """Whether `hopper_gated` can multiply `num_rows` rows by a weight of gate and up projections:
+    it needs whole tiles, in the results' `dtype` of 16 bits or in FP8 with one scale per row.
     """
     if isinstance(weight, Codes) and weight.block[0] == 1:
         weight = weight.codes
@@ -142,7 +142,7 @@ def gated_product(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`hopper_gated`, where it can be had; the others are a product and `gate` behind it."""
+    """`hopper_gated`, if it can run; None: a product, and `gate` after it, must be used instead."""
     if isinstance(weight, Int4Codes) or not takes_hopper_kernel(len(x), weight, dtype, bias):
         return None
     from nanovllm.kernels.products.hopper_gated import hopper_gated

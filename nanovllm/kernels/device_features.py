@@ -1,14 +1,14 @@
 """Two features of Hopper and later GPUs.
 
 *Programmatic dependent launch*: a kernel launched with `pdl_options()` is placed on the GPU as soon
-as every program of its predecessor has called `launch_dependents` or ended. What it does before
-`wait` (launch latency, reading weights) is hidden behind the predecessor. Two rules keep that
-correct (CUDA Programming Guide, Programmatic Dependent Launch and Synchronization):
+as every program of its predecessor has called `launch_dependents` or ended. Its work before `wait`
+(launch latency, reading weights) overlaps the predecessor. Two rules keep that correct (CUDA
+Programming Guide, Programmatic Dependent Launch and Synchronization):
 
 - every program calls `wait` on every path, so the end of a kernel implies the end of all before it;
-- before `wait` a program reads only memory that no kernel of the step writes: weights, metadata,
-  and keys and values of earlier steps. Steps are apart, as one begins with kernels of PyTorch (the
-  embedding), which are not placed before all others have ended.
+- before `wait`, a program reads only memory that no kernel of the step writes: weights, metadata,
+  and keys and values of earlier steps. Steps do not overlap, as each begins with kernels of PyTorch
+  (the embedding), which are not placed before all others have ended.
 
 *Tensor memory access* (TMA): given a descriptor of a matrix, the hardware copies whole tiles.
 """
@@ -29,12 +29,12 @@ except ImportError:  # a build without NVIDIA's part
     gdc_launch_dependents = gdc_wait = None
 
 
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
-TRITONS = (3, 6), (3, 9)  # from and to, in whose Gluon our kernels for Hopper are: it changes
-TILE_ROWS = 128  # of activations, in the largest tile
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))  # version of Triton
+TRITONS = (3, 6), (3, 9)  # first and last version whose Gluon, which changes, our kernels accept
+TILE_ROWS = 128  # rows of activations in the largest tile
 _AHEAD = tl.constexpr(256)  # weights of a row that are read before the wait (measured on an H200)
 
-own_kernels = True  # False: those that all GPUs have in place of Hopper's, for tests
+own_kernels = True  # False: kernels of all GPUs in place of those for Hopper, for tests
 dependent_launch = True  # False runs kernels strictly one after another, for profiles and tests
 
 
@@ -54,11 +54,11 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_weights(ptr, n, begin, K, SPAN, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
-    """Have the first of SPAN weights from column `begin` on copied into the L2 cache, of BLOCK_N
-    rows from n on of a matrix with K columns, which no kernel of the step writes.
+    """Prefetch into the L2 cache the first of SPAN weights from column `begin` on, for BLOCK_N rows
+    from n on, of a matrix with K columns that no kernel of the step writes.
     """
     if PDL:
-        PARTS: tl.constexpr = 128 // BLOCK_N  # as many pieces as threads
+        PARTS: tl.constexpr = 128 // BLOCK_N  # one piece per thread
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
         i, width = tl.arange(0, BLOCK_N * PARTS), tl.minimum(SPAN, _AHEAD) // PARTS
         ptrs = ptr + (n + i // PARTS).to(tl.int64) * K + begin + i % PARTS * width
@@ -69,7 +69,7 @@ def prefetch_weights(ptr, n, begin, K, SPAN, BLOCK_N: tl.constexpr, PDL: tl.cons
 
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments for a launch on x's device: the kernel's constant, and Triton's option."""
+    """Keyword arguments of a launch on x's device: the kernel's constant, and Triton's option."""
     on = dependent_launch and VERSION >= (3, 5) and x.is_cuda  # the functions of 3.4 do not compile
     if on and capability(x.device.index) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
@@ -77,14 +77,15 @@ def pdl_options(x: torch.Tensor) -> dict[str, Any]:
 
 
 def has_own_kernels(x: torch.Tensor) -> bool:
-    """Whether x's device takes the kernels for Hopper, in which warps have duties of their own."""
+    """Whether x's device can run the kernels for Hopper, whose warps are specialised."""
     known = own_kernels and TRITONS[0] <= VERSION <= TRITONS[1]
     return known and x.is_cuda and capability(x.device.index)[0] == 9
 
 
 def has_room(x: torch.Tensor) -> bool:
-    """Whether x's device takes large tiles: it has 227 KiB of shared memory, and tensor cores that
-    read operands from it. Others (8.x, 12.x, ROCm) hold operands in registers, and have 64 KiB on.
+    """Whether x's device has room for large tiles: 227 KiB of shared memory, and tensor cores that
+    read operands from it. Others (8.x, 12.x, ROCm) hold operands in registers, and have 64 KiB or
+    more.
     """
     return not x.is_cuda or capability(x.device.index)[0] in (9, 10)
 
@@ -101,7 +102,7 @@ def spare_rows(
     num_rows: int, *shape: int, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """An uninitialised tensor [num_rows, *shape] with storage for more rows: up to the next power
-    of two, above TILE_ROWS up to a multiple of that. `describe` then cuts whole tiles, which are
+    of two, or above TILE_ROWS to a multiple of that. So the tiles of `describe` are whole, which is
     faster than tiles that reach past the end (measured).
     """
     tile = min(TILE_ROWS, next_power_of_2(max(1, num_rows)))
@@ -111,7 +112,7 @@ def spare_rows(
 
 def describe(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of the matrix x for tiles of rows x columns. A tile may reach past x's last
-    row: it reads what follows in the same storage (never used), and 0 past the end of that.
+    row: there it reads the rest of the same storage (never used), and 0 past the end of that.
     """
     wanted = cdiv(len(x), rows) * rows
     size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
@@ -125,8 +126,8 @@ def load_tile(
     source, row, end, col, COLS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x WIDTH of a matrix with COLS columns and `end` rows; None: as many as wanted. By a
-    descriptor of it also rows from `end` on.
+    """Load ROWS x WIDTH elements of a matrix with COLS columns and `end` rows; None: enough rows.
+    With a descriptor (`TMA`), rows from `end` on are read, too.
     """
     if TMA:
         return source.load([row, col])

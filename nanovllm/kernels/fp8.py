@@ -1,6 +1,6 @@
-"""Activations in FP8: a scale for each row, or for blocks of it, chosen by what they hold.
+"""Activations in FP8, with one scale per row or per block of a row, chosen by their values.
 
-Letters: T rows, K numbers of a row.
+Letters: T rows, K columns.
 """
 
 import torch
@@ -12,15 +12,15 @@ from nanovllm.tensors.fp8 import FP8, LARGEST, Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 _LARGEST = tl.constexpr(LARGEST)
-_LEAST = tl.constexpr(2.0**-100)  # scale, of zeros for one
+_LEAST = tl.constexpr(2.0**-100)  # scale, such as that of zeros
 
 
 @triton.jit
 def store_codes(
     x, codes_ptr, scales_ptr, row, begin, K, BLOCK: tl.constexpr, X_BLOCK: tl.constexpr, most=0.0
 ):  # fmt: skip
-    """Numbers x: [BLOCK] of a row, from `begin` on, which are 0 beyond K: float32. Each X_BLOCK of
-    them have a scale; 0: all, which are the row, but for others up to `most`.
+    """Store x: [BLOCK] float32 as codes, the columns from `begin` on of a row, 0 beyond K. Each
+    X_BLOCK of them share a scale; 0: all do, with the row's others, whose largest is `most`.
     """
     if X_BLOCK == 0:
         scale = tl.maximum(tl.maximum(tl.max(tl.abs(x)), most) / _LARGEST, _LEAST)
@@ -37,7 +37,7 @@ def store_codes(
 
 
 def empty_codes(T: int, K: int, act_block: int, device: torch.device) -> Codes:
-    """Of T rows with a scale for each `act_block` of K numbers (0: for all), uninitialised."""
+    """Uninitialised codes [T, K], with one scale per `act_block` columns of a row; 0: per row."""
     codes = spare_rows(T, K, like=torch.empty(0, dtype=FP8, device=device))
     width = act_block or K
     scales = torch.empty(T, cdiv(K, width), dtype=torch.float32, device=device)
@@ -57,7 +57,7 @@ def _quantize_kernel(
 
 
 def quantize(x: torch.Tensor, act_block: int) -> Codes:
-    """x: [T, K], with a scale for each `act_block` numbers of a row; 0: for all of it."""
+    """Quantise x: [T, K], with one scale per `act_block` columns of a row; 0: per row."""
     T, K = x.shape
     out = empty_codes(T, K, act_block, x.device)
     BLOCK = max(act_block, next_power_of_2(K))

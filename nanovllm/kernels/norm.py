@@ -1,6 +1,6 @@
-"""RMS normalisation, one row per program: alone, or with the sums before it.
+"""RMS normalisation, one row per program: alone, or fused with the sums before it.
 
-Those are the partial results of a product, the other ranks' partial results (`peers.py`), and the
+These add the partial results of a product, other ranks' partial results (`peers.py`), and the
 residual.
 """
 
@@ -25,7 +25,7 @@ FEW_ROWS = 256
 
 @triton.jit
 def weighted(x, weight, PLUS_ONE: tl.constexpr):
-    """Normalised x: float32, times `weight`, or `1 + weight`; of the weight's dtype."""
+    """The product of normalised x: float32 and `weight`, or `1 + weight`, in the weight's dtype."""
     if PLUS_ONE:
         return (x * (weight.to(tl.float32) + 1.0)).to(weight.dtype)
     else:
@@ -51,7 +51,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * stride_part + row * M + cols, mask=mask, other=0.0)
-    if ADD:  # before the other ranks are waited for
+    if ADD:  # loaded before the wait for other ranks
         residual = tl.load(residual_ptr + row * M + cols, mask=mask, other=0.0).to(tl.float32)
     if SIZE > 1:
         x = all_reduce_row(
@@ -59,7 +59,7 @@ def _rms_norm_kernel(
             ROW_BYTES, ROWS, RANK, SIZE,
         )  # fmt: skip
     if SUM:
-        # Round as the stored results are rounded, so that fused and plain agree.
+        # Round as stored results are rounded, so that fused and plain layers agree.
         x = x.to(dtype).to(tl.float32)
         if ADD:
             x += residual
@@ -99,7 +99,7 @@ def _launch(
     BLOCK = max(act_block or 0, next_power_of_2(M))
     num_warps = min(16, max(1, BLOCK // 512))
     if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None:
-        num_warps = 32  # the more threads read, the sooner it ends (measured on an H200)
+        num_warps = 32  # with more threads that read, it ends sooner (measured on an H200)
     assert peers is None or peers.max_rows >= T, f"{T} rows do not fit what ranks exchange"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
@@ -115,7 +115,7 @@ def _launch(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. x: [..., M]; weight: [M]."""
+    """`x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`, for x: [..., M], weight: [M]."""
     out, _ = _launch(x, 0, None, weight, eps, plus_one, None, None, None)
     assert isinstance(out, torch.Tensor)
     return out
@@ -131,15 +131,15 @@ def add_rms_norm(
     plus_one: bool = False,
     act_block: int | None = None,
 ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
-    """`rms_norm(x + residual)`, and `x + residual`; both new: [T, M].
+    """`rms_norm(x + residual)`, and `x + residual`: two new tensors [T, M].
 
     Args:
         x: [T, M], or S partial results [S, T, M], which are summed first; rows are adjacent.
-        residual: [T, M]; None for 0.
-        peers: sum x over these ranks, too; T is at most their `max_rows`.
-        out: where the first result goes.
-        act_block: numbers of a row that share a scale, where the first result of several rows shall
-            be `Codes`; 0: all; None: it shall not.
+        residual: [T, M]; None: 0.
+        peers: ranks over which x is summed, too; T is at most their `max_rows`.
+        out: output buffer of the first result.
+        act_block: columns that share a scale, if the first result shall be `Codes` (of several rows
+            only); 0: all of a row; None: no codes.
     """
     parts = len(x) if x.dim() == 3 else 0
     return _launch(x, parts, residual, weight, eps, plus_one, peers, out, act_block)

@@ -1,8 +1,8 @@
 """Exchange between the GPUs of a model, inside kernels.
 
 Each program exchanges one row, or one word: it writes its own into the memory of the other ranks
-(`PeerMemory`; a word into its own, too), and polls its own memory until theirs are there.
-With many rows, each row has an owner, one of the ranks, which adds it up and sends the sum to the
+(`PeerMemory`; a word into its own, too), and polls its own memory until theirs have arrived. With
+many rows, each row has an owner, one of the ranks, which adds it up and sends the sum to the
 others.
 
 The data is its own flag, as in the "Lamport" all-reduce of TensorRT-LLM. A slot holds EMPTY (all
@@ -14,9 +14,9 @@ Calls alternate between two buffers. One buffer could be overwritten before it i
 be one call ahead of another. It cannot be two ahead, because each call waits for every rank's row,
 or for a sum that contains it.
 
-Every rank must make the same calls in the same order, and a kernel must call `hopper.wait` before
-it exchanges. Polling programs occupy the GPU without deadlock: a GPU starts the programs of a grid
-in order, so the lowest row that some rank has not finished has started on all of them.
+Every rank must make the same calls in the same order, and a kernel must call `device_features.wait`
+before it exchanges. Polling programs occupy the GPU without deadlock: a GPU starts the programs of
+a grid in order, so the lowest row that some rank has not finished has started on all of them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 EMPTY = tl.constexpr(-1)
-# Polls between two looks whether the group was aborted, at a word in the GPU's memory (0.7 ms) and
-# at the host's (46 ms). All programs of a waiting kernel look at once; at the host's that seems to
-# take 1 ms: with looks every 0.7 ms ranks made each other late by turns, and a step took 80 ms more
-# (docs/experiments.md, 44).
+# Polls between two checks whether the group was aborted: of a word in the GPU's memory (0.7 ms) and
+# of one in the host's (46 ms). All programs of a waiting kernel check at once, which seems to take
+# 1 ms for the host's: with checks every 0.7 ms, ranks delayed each other alternately, and a step
+# took 80 ms more (docs/experiments.md, 44).
 POLLS, POLLS_OF_HOST = tl.constexpr(1 << 10), tl.constexpr(1 << 16)
-TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, that a second round trip costs
+TWO_SHOT_MIN_BYTES = 1 << 18  # saved by sending to owners, to make up for a second round trip
 
 
 def peer_options(peers: "PeerMemory | None", x: torch.Tensor) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def peer_options(peers: "PeerMemory | None", x: torch.Tensor) -> dict[str, Any]:
 
 
 def sums_by_owner(peers: "PeerMemory | None", num_rows: int) -> bool:
-    """Whether one rank, its owner, should sum each row (see `all_reduce_row`): that pays where the
-    bytes saved take longer than the second trip. (Four GPUs: from 22 rows of 8 KiB on. Two: never.
-    Measured on three and four.)
+    """Whether each row should be summed by one rank, its owner (see `all_reduce_row`): that pays if
+    the bytes saved take longer than the second trip. (Four GPUs: from 22 rows of 8 KiB on. Two:
+    never. Measured on three and four.)
     """
     if peers is None:
         return False
-    N = peers.size  # a rank sends N - 1 rows for each row, or by owners 2 (N - 1) / N
+    N = peers.size  # a rank sends N - 1 rows for each row, or with owners 2 (N - 1) / N
     return num_rows * peers.row_bytes * (N - 1) * (N - 2) >= TWO_SHOT_MIN_BYTES * N
 
 
@@ -78,8 +78,8 @@ def _place(
 
 @triton.jit
 def _is_aborted(peers_ptr, polls, SIZE: tl.constexpr):
-    """Whether the group has been aborted. The first that sees it in the host's memory, which is
-    slow to read, writes it into the GPU's, for all waits that follow.
+    """Whether the group has been aborted. The first program that sees it in the host's memory,
+    which is slow to read, writes it to the GPU's, for all later waits.
     """
     seen_ptr = tl.load(peers_ptr + SIZE + 1).to(tl.pointer_type(tl.int64))
     aborted = tl.load(seen_ptr, volatile=True) != 0
@@ -119,10 +119,10 @@ def _take_sum(
     own, places, dtype: tl.constexpr, cols, mask, peers_ptr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Receive a row from each other rank, the first of all at `places`, and add them to this rank's
-    `own` in float32, in the order of ranks, so that sums are the same on all.
+    """Receive a row from each other rank (rank 0's slot is at `places`), and add them to this
+    rank's `own` in float32, in the order of ranks, so that sums are the same on all.
     """
-    # A few rows at a time: all of them would not fit the registers.
+    # A few rows at a time: all would not fit the registers.
     AT_ONCE: tl.constexpr = 2 if SIZE == 2 or cols.shape[0] > 4096 else 4
     stride = ROWS * ROW_BYTES // (dtype.primitive_bitwidth // 8)
     total = tl.zeros(cols.shape, tl.float32)
@@ -140,7 +140,7 @@ def _give_row(
     bits, to, peers_ptr, row, epoch, cols, mask,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write a row into the memory of rank `to`."""
+    """Write a row to the memory of rank `to`."""
     place = _place(peers_ptr, to, RANK, row, epoch, bits.dtype, ROW_BYTES, ROWS, SIZE)
     tl.store(place + cols, bits, mask=mask)
 
@@ -160,11 +160,11 @@ def all_reduce_row(
     x, peers_ptr, epochs_ptr, row, cols, mask, BY_OWNER: tl.constexpr,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x: [BLOCK], 0 beyond the mask, in x's dtype, the same on all.
+    """The sum over the ranks of x: [BLOCK], 0 beyond the mask, in x's dtype, the same on all.
 
-    Each rank sends its row to the others and adds those it receives ("one-shot"). With BY_OWNER it
-    sends the row to the owner, which adds and sends the sum back ("two-shot"): two trips, less
-    data.
+    Each rank sends its row to the others and adds those that it receives ("one-shot"). With
+    BY_OWNER it sends the row to the owner, which adds and sends the sum back ("two-shot"): two
+    trips, but less data.
 
     BLOCK must be at least the program's number of threads, so that no two threads poll, and then
     empty, the same element.
@@ -230,7 +230,7 @@ def _wait_flag(flag_ptr, epoch, abort_ptr):
     while seen < epoch:
         seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
         polls += 1
-        if polls % POLLS == 0:  # one program looks: that makes nobody late
+        if polls % POLLS == 0:  # only one program checks: that delays no rank
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, epoch, seen)
 
 

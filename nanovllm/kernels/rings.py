@@ -1,10 +1,9 @@
 """Rings of buffers in shared memory, which a copying warp fills and two groups of warps empty.
 
-A ring is a tuple: buffers [STAGES, ...] (or a tuple of those), the barriers that say which are
-full, and those that say which both groups have left. The n-th use of a ring is of buffer
-n % STAGES.
+A ring is a tuple: buffers [STAGES, ...] (or a tuple of those), barriers for full buffers, and
+barriers for buffers that both groups have left. The n-th use of a ring is of buffer n % STAGES.
 
-This is Gluon, in which Triton's kernels name layouts, barriers and warps.
+This is Gluon, in which kernels of Triton specify layouts, barriers and warps themselves.
 """
 
 import functools
@@ -36,7 +35,7 @@ def make_ring(buffers, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, n):
-    """Wait until a buffer is full for the n-th use: its number."""
+    """Wait until the buffer of the n-th use is full. Returns its number."""
     STAGES: gl.constexpr = ring[1].shape[0]
     mbarrier.wait(ring[1].index(n % STAGES), n // STAGES & 1)
     return n % STAGES
@@ -51,15 +50,15 @@ def leave(ring, n):
 
 @gluon.jit
 def wait_left(ring, n):
-    """Wait until there is room for the n-th use: the number of its buffer."""
+    """Wait until there is room for the n-th use. Returns the number of its buffer."""
     STAGES: gl.constexpr = ring[1].shape[0]
     mbarrier.wait(ring[2].index(n % STAGES), n // STAGES & 1 ^ 1)
     return n % STAGES
 
 
 def tiles_of(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix is 0, and
-    nothing is written there.
+    """A TMA descriptor of the matrix x for tiles of rows x columns. Beyond the matrix, reads give 0
+    and writes have no effect.
     """
     layout = _layout_of(rows, columns, x.dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

@@ -1,4 +1,4 @@
-"""The tokens a step begins with."""
+"""The input tokens of a step."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def _fill_in_kernel(
 
 
 def fill_in(input_ids: torch.Tensor, slots: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """See `nanovllm.engine.step_inputs.fill_in`."""
+    """Fill in unknown tokens, see `nanovllm.engine.step_inputs.fill_in`."""
     out = torch.empty_like(input_ids)
     T, BLOCK = len(input_ids), 1024
     grid = (cdiv(T, BLOCK),)

@@ -50,7 +50,7 @@ class ControlTable:
         self._penalties = np.ones((3, num_slots), np.float32)
         self._num_logprobs = np.zeros(num_slots, np.int32)
         self._has_edits, self._has_mask = np.zeros((2, num_slots), np.bool_)
-        self._seq_ids = np.full(num_slots, NOBODY, np.int64)  # whose controls these are
+        self._seq_ids = np.full(num_slots, NOBODY, np.int64)  # owner of each slot's controls
         self._num_counted = np.zeros(num_slots, np.int64)  # tokens in the device's counts
 
     def forget(self) -> None:

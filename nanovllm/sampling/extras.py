@@ -90,7 +90,7 @@ class Extras:
                 tokens.
         """
         logits = computed.logits
-        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # of those that sample
+        own = np.flatnonzero(controlled[batch.samples]).astype(np.int32)  # among rows that sample
         arrays = sampling_arrays(batch, controlled)
         rows, *sampling = upload(logits.device, own, *map(np.ascontiguousarray, arrays.values()))
         by_name = dict(zip(arrays, sampling, strict=True))

@@ -220,7 +220,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._forms: OrderedDict[tuple[str, Any], _Form] = OrderedDict()  # the latest last
-        self._lock = threading.Lock()  # of `_forms`: callers check their requests side by side
+        self._lock = threading.Lock()  # guards `_forms`: callers check requests concurrently
 
     def prepare(self) -> None:
         """Read the tokenizer, if forms can be compiled at all. This takes up to a second, and holds

@@ -11,7 +11,7 @@ import torch
 
 PLANES = 4  # codes in an int16
 SHIFTS = (0, 8, 4, 12)  # first bit of each plane's code
-SIZES = (64, 32, 16, 8)  # of a plane, the best first
+SIZES = (64, 32, 16, 8)  # possible P, the best first
 ZERO = 8  # zero point, unless the checkpoint has others
 # An exponent before a code's bits makes them a value that is too large by this offset. In 32 bits,
 # codes are converted instead.

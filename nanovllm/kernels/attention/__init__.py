@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, and what is done to queries, keys and values before it.
+"""Attention over a paged KV cache, and the preparation of queries, keys and values for it.
 
 Every file is a door.
 """

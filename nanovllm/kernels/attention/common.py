@@ -1,7 +1,7 @@
-"""What attention over the paged KV cache has in common for prompts and for single tokens.
+"""Functions of attention over the paged KV cache, shared by prefill and decode kernels.
 
 Online softmax in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). A tile of keys is found
-through the block table: one lookup where a tile lies inside a block, one per key otherwise. Blocks
+through the block table: with one look-up if the tile lies inside a block, else one per key. Blocks
 beyond a sequence's context are never read.
 
 Letters: B sequences, Hq/Hkv heads, G = Hq / Hkv, D head size, S block size, W table width.
@@ -13,12 +13,14 @@ import triton.language as tl
 from nanovllm.kernels.attention.kv_cache import exponents_at, power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # of a maximum of scores
+LOWEST = tl.constexpr(-1e30)  # value of a maximum of scores
 
 
 @triton.jit
 def slots_of(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
-    """Cache slots [BLOCK_N] int64 of positions start.. (a multiple of BLOCK_N); those >= end: 0."""
+    """The cache slots [BLOCK_N] int64 of positions from `start` on, a multiple of BLOCK_N; from
+    `end` on, arbitrary ones in the cache.
+    """
     n = tl.arange(0, BLOCK_N)
     if S >= BLOCK_N:
         block = tl.load(table_ptr + start // S).to(tl.int64)
@@ -33,9 +35,9 @@ def slots_of(table_ptr, start, BLOCK_N: tl.constexpr, S: tl.constexpr, end):
 def exponents_ahead(
     k_ptr, v_ptr, table_ptr, start, end, BLOCK_N: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """The exponents of keys and values [BLOCK_N] of the tile from `start`, from `end` on of any; 0
-    if there are none. To be read a tile ahead of their use: Triton's pipeline leaves loads of
-    single bytes where they are.
+    """The exponents of keys and values [BLOCK_N] of the tile from `start` on, arbitrary from `end`
+    on; 0 if there are none. They should be read a tile ahead of their use: Triton's pipeline does
+    not move loads of single bytes.
     """
     if k_ptr is None:
         return 0, 0
@@ -48,13 +50,13 @@ def exponents_ahead(
 
 @triton.jit
 def across(x, LEFT: tl.constexpr):
-    """Of queries [M], for all columns of [M, D], with `LEFT` of [D, M]."""
+    """Broadcast x: [M] of queries over the columns of [M, D]; with `LEFT`, the rows of [D, M]."""
     return x[None, :] if LEFT else x[:, None]
 
 
 @triton.jit
 def before_keys(sinks_ptr, head, used, ROWS: tl.constexpr):
-    """Running maximum and sum [ROWS] before the first key: a head's sink, if it has one."""
+    """The running maximum and sum [ROWS] before the first key: the head's sink, if it has one."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     if sinks_ptr is not None:
@@ -70,12 +72,12 @@ def weigh(
 ):  # fmt: skip
     """One step of the online softmax, over products s [M, BLOCK_N] of queries and keys.
 
-    m, l: [M] running maximum and sum. The exponents [BLOCK_N] int8, if keys and values are FP8,
-    are anything where not `seen`. visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in
+    m, l: [M] running maximum and sum. The exponents [BLOCK_N] int8, if keys and values are FP8, are
+    arbitrary where not `seen`. visible: [M or 1, BLOCK_N] bool. Maxima are of scaled scores, in
     units of log 2; the exponents of values are added to these, so that their codes have weights of
     at most 1.
 
-    Returns the new m and l, the weights [M, BLOCK_N] and the factor [M] of what was summed before.
+    Returns the new m and l, the weights [M, BLOCK_N], and the factor [M] on earlier sums.
     """
     if k_exponents is not None:
         s *= power_of_two(k_exponents)[None, :]
@@ -108,8 +110,9 @@ def load_tile(
     k_ptr, v_ptr, slots, seen, stride_slot,
     D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [D_PAD, BLOCK_N] and values [BLOCK_N, D_PAD] of the slots. Those not `seen` are not
-    read: what lies there may be anything, NaN included."""
+    """Load keys [D_PAD, BLOCK_N] and values [BLOCK_N, D_PAD] from the slots. Those not `seen` are
+    not read: they may have any content, NaN included.
+    """
     d = tl.arange(0, D_PAD)
     k_ptrs = k_ptr + slots[None, :] * stride_slot + d[:, None]
     v_ptrs = v_ptr + slots[:, None] * stride_slot + d[None, :]
@@ -125,7 +128,7 @@ def load_tile(
     return k, v
 
 
-# Widths and slices of the step's metadata change from step to step: no variant for each alignment.
+# Widths and slices of the step's metadata change from step to step: no variant per alignment.
 metadata = triton.jit(
     do_not_specialize=[
         *("stride_table", "stride_part", "num_rows", "num_seqs", "first_head", "step"),

@@ -26,14 +26,14 @@ from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.integers import next_power_of_2
 
-# Keys and values, which have the 16 rows that tensor cores want, are the left operands of products
-# for heads and groups of queries up to these. Sums of larger groups spill. Larger heads take four
-# warps, and so Hopper's WGMMA, which Triton 3.6 got wrong with queries as the right operand
-# (docs/experiments.md, 35).
+# Up to these sizes of heads and of groups of queries, keys and values are the left operands of
+# products, as they have the 16 rows that tensor cores need. Sums of larger groups spill. Larger
+# heads use four warps, and so Hopper's WGMMA, which Triton 3.6 got wrong with queries as the right
+# operand (docs/experiments.md, 35).
 LARGEST_LEFT, MAX_LEFT = 128, 16
-MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # of right operands
-LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # of `decode_tiles`, and programs to split keys for
-MANY_PROGRAMS = 1536  # without splits: enough for many on each multiprocessor
+MIN_COLUMNS = 8 if VERSION >= (3, 5) and torch.version.hip is None else 16  # in right operands
+LONG_TILES, LONG_PROGRAMS = (128, 4, 3), 640  # result of `decode_tiles`, and its `PROGRAMS`
+MANY_PROGRAMS = 1536  # without splits: enough for many per multiprocessor
 
 
 @metadata
@@ -46,9 +46,9 @@ def _decode_kernel(
     AT_ONCE: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: all G queries that share a KV head of one sequence, over one split of its keys
-    # but those of a prefix that it shares with others: from there the first split goes on.
-    # An FP8 cache has columns in pairs, as int16. LEFT: see LARGEST_LEFT.
+    # One program: all G queries that share a KV head of one sequence, over one split of its keys,
+    # except those of a prefix shared with others: the first split continues from the results of
+    # that. An FP8 cache has columns in pairs, as int16. LEFT: see LARGEST_LEFT.
     W: tl.constexpr = D // PAIR
     W_PAD: tl.constexpr = D_PAD // PAIR
     launch_dependents(PDL)
@@ -62,9 +62,9 @@ def _decode_kernel(
     g, d = tl.arange(0, G_PAD), tl.arange(0, W_PAD) * PAIR
     used = (g[:, None] < G) & (d[None, :] < D) if D < D_PAD else g[:, None] < G
     group = seq.to(tl.int64) * tl.num_programs(0) + kv_head
-    row = group * G + g  # of [B * Hq]
+    row = group * G + g  # rows of [B * Hq]
     wait(PDL)
-    if begin >= end:  # nothing to see: padding, or more splits than tiles
+    if begin >= end:  # no keys: padding, or more splits than tiles
         return
     q_ptrs = q_ptr + seq.to(tl.int64) * stride_qt + (kv_head * G + g[:, None]) * D + d[None, :]
     q, q_odd = load_queries(q_ptrs, used, PAIR)
@@ -94,9 +94,9 @@ def _decode_kernel(
 def decode_tiles(
     q: torch.Tensor, fp8: bool = False, columns: int = 8, many: bool = False
 ) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys as q or in FP8. `columns`: of a
-    KV head's queries, padded, where keys are the left operand; 0 where they are the right one.
-    `many`: for MANY_PROGRAMS. Measured: docs/experiments.md, 35 and 45.
+    """BLOCK_N, warps and stages for queries q: [B, Hq, D], and keys like q or in FP8. `columns`:
+    padded number of a KV head's queries if keys are the left operand; 0 if they are the right one.
+    `many`: whether there are MANY_PROGRAMS. Measured: docs/experiments.md, 35 and 45.
     """
     wide, large = q.element_size() == 4, q.shape[-1] > LARGEST_LEFT
     if large and not has_room(q):
@@ -107,7 +107,7 @@ def decode_tiles(
         return 128, 4, 5
     if many:
         return 64, 2, 3
-    # Of 16 columns, four warps would take WGMMA. Of heads of 64, neither is always faster.
+    # With 16 columns, four warps would use WGMMA. With heads of 64, neither is always faster.
     return LONG_TILES if columns == 8 and q.shape[-1] > 64 else (64, 2, 5)
 
 
@@ -126,12 +126,16 @@ def paged_decode(
 
     Args:
         q: [B, Hq, D], the heads of a token adjacent.
+        cache: KV cache of the layer.
         block_tables: [B, W] int32.
         context_lens: [B] int32; rows with 0 are padding, their output is undefined.
-        prefixes: what several of them begin with, to be read once; not with a window.
-        num_splits: parts into which a sequence's keys are split, a power of two; None chooses.
-        max_context: tokens that a sequence may have, to choose by; None: the width of the tables.
-        shared: what the layers of a step share, see `Context`.
+        scoring: parameters of the scores.
+        prefixes: prefixes that several decodes share, to be read once; not with a window.
+        num_splits: number of parts into which a sequence's keys are split, a power of two; None:
+            chosen here.
+        max_context: maximum length of a sequence in tokens, for that choice; None: the width of the
+            tables.
+        shared: results that the layers of a step share, see `Context`.
 
     Returns:
         [B, Hq, D]

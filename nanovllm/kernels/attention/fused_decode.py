@@ -1,9 +1,9 @@
-"""Attention of single tokens that are as their projection left them: what `rope.py` does to many
-tokens, and then `decode.py`, in one kernel.
+"""Attention of single tokens straight from their projection: the work of `rope.py` and `decode.py`
+in one kernel.
 
-Keys and values of its first tile are read before it waits for the projection: no kernel of the step
-writes them, as each token is of another sequence. The first split has the token's own, and of
-more than two nothing else (docs/experiments.md, 37).
+It reads keys and values of its first tile before it waits for the projection: no kernel of the step
+writes them, as each token is of another sequence. The first split has the token's own key, and, of
+more than two splits, no other (docs/experiments.md, 37).
 """
 
 from collections.abc import Hashable
@@ -38,13 +38,13 @@ from nanovllm.tensors.qk_norm_rope import QKNormRope
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import next_power_of_2
 
-MAX_ROWS = 16  # for which this is faster (measured on an H200)
-FEW_PROGRAMS = 32  # of a split, for which larger tiles are
+MAX_ROWS = 16  # up to which this is faster (measured on an H200)
+FEW_PROGRAMS = 32  # per split, up to which larger tiles are
 
 
 @triton.jit
 def _columns(x1, x2, PAIR: tl.constexpr):
-    """Two halves [M, D / 2] -> [M, D] twice; with `PAIR` 2 the even columns, and the odd ones."""
+    """Join two halves [M, D / 2] to [M, D], twice; with `PAIR` 2, to the even and odd columns."""
     M: tl.constexpr = x1.shape[0]
     HALF: tl.constexpr = x1.shape[1]
     x = tl.permute(tl.join(x1, x2), (0, 2, 1))  # [M, 2, HALF]
@@ -57,7 +57,7 @@ def _columns(x1, x2, PAIR: tl.constexpr):
 
 @triton.jit
 def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexpr):
-    """Cosines and sines of a position, norm weights of queries, and of keys: two halves each."""
+    """Load cosines and sines of a position, and norm weights of queries and of keys, by halves."""
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, HALF)[None, :]
     cos_sin, of_q, of_k = cos_sin_ptr + position.to(tl.int64) * D + i, (0.0, 0.0), (0.0, 0.0)
@@ -69,7 +69,7 @@ def _load_turn(q_weight_ptr, k_weight_ptr, cos_sin_ptr, position, D: tl.constexp
 
 @triton.jit
 def _exponents(k_ptr, v_ptr, slots, seen, S: tl.constexpr):
-    """Those of the keys and values in these slots that are `seen`; 0 if there are none."""
+    """The exponents of the keys and values in these slots that are `seen`; 0 if there are none."""
     if k_ptr is None:
         return 0, 0
     else:
@@ -85,11 +85,11 @@ def _own_key(
     SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store the token's key and value; what queries have of them: m, l, acc, and acc_odd, as
-    `decode_tile` takes them.
+    """Store the token's key and value, and attend to them. Returns m, l, acc, and acc_odd for
+    `decode_tile`.
 
     Args:
-        q1, q2: queries in two halves [G_PAD, D / 2].
+        q1, q2: queries, in two halves [G_PAD, D / 2].
         m, l: [G_PAD], see `before_keys`.
     """
     HALF: tl.constexpr = D // 2
@@ -130,12 +130,12 @@ def _own_token(
     PLUS_ONE: tl.constexpr, SOFTCAP: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     PARTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The queries of this program's KV head, as `load_queries` has them; and m, l, acc and acc_odd
-    behind the token's own key, if that `is_own`.
+    """The queries of this program's KV head, in the form of `load_queries`; and m, l, acc and
+    acc_odd, after the token's own key if `is_own`.
 
     Args:
-        token_ptr: of the heads [Hq + 2 Hkv, D] of the token.
-        turn: see `_load_turn`.
+        token_ptr: pointer to the heads [Hq + 2 Hkv, D] of the token.
+        turn: rotation and norm weights, see `_load_turn`.
     """
     HALF: tl.constexpr = D // 2
     cos_sin, weight, _ = turn
@@ -170,17 +170,17 @@ def _own_decode_kernel(
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: all G queries that share a KV head of one token, over one split of the keys. An
-    # FP8 cache is given twice, as numbers, and with its columns in pairs, as int16.
+    # FP8 cache is passed twice: as FP8, and with its columns in pairs, as int16.
     W: tl.constexpr = D // PAIR
     launch_dependents(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     splits = tl.num_programs(2) if SPLITS_PAD > 1 else 1
-    apart = tl.where(splits > 2, 1, 0)  # the own key is all that the first split has
+    apart = tl.where(splits > 2, 1, 0)  # the first split has only the own key
     length, is_own = tl.load(lens_ptr + seq), split == 0
     lowest, begin, end, parts = span(
         length, length - 1, tl.maximum(split - apart, 0), splits - apart, 0, WINDOW, BLOCK_N
     )
-    # Without tiles from 0 to 0: tables may end where a split would begin.
+    # A split without tiles is from 0 to 0: tables may end where it would begin.
     has_tiles = (begin < end) & ~(is_own & (apart > 0))
     begin, end = tl.where(has_tiles, begin, 0), tl.where(has_tiles, end, 0)
     g, group = tl.arange(0, G_PAD), seq * tl.num_programs(0) + kv_head
@@ -221,15 +221,15 @@ def _own_decode_kernel(
 
 
 def own_tiles(dtype: torch.dtype, fp8: bool, left: bool, few: bool) -> tuple[int, int, int]:
-    """BLOCK_N, warps and stages, as `decode_tiles`; `few`: for FEW_PROGRAMS."""
+    """BLOCK_N, warps and stages, as `decode_tiles`; `few`: whether there are FEW_PROGRAMS."""
     if dtype == torch.float32:
         return 32, 4, 3
-    # Two warps have no room for a tile in 16 bits, nor for more than 16 queries.
+    # The registers of two warps cannot hold a tile in 16 bits, nor more than 16 queries.
     return (128 if fp8 and few else 64), 2 if fp8 and left and not few else 4, 3
 
 
 def takes_heads(D: int) -> bool:
-    """Whether heads are of a size that does not fill the registers, and halves to the end."""
+    """Whether the head size is a power of two, and small enough for the registers."""
     return D <= LARGEST_LEFT and D & (D - 1) == 0
 
 
@@ -245,13 +245,14 @@ def own_decode(
     num_splits: int | None = None,
     shared: dict[Hashable, Any] | None = None,
 ) -> torch.Tensor:
-    """`qk_norm_rope_store` and `paged_decode` of one token per sequence, each of another one.
+    """`qk_norm_rope_store` and `paged_decode` for tokens of B different sequences.
 
     Args:
-        qkv: [B, Hq + 2 Hkv, D], the heads of a token adjacent, or S > 1 partial results
-            [S, B, Hq + 2 Hkv, D] of it, which are summed; D as `takes_heads` says.
-        dtype: of the result.
-        max_context: tokens that a sequence may have, for the number of splits.
+        qkv: [B, Hq + 2 Hkv, D], the heads of a token adjacent; or S > 1 partial results
+            [S, B, Hq + 2 Hkv, D], which are summed. `takes_heads` must accept D.
+        how: norms, rotation and slots.
+        dtype: torch.dtype of the result.
+        max_context: maximum length of a sequence in tokens, for the number of splits.
         block_tables, ..., shared: see `paged_decode`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Keys and values of prompts out of an FP8 cache, as rows of the model's dtype.
+"""Keys and values of prompts, gathered from an FP8 cache as rows of the model's dtype.
 
-Attention that reads codes converts them for each tile of queries anew. Where a prompt has many
-tiles, it takes less to convert them once, and the products are those of 16 bits.
+Attention that reads codes converts them again for each tile of queries. If a prompt has many tiles,
+it is faster to convert them once and use the products of 16 bits.
 """
 
 import torch
@@ -14,7 +14,7 @@ from nanovllm.kernels.device_features import launch_dependents, pdl_options, wai
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-_ROWS = 32  # of a program
+_ROWS = 32  # per program
 
 
 @triton.jit
@@ -33,7 +33,8 @@ def _gather_kernel(
     num_rows, num_seqs, step, first_head, HKV, stride_table,
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: ROWS rows of one head, each of the last sequence that begins there or before.
+    # One program: ROWS rows of one head. A row belongs to the last sequence that begins there or
+    # before.
     launch_dependents(PDL)
     row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D_PAD)
     used = (row < num_rows)[:, None]
@@ -65,18 +66,18 @@ def gather_keys(
     heads: slice,
     dtype: torch.dtype,
 ) -> KVCache:
-    """Keys and values of these heads of P sequences, one sequence after another.
+    """Gather keys and values of some heads of P sequences, one sequence after another.
 
     Args:
-        cache: of `FP8`.
+        cache: KV cache in `FP8`.
         block_tables: [P, W] int32.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
-        num_keys: the last of these.
-        heads: which KV heads.
-        dtype: of 16 or 32 bits.
+        num_keys: last value of `cu_seqlens_k`.
+        heads: KV heads to gather.
+        dtype: torch.dtype of the result, of 16 or 32 bits.
 
     Returns:
-        [num_keys, heads, D] each.
+        Keys and values, [num_keys, heads, D] each.
     """
     (S, Hkv, D), P = cache.k.shape[1:], len(block_tables)
     num_heads = heads.stop - heads.start

@@ -1,14 +1,14 @@
-"""Attention of prompts on Hopper, by warps that have duties of their own.
+"""Attention of prompts on Hopper, with specialised warps.
 
 A warp copies keys and values into rings of shared memory (TMA). Two groups of four warps attend,
-each to half of a tile of queries: tensor cores multiply a group's weights by the values of a tile,
-and its queries by the keys of the next, while the group weighs what they were multiplied by before
-(FlashAttention-3, Shah et al., 2024). A program for each multiprocessor takes tiles of queries from
-a counter until none is left, so that all end together, and the copies for a tile begin while the
-one before is computed.
+each for half of a tile of queries: tensor cores multiply a group's weights by the values of a tile,
+and its queries by the keys of the next, while the group computes the softmax of the previous
+product (FlashAttention-3, Shah et al., 2024). There is one program per multiprocessor. It gets
+tiles of queries from a counter until none is left, so that all programs end together, and the
+copies for a tile begin while the one before is computed.
 
-It is written in Gluon (see `rings.py`): as Triton itself orders a kernel, tensor cores wait for
-softmax. `paged_prefill` has what this does not take.
+It is written in Gluon (see `rings.py`): in the order that Triton itself gives a kernel, tensor
+cores wait for softmax. `paged_prefill` computes all other cases.
 """
 
 from collections.abc import Hashable
@@ -30,10 +30,10 @@ from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.device import num_multiprocessors
 
-ROWS, KEYS = 128, 128  # of a tile: a few queries in all heads that share a KV head
+ROWS, KEYS = 128, 128  # per tile; its rows: a few queries in all heads that share a KV head
 _HALF, _KEYS = gl.constexpr(ROWS // 2), gl.constexpr(KEYS)
-_STAGES = gl.constexpr(2)  # of a ring
-_FACTS = gl.constexpr(8)  # room for those of a tile
+_STAGES = gl.constexpr(2)  # buffers of a ring
+_FACTS = gl.constexpr(8)  # room for the facts of a tile
 
 
 @gluon.jit
@@ -46,7 +46,7 @@ def _fill(desc, row, column, ring, n, SIZE: gl.constexpr):
 
 @gluon.jit
 def _post(work, n, facts):
-    """Tell the groups the facts of the n-th tile of queries, integers."""
+    """Post the facts of the n-th tile of queries, integers, to the groups."""
     place = wait_left(work, n)
     for i in gl.static_range(len(facts)):
         fact = gl.full([1], facts[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -74,13 +74,13 @@ def _posted(work, n):
 def _facts_of(
     item, cu_q_ptr, cu_k_ptr, num_seqs, HKV, G: gl.constexpr, WINDOW: gl.constexpr
 ):  # fmt: skip
-    """Of an item: a KV head of one of T // QUERIES + P slots. Sequence s has those from
-    cu_q[s] // QUERIES + s on, at most one more than it has tiles; late queries see more keys, so
-    they come first.
+    """The facts of an item: a KV head of one of T // QUERIES + P slots. Sequence s has the slots
+    from cu_q[s] // QUERIES + s on, at most one more than it has tiles; late queries see more keys,
+    so they come first.
 
-    Returns the sequence, and the facts: KV head, the tile's first query, where the sequence's
-    queries end, the first's position, the context's length, and the tiles of keys that any of the
-    queries sees, from and up to; none, if the slot has no tile.
+    Returns the sequence, and the facts: KV head, the tile's first query, the end of the sequence's
+    queries, the first query's position, the context's length, and the begin and end of the tiles of
+    keys that any of the queries sees; these are equal if the slot has no tile.
     """
     QUERIES: gl.constexpr = 2 * _HALF // G
     slot = item // HKV
@@ -109,13 +109,13 @@ def _copy(
     HKV, stride_table,
     G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The duty of the copying warp. Without tables, the keys of a sequence begin at its cu_k."""
+    """The work of the copying warp. Without tables, the keys of a sequence begin at its cu_k."""
     keys, values, work = rings
     item, following = gl.atomic_add(counter_ptr, 1), gl.atomic_add(counter_ptr, 1)
     n, k_n = 0, 0
     while item < num_items:
         seq, facts = _facts_of(item, cu_q_ptr, cu_k_ptr, num_seqs, HKV, G, WINDOW)
-        item, following = following, gl.atomic_add(counter_ptr, 1)  # ahead, as it takes its time
+        item, following = following, gl.atomic_add(counter_ptr, 1)  # ahead, as it is slow
         kv_head, _, _, _, _, begin, tiles = facts
         first_row = 0
         if tables_ptr is None:
@@ -132,7 +132,7 @@ def _copy(
             _fill(v_desc, row, kv_head * D, values, k_n, 2 * _KEYS * D)
             k_n += 1
     _post(work, n, (0, 0, 0, 0, 0, 0, 0))  # the end
-    # Each program has asked for two items that were not there; the last to do so leaves a 0.
+    # Each program has asked for two items beyond the end; the last to do so resets the counter.
     if following == num_items + 2 * gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
 
@@ -142,7 +142,9 @@ def _places(
     query, end, kv_head, stride,
     GROUP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Where a group's rows [HALF, D] of a tile are, and which are there [HALF, 1]."""
+    """The offsets of a group's rows [HALF, D] of a tile, and the mask [HALF, 1] of those that
+    exist.
+    """
     row = GROUP * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, LAYOUT))
     t, head = query + row // G, kv_head * G + row % G
     place = gl.expand_dims(t.to(gl.int64) * stride + head * D, 1)
@@ -162,7 +164,7 @@ def _load_queries(
 
 @gluon.jit
 def _before_keys(sinks_ptr, kv_head, row, G: gl.constexpr):
-    """As `paged_attention.before_keys`."""
+    """See `common.before_keys`."""
     m = gl.full([_HALF], float("-inf"), gl.float32, row.type.layout)
     l = gl.full([_HALF], 0.0, gl.float32, row.type.layout)
     if sinks_ptr is not None:
@@ -177,14 +179,14 @@ def _weigh(
     GROUP: gl.constexpr, G: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As `paged_attention.weigh`, of keys from `start` on, for rows of a tile at `position`."""
+    """See `common.weigh`; for keys from `start` on, and rows of a tile at `position`."""
     if SOFTCAP > 0:
         CAP: gl.constexpr = SOFTCAP * LOG2E
         s = CAP - 2 * CAP / (gl.exp2(s * (scale * 2 / SOFTCAP)) + 1)  # CAP * tanh
         scale = 1.0
     masked = start + _KEYS - 1 > position + GROUP * _HALF // G  # the first row does not see all
     if WINDOW:
-        masked |= start <= position + (GROUP * _HALF + _HALF - 1) // G - WINDOW  # nor the last
+        masked |= start <= position + (GROUP * _HALF + _HALF - 1) // G - WINDOW  # or the last row
     if masked:
         positions = position + row // G
         key = gl.expand_dims(start + gl.arange(0, _KEYS, gl.SliceLayout(0, LAYOUT)), 0)
@@ -200,8 +202,8 @@ def _weigh(
 
 @gluon.jit
 def _clear(values, start, k_len, D: gl.constexpr):
-    """Zero the values behind a sequence's last: they may be NaN. Each group does so for itself;
-    both write what is there, or 0.
+    """Zero the values after a sequence's last: they may be NaN. Each group does so for itself; both
+    write the value that is there already, or 0.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     key = start + gl.arange(0, _KEYS, gl.SliceLayout(1, LAYOUT))
@@ -215,7 +217,7 @@ def _attend(
     GROUP: gl.constexpr, G: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """The duty of a group of warps. Queries and weights are in registers, as left operands."""
+    """The work of a group of warps. Queries and weights are in registers, as left operands."""
     keys, values, work = rings
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -314,11 +316,11 @@ def hopper_prefill(
     shared: dict[Hashable, Any],
     out: torch.Tensor,
 ) -> None:
-    """`paged_prefill._attend`, where `takes_hopper_kernel`."""
+    """`prefill._attend`, if `takes_hopper_kernel`."""
     (T, Hq, D), Hkv, P = q.shape, keys.k.shape[-2], len(cu_seqlens_q) - 1
     G, S = Hq // Hkv, KEYS if block_tables is None else keys.k.shape[1]
     k, v = (tiles_of(x.view(-1, Hkv * D), KEYS, D) for x in keys[:2])
-    if "tiles" not in shared:  # how many were taken: 0 before and after each kernel
+    if "tiles" not in shared:  # the counter of tiles: 0 before and after each kernel
         shared["tiles"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     num_items = Hkv * (T // (ROWS // G) + P)
     _hopper_prefill_kernel[(min(num_multiprocessors(q.device.index), num_items),)](

@@ -1,4 +1,4 @@
-"""Stores the keys and values of a step's tokens into the paged cache; how 8 bits hold them."""
+"""Storage of keys and values in the paged cache, and their conversion to and from 8 bits."""
 
 import torch
 import triton
@@ -24,18 +24,18 @@ def exponent_of(most):
     """The exponents of vectors with these largest magnitudes, float32. See `tensors.kv_cache`."""
     bits = (most / _LARGEST).to(tl.int32, bitcast=True)
     exponent = ((bits + 0x7FFFFF) >> 23) - 127
-    return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # the last of infinity
+    return tl.minimum(tl.maximum(exponent, _LEAST_EXPONENT), 127)  # 127 for infinity
 
 
 @triton.jit
 def exponents_at(slots, kv_head, HKV, S: tl.constexpr):
-    """Where the exponents [N, Hkv, S] of a head in these slots are."""
+    """The indices in exponents [N, Hkv, S] of a head in these slots."""
     return (slots // S * HKV + kv_head) * S + slots % S
 
 
 @triton.jit
 def _as(x, dtype: tl.constexpr):
-    """float32 numbers as others; those beyond the largest of float16 become that."""
+    """Convert float32 values to another dtype; beyond the largest of float16, they become that."""
     if dtype == tl.float16:
         x = tl.clamp(x, -_FLOAT16_MOST, _FLOAT16_MOST, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
@@ -43,8 +43,8 @@ def _as(x, dtype: tl.constexpr):
 
 @triton.jit
 def numbers_of(codes, exponents, dtype: tl.constexpr):
-    """What FP8 codes mean, as `halves_to_fp8` leaves it. exponents: of a shape that fits."""
-    # An instruction makes float16 of two codes; bfloat16 would be made of one at a time.
+    """The values of FP8 codes, the same as those of `halves_to_fp8`. `exponents` must broadcast."""
+    # An instruction converts two codes to float16; to bfloat16 it would be one at a time.
     return _as(codes.to(tl.float16).to(tl.float32) * power_of_two(exponents), dtype)
 
 
@@ -52,7 +52,7 @@ def numbers_of(codes, exponents, dtype: tl.constexpr):
 def load_heads(
     ptr, mask, stride_part, HALF: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Two halves of heads of a projection, of which PARTS are summed; 0 beyond the mask, if any."""
+    """Load heads of a projection in two halves, the sums of PARTS; 0 beyond the mask, if any."""
     other = None if mask is None else 0.0
     x1, x2 = tl.load(ptr, mask, other), tl.load(ptr + HALF, mask, other)
     for _ in tl.static_range(1, PARTS):
@@ -64,7 +64,7 @@ def load_heads(
 
 @triton.jit
 def halves_to_fp8(y1, y2, inside):
-    """Heads in two halves [HEADS, HALF] as FP8 codes, as the numbers that these mean, and their
+    """Quantise heads in two halves [HEADS, HALF]. Returns FP8 codes, the values of these codes, and
     exponents [HEADS, 1].
     """
     x1, x2 = y1.to(tl.float32), y2.to(tl.float32)
@@ -83,7 +83,7 @@ def store_halves(
     cache_ptr, exponents_ptr, y1, y2, exponent, slot, head, i, mask, inside,
     HKV, D: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Heads [HEADS, 1] of a token, in two halves [HEADS, HALF], into their slot; -1: nowhere."""
+    """Store heads [HEADS, 1] of a token, in two halves [HEADS, HALF], in their slot; -1: none."""
     there = mask if inside is None else mask & inside
     if slot >= 0:
         if exponents_ptr is not None:
@@ -95,8 +95,9 @@ def store_halves(
 
 @triton.jit
 def from_fp8(pairs, CVT: tl.constexpr):
-    """The two codes (e4m3) in each int16, the lower first, as float16; `CVT` by the instruction of
-    NVIDIA GPUs from 8.9 on. What a load of 16 bits brings to tensor cores stays in its place.
+    """The two codes (e4m3) in each int16, the lower first, as float16; with `CVT`, by the
+    instruction of NVIDIA GPUs from 8.9 on. The layout in which 16-bit loads reach tensor cores
+    stays the same.
     """
     if CVT:
         return tl.inline_asm_elementwise(
@@ -121,13 +122,13 @@ def from_fp8(pairs, CVT: tl.constexpr):
 
 @triton.jit
 def to_queries(q):
-    """In the float16 that FP8 becomes."""
+    """Convert queries to float16, like FP8 keys; float32 stays."""
     return q if q.dtype == tl.float32 else _as(q.to(tl.float32), tl.float16)
 
 
 @triton.jit
 def load_queries(ptrs, used, PAIR: tl.constexpr):
-    """Queries, or their even columns and the odd ones, `to_queries`."""
+    """Load queries, twice; with `PAIR` 2, their even and odd columns, by `to_queries`."""
     q = tl.load(ptrs, mask=used, other=0.0)
     if PAIR == 1:
         return q, q
@@ -171,7 +172,7 @@ def _store_kvcache_kernel(
 def store_kvcache(
     k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor
 ) -> None:
-    """Write row t of k and v into slot `slot_mapping[t]`; rows with slot -1 go nowhere.
+    """Write row t of k and v to slot `slot_mapping[t]`; rows with slot -1 are skipped.
 
     Args:
         k, v: [T, Hkv, D], the heads of a token adjacent in memory.

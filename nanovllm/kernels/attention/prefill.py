@@ -1,9 +1,10 @@
 """Attention of prompts, of any lengths, over the paged KV cache.
 
-Long ones on Hopper have a kernel of their own, `hopper_prefill.py`, where it can take them.
+Long ones on Hopper have a kernel of their own, `hopper_prefill.py`, if it can compute them.
 """
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-FEW_QUERIES = 256  # of a sequence; for no more neither the kernel for Hopper nor gathering pays
-FEW_SCORES = 2**22  # queries times keys; for no more one launch takes less than two
-MAX_GATHERED = 2**28  # bytes at once; beyond, some of the heads
+FEW_QUERIES = 256  # per sequence; up to this, neither the kernel for Hopper nor gathering pays
+FEW_SCORES = 2**22  # queries times keys; up to this, one launch takes less time than two
+MAX_GATHERED = 2**28  # bytes at once; beyond, heads are gathered in several parts
 
 
 @triton.jit
@@ -47,9 +48,9 @@ def _prefill_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`weigh` a tile of keys from `start` and add their values. The sources are descriptors or
-    pointers, of the cache by a table or, without one, of rows, whose position 0 is, or would be, in
-    `first_row`.
+    """`weigh` a tile of keys from `start` on, and add their values. The sources are descriptors or
+    pointers: of the cache with a table; without one, of rows, with position 0 (even if it is
+    absent) in row `first_row`.
     """
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys < k_len
@@ -72,7 +73,7 @@ def _prefill_tile(
             k_source + offset, v_source + offset, rows, seen, stride_row, D, D_PAD, MASKED
         )
     if k_exponents is not None:
-        if MASKED:  # beyond the last key they are anything
+        if MASKED:  # beyond the last key they are arbitrary
             k_exponents = tl.where(seen, k_exponents, 0)
             v_exponents = tl.where(seen, v_exponents, 0)
         k = numbers_of(k, k_exponents[None, :], q.dtype)
@@ -94,7 +95,7 @@ def _places(
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Tokens [BLOCK_M, 1] and columns [BLOCK_M, D_PAD] of the rows of a tile, whose first query is
-    `first`, and which are there.
+    `first`, and the mask of those that exist.
     """
     row, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
     query = first + row // G
@@ -106,8 +107,8 @@ def _places(
 
 @triton.jit
 def _bounds(first, end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the tiles of keys that the queries from `first` to `end` see, the first that some see, the
-    first that all see whole, and the end of those.
+    """The bounds of the tiles of keys that the queries from `first` to `end` see: the first tile
+    that any sees, the first that all see whole, and the end of those.
     """
     begin, unmasked, unmasked_end = 0, 0, (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
@@ -124,8 +125,8 @@ def prefill_span(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIBED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`_prefill_tile` of each tile from `begin` to `end`. Tiles of 16 bits with masks are few, and
-    not worth a pipeline.
+    """`_prefill_tile` for each tile from `begin` to `end`. Masked tiles of 16 bits are few, and not
+    worth a pipeline.
     """
     if k_exponents_ptr is not None:
         if begin < end:
@@ -160,9 +161,9 @@ def _prefill_kernel(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_M rows, which are a few queries in all G heads that share a KV head of one
-    # sequence. Late queries see more keys, so they start first. Without tables, the keys of one
-    # sequence follow those of another.
+    # One program: BLOCK_M rows, i.e. a few queries in all G heads that share a KV head of one
+    # sequence. Late queries see more keys, so they start first. Without tables, the keys of
+    # sequences follow each other.
     launch_dependents(PDL)
     kv_head, seq = tl.program_id(0), tl.program_id(2)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -179,7 +180,7 @@ def _prefill_kernel(
     t, column, used = _places(tile * QUERIES, q_start, q_len, head, G, D, D_PAD, BLOCK_M)
     q = tl.load(q_ptr + t * stride_qt + column, mask=used, other=0.0)
     table_ptr = None if tables_ptr is None else tables_ptr + seq * stride_table
-    # A query sees the positions up to its own; the first of them is at `first`.
+    # A query sees the positions up to its own; the first query's position is `first`.
     first = k_len - q_len + tile * QUERIES
     positions = first + row // G
     end = tl.minimum(first + QUERIES, k_len)
@@ -198,8 +199,8 @@ def _prefill_kernel(
 
 
 def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple[Any, Any] | None:
-    """Descriptors of tiles of `rows` keys or values of a head, of matrices [n, Hkv D]; None where
-    the hardware takes none.
+    """Descriptors for tiles of `rows` keys or values of a head, in matrices [n, Hkv D]; None if the
+    hardware cannot use them.
     """
     if next_power_of_2(D) != D or not (can_describe(k) and can_describe(v)):
         return None
@@ -209,11 +210,11 @@ def describe_tiles(k: torch.Tensor, v: torch.Tensor, rows: int, D: int) -> tuple
 def prefill_tiles(
     q: torch.Tensor, G: int, max_seqlen_q: int, converts: bool = False
 ) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], up to `max_seqlen_q` of a sequence, and
-    keys that are read as they are, or converted.
+    """BLOCK_M, BLOCK_N and warps for queries q: [T, Hq, D], at most `max_seqlen_q` of a sequence.
+    `converts`: whether keys are converted from FP8.
 
-    What is too large for a GPU does not fit its shared memory, or keeps so many of a thread's
-    registers in memory that it is slow (tests/kernels/test_other_gpus.py).
+    Tiles that are too large for a GPU do not fit its shared memory, or spill so many registers that
+    they are slow (tests/kernels/test_other_gpus.py).
     """
     wide, large = q.element_size() == 4, q.shape[-1] > 128  # each takes twice the shared memory
     if not wide and not large:
@@ -230,8 +231,8 @@ def prefill_tiles(
 
 
 def takes_hopper_kernel(q: torch.Tensor, keys: KVCache, S: int, max_seqlen_q: int) -> bool:
-    """Whether `hopper_prefill` attends to this, in whole tiles of keys that nobody converts. S: of
-    their blocks; 0: they are not in blocks.
+    """Whether `hopper_prefill` can attend to these keys: it needs whole tiles of 16-bit keys, which
+    it does not convert. S: size of their blocks; 0: they are not in blocks.
     """
     (_, Hq, D), Hkv = q.shape, keys.k.shape[-2]
     fits = D in (64, 128) and Hq // Hkv <= 64 and S % 128 == 0 and keys.k.element_size() == 2
@@ -241,8 +242,8 @@ def takes_hopper_kernel(q: torch.Tensor, keys: KVCache, S: int, max_seqlen_q: in
 def heads_at_once(
     q: torch.Tensor, cache: KVCache, num_seqs: int, num_keys: int, scoring: Scoring
 ) -> int:
-    """Of how many heads so many keys and values are gathered at once. 0: of none, as there is no
-    room for one, or as too few queries see them.
+    """The number of KV heads for which `num_keys` keys and values are gathered at once. 0: gather
+    none, as there is no room for one head, or too few queries see them.
     """
     n, (Hkv, D) = len(q), cache.k.shape[2:]
     few = n <= FEW_QUERIES * num_seqs or n * num_keys <= FEW_SCORES * num_seqs
@@ -268,14 +269,16 @@ def paged_prefill(
     """Causal attention of the last tokens of each sequence to its tokens, all in the cache.
 
     Args:
-        q: [T, Hq, D], the heads of a token adjacent.
-        k, v: [T, Hkv, D], those of the same tokens, the heads of a token adjacent.
+        q: [T, Hq, D], queries, the heads of a token adjacent.
+        k, v: [T, Hkv, D], keys and values of these tokens, the heads of a token adjacent.
+        cache: KV cache of the layer.
         block_tables: [P, W] int32.
-        cu_seqlens_q: [P + 1] int32, where each sequence's queries begin.
+        cu_seqlens_q: [P + 1] int32, first query of each sequence.
         cu_seqlens_k: [P + 1] int32, running sum of the context lengths.
-        max_seqlen_q: most queries of a sequence.
-        num_keys: the last of cu_seqlens_k; 0 if a CUDA graph is to serve several.
-        shared: what the layers of a step share, see `Context`.
+        max_seqlen_q: largest number of queries of a sequence.
+        num_keys: last value of `cu_seqlens_k`; 0 in a CUDA graph, where it changes.
+        scoring: parameters of the scores.
+        shared: results that the layers of a step share, see `Context`.
 
     Returns:
         [T, Hq, D]
@@ -283,23 +286,31 @@ def paged_prefill(
     assert q.stride()[1:] == (q.shape[2], 1), "the heads of a token must be adjacent"
     (_, Hq, _), Hkv = q.shape, k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, {} if shared is None else shared
+    attend = partial(
+        _attend,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        shared={} if shared is None else shared,
+    )
     is_fp8 = cache.k.dtype == FP8
-    if is_fp8 and num_keys == len(q):  # the step's own are all
-        _attend(q, KVCache(k, v), None, *where, scoring, out)
+    if is_fp8 and num_keys == len(q):  # all keys are of this step
+        attend(q, KVCache(k, v), None, scoring=scoring, out=out)
     elif is_fp8 and (n := heads_at_once(q, cache, len(block_tables), num_keys, scoring)):
         for first in range(0, Hkv, n):
             some = slice(first, min(first + n, Hkv))
             own = slice(some.start * Hq // Hkv, some.stop * Hq // Hkv)
             sinks = None if scoring.sinks is None else scoring.sinks[own]
-            _attend(
+            attend(
                 q[:, own],
-                # Not kept while the next are gathered.
+                # Freed before the next are gathered.
                 gather_keys(cache, block_tables, cu_seqlens_k, num_keys, some, q.dtype),
-                None, *where, scoring._replace(sinks=sinks), out[:, own],
-            )  # fmt: skip
+                None,
+                scoring=scoring._replace(sinks=sinks),
+                out=out[:, own],
+            )
     else:
-        _attend(q, cache, block_tables, *where, scoring, out)
+        attend(q, cache, block_tables, scoring=scoring, out=out)
     return out
 
 
@@ -314,10 +325,10 @@ def _attend(
     scoring: Scoring,
     out: torch.Tensor,
 ) -> None:
-    """`paged_prefill`, into out: [T, Hq, D].
+    """`paged_prefill` into out: [T, Hq, D].
 
     Args:
-        keys: and values; without tables [n, Hkv, D] of q's dtype, one sequence after another.
+        keys: keys and values; without tables [n, Hkv, D] of q's dtype, one sequence after another.
     """
     S = 0 if block_tables is None else keys.k.shape[1]
     if takes_hopper_kernel(q, keys, S, max_seqlen_q):
@@ -329,7 +340,7 @@ def _attend(
     G = Hq // Hkv
     BLOCK_M, BLOCK_N, num_warps = prefill_tiles(q, G, max_seqlen_q, fp8)
     grid = (Hkv, cdiv(max_seqlen_q, BLOCK_M // G), len(cu_seqlens_q) - 1)
-    # Keys and values as matrices, of which a tile of keys is a tile where it lies inside a block.
+    # View keys and values as matrices: a tile of keys inside a block is a tile of the matrix.
     k_source, v_source = (x.view(-1, Hkv * D) for x in keys[:2])
     stride_row = k_source.stride(0)
     tiles = None
@@ -337,7 +348,7 @@ def _attend(
         tiles = describe_tiles(k_source, v_source, BLOCK_N, D)
     if tiles is not None:
         (k_source, v_source), num_warps = tiles, 4
-    # Two tiles are loaded ahead; of blocks, one stage more looks them up.
+    # Two tiles are loaded ahead; with blocks, one more stage looks them up.
     num_stages = 2 if block_tables is None or D > 128 or fp8 else 3
     _prefill_kernel[grid](
         q, k_source, v_source, *keys[2:], out, block_tables, cu_seqlens_q, cu_seqlens_k,

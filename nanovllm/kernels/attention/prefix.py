@@ -1,6 +1,6 @@
-"""Attention of several decodes to the tokens that all of them begin with, read once.
+"""Attention of several decodes to a prefix that they share, whose KV is read once.
 
-What a decode has seen so far, maximum, sum and values, is where `paged_decode` goes on.
+`paged_decode` continues from the results: maximum, sum and weighted values of each decode.
 """
 
 from typing import NamedTuple
@@ -18,18 +18,18 @@ from nanovllm.tensors.scoring import Scoring
 from nanovllm.utils.context import Prefixes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-ROWS = 64  # of a tile: queries times heads that share a KV head
-PROGRAMS = 512  # that run at once
+ROWS = 64  # per tile: queries times heads that share a KV head
+PROGRAMS = 512  # to run at once
 MAX_SPLITS = 8
 
 
 class Seen(NamedTuple):
-    """What decodes have seen of their prefixes, in parts.
+    """The partial results of decodes over their prefixes.
 
     Attributes:
-        lens: [B] int32, tokens; 0: the rest is undefined.
+        lens: [B] int32, length of each decode's prefix in tokens; 0: its results are undefined.
         acc: [B, Hq, splits, D] float32, weighted sums of values.
-        m, l: [B, Hq, splits] float32, maxima (of log 2) and sums of weights.
+        m, l: [B, Hq, splits] float32, maxima (in units of log 2) and sums of weights.
     """
 
     lens: torch.Tensor
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 def members_of_tile(num_heads: int, num_kv_heads: int) -> int:
-    """Decodes whose queries are a tile."""
+    """The number of decodes whose queries make a tile."""
     return max(1, ROWS // (num_heads // num_kv_heads))
 
 
@@ -53,7 +53,7 @@ def _prefix_kernel(
     DESCRIBED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: the queries of a tile's decodes in all G heads that share a KV head, over one
-    # split of what the decodes share.
+    # split of the prefix that the decodes share.
     launch_dependents(PDL)
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
@@ -98,10 +98,11 @@ def go_on(
     m, l, acc, acc_odd, acc_ptr, m_ptr, l_ptr, row, d, used, there,
     num_splits, D: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """m, l: [M], and acc: [M, D], with `LEFT` [D, M], after a prefix; with `PAIR` 2 of even d, and
-    acc_odd of odd ones.
+    """Continue after a prefix. Returns m, l: [M], and acc: [M, D], with `LEFT` [D, M]; with `PAIR`
+    2, acc is for even columns d, and acc_odd for odd ones.
 
-    row: [M] of [B * Hq]. d: [D] columns; used: [M, D]. there: [M], which have one.
+    row: [M], rows of [B * Hq]. d: [D], columns. used: [M, D] bool. there: [M] bool, whether a row
+    has a prefix.
     """
     used &= there[:, None]
     used, d = (tl.trans(used), d[:, None]) if LEFT else (used, d[None, :])
@@ -129,19 +130,20 @@ def paged_prefix(
     prefixes: Prefixes,
     scoring: Scoring,
 ) -> Seen:
-    """What decodes see of the prefixes that they share.
+    """Attend to the prefixes that decodes share.
 
     Args:
         q: [B, Hq, D], the heads of a token adjacent.
+        cache: KV cache of the layer.
         block_tables: [B, W] int32.
-        prefixes: of these decodes, in tiles of `members_of_tile`.
-        scoring: without a window; a sink counts as seen.
+        prefixes: prefixes of these decodes, in tiles of `members_of_tile`.
+        scoring: parameters of the scores, without a window; a sink counts as seen.
     """
     B, Hq, D = q.shape
     S, Hkv = cache.k.shape[1:3]
     G, D_PAD = Hq // Hkv, next_power_of_2(D)
     fp8, float32, large = cache.k.dtype == FP8, q.element_size() == 4, D > 128
-    # float32 has no tensor cores; without room these take operands from registers.
+    # float32 uses no tensor cores; without room, these read operands from registers.
     wide, spills = float32 or large, float32 or (large and not has_room(q))
     num_warps = 4 * (2 if float32 else 1) * (2 if D_PAD >= 128 and not has_room(q) else 1)
     members, num_tiles = members_of_tile(Hq, Hkv), len(prefixes.begins)

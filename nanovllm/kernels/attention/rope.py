@@ -1,5 +1,5 @@
-"""What attention needs done to a projection first, in one kernel: the sum of partial results, query
-and key normalisation, rotary embedding, and storing keys and values in the paged cache.
+"""Preparation of a projection for attention, in one kernel: the sum of partial results, query and
+key normalisation, rotary embedding, and storage of keys and values in the paged cache.
 """
 
 import torch
@@ -18,8 +18,8 @@ from nanovllm.utils.integers import next_power_of_2
 def norm_rope(
     x1, x2, weight, cos_sin, eps, D: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr
 ):  # fmt: skip
-    """Heads in two halves [HEADS, D / 2], normalised if `NORM`, and rotated; weight, and cosines
-    and sines, are pairs.
+    """Normalise heads, in two halves [HEADS, D / 2], if `NORM`, and rotate them. `weight` is a pair
+    of halves, `cos_sin` of cosines and sines.
     """
     dtype: tl.constexpr = x1.dtype
     cos, sin = cos_sin
@@ -33,7 +33,7 @@ def norm_rope(
 
 @triton.jit
 def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, i, inside, HALF: tl.constexpr):
-    """Of query or key heads, in two halves."""
+    """The norm weights of query or key heads, in two halves."""
     q1, q2 = tl.load(q_weight_ptr + i, inside), tl.load(q_weight_ptr + HALF + i, inside)
     k1, k2 = tl.load(k_weight_ptr + i, inside), tl.load(k_weight_ptr + HALF + i, inside)
     return tl.where(is_q, q1, k1), tl.where(is_q, q2, k2)
@@ -68,7 +68,7 @@ def _qk_norm_rope_store_kernel(
     raw1, raw2 = load_heads(ptr, inside, stride_part, HALF, PARTS, out_ptr.dtype.element_ty)
     y1, y2 = norm_rope(raw1, raw2, weight, cos_sin, eps, D, NORM, PLUS_ONE)
     out = out_ptr + t * stride_out + head * D + i
-    if (tl.program_id(1) + 1) * HEADS <= HQ:  # queries alone, which nobody stores
+    if (tl.program_id(1) + 1) * HEADS <= HQ:  # only queries, which are not cached
         tl.store(out, y1, mask=inside)
         tl.store(out + HALF, y2, mask=inside)
     else:
@@ -77,7 +77,7 @@ def _qk_norm_rope_store_kernel(
         if GOES_ON:  # backends read values here, too
             y1, y2 = tl.where(is_v, raw1, y1), tl.where(is_v, raw2, y2)
         k1, k2, v1, v2, exponent = y1, y2, raw1, raw2, None
-        if k_exponents_ptr is not None:  # what is stored goes on
+        if k_exponents_ptr is not None:  # later kernels use the values as stored
             k1, k2, rounded1, rounded2, exponent = halves_to_fp8(y1, y2, inside)
             y1, y2 = tl.where(head < HQ, y1, rounded1), tl.where(head < HQ, y2, rounded2)
             v1, v2 = k1, k2
@@ -98,15 +98,17 @@ def qk_norm_rope_store(
     qkv: torch.Tensor, how: QKNormRope, cache: KVCache, dtype: torch.dtype
 ) -> torch.Tensor:
     """Normalise the query and key heads and rotate them to their positions; write keys and values
-    to their slots, but for rows with slot -1.
+    to their slots, except rows with slot -1.
 
     Args:
-        qkv: [T, H, D] with H = Hq + 2 Hkv, the heads of a token adjacent, which is overwritten; or
-            S > 1 partial results [S, T, H, D], which are summed first.
-        dtype: of the result.
+        qkv: [T, H, D] with H = Hq + 2 Hkv, the heads of a token adjacent, overwritten; or S > 1
+            partial results [S, T, H, D], which are summed first.
+        how: norms, rotation and slots.
+        cache: KV cache of the layer.
+        dtype: torch.dtype of the result.
 
     Returns:
-        [T, H, D] of `dtype`, with the keys and values that the cache has.
+        [T, H, D] of `dtype`, with keys and values as the cache has them.
     """
     T, H, D = qkv.shape[-3:]
     parts = len(qkv) if qkv.dim() == 4 else 1
@@ -114,7 +116,7 @@ def qk_norm_rope_store(
     S, HKV = cache.k.shape[1:3]
     assert qkv.stride()[-2:] == (D, 1), "the heads of a token must be adjacent"
     assert cache.k.is_contiguous() and cache.v.is_contiguous(), "the caches must be contiguous"
-    # Few tokens: more programs. In both cases a power of two that divides the number of heads.
+    # Few tokens need more programs. HEADS is a power of two that divides the number of heads.
     HEADS = min(H & -H, 4 if T <= 256 else 16)
     out = qkv if parts == 1 else torch.empty(T, H, D, dtype=dtype, device=qkv.device)
     q_weight, k_weight, eps = how.norms or (None, None, 0.0)

@@ -1,7 +1,7 @@
-"""Decodes whose keys are split over programs: how many splits, and how their parts are combined.
+"""Split-KV decodes: the number of splits of the keys, and the combination of their parts.
 
-The last program of a sequence and KV head to have its part combines all of them. A kernel for that
-costs one sequence of an 8B model in FP8 5 % (docs/experiments.md, 36).
+The last program of a sequence and KV head to finish its part combines all of them. A kernel of its
+own for that costs one sequence of an 8B model in FP8 5 % (docs/experiments.md, 36).
 """
 
 from collections.abc import Hashable
@@ -14,16 +14,16 @@ from nanovllm.kernels.attention.common import LOWEST
 from nanovllm.kernels.device_features import spare_rows
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-PROGRAMS = 1024  # some eight a multiprocessor; measured by benchmarks/decode_attention.py
-FEW_SPLITS = 16  # up to which one kernel takes any number but 1
-PARTS_AT_ONCE = 64  # of rows, that a program holds to combine them
+PROGRAMS = 1024  # about eight per multiprocessor; measured by benchmarks/decode_attention.py
+FEW_SPLITS = 16  # up to this, one kernel variant serves all numbers but 1
+PARTS_AT_ONCE = 64  # parts of rows that a program holds to combine them
 
 
 def choose_num_splits(
     B: int, Hkv: int, D: int, max_context: int, window: int = 0, programs: int = PROGRAMS
 ) -> int:
-    """Splits of the keys, a power of two, so that at least about `programs` run; small heads want
-    more of them, and long contexts gain from more than 16 splits.
+    """The number of splits of the keys, a power of two, so that at least about `programs` run;
+    small heads need more, and long contexts gain from more than 16 splits.
     """
     max_context = min(max_context, window or max_context)
     wanted = cdiv(programs * max(1, 128 // D), B * Hkv)
@@ -32,8 +32,8 @@ def choose_num_splits(
 
 
 def combining(num_splits: int, G: int) -> dict[str, int]:
-    """Constants of kernels that combine the parts of G rows: SPLITS_PAD, room for the splits, which
-    are `tl.num_programs(2)`, and AT_ONCE, rows that are combined together.
+    """The constants of kernels that combine the parts of G rows: SPLITS_PAD, room for the splits
+    (`tl.num_programs(2)` of them), and AT_ONCE, rows that are combined together.
     """
     room = 1 if num_splits == 1 else max(FEW_SPLITS, num_splits)
     return {"SPLITS_PAD": room, "AT_ONCE": min(next_power_of_2(G), PARTS_AT_ONCE // room)}
@@ -47,10 +47,10 @@ def empty_outputs(
     shared: dict[Hashable, torch.Tensor] | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs [B, Hq, D] of `dtype` (None: q's) for queries of q: [..., B, H, D]; and for `combine`
-    parts of sums [B, Hq, num_splits, D], their lse [B, Hq, num_splits], and how many programs have
-    theirs [B * Hkv]: int32, 0 before and after each kernel, one tensor for all layers of a step
-    (`Context.shared`).
+    """Allocate outputs [B, Hq, D] of `dtype` (None: q's) for queries of q: [..., B, H, D]; and for
+    `combine` parts of sums [B, Hq, num_splits, D], their lse [B, Hq, num_splits], and counts of
+    arrived programs [B * Hkv] int32: 0 before and after each kernel, one tensor for all layers of a
+    step (`Context.shared`).
     """
     (B, _, D), device = q.shape[-3:], q.device
     out = spare_rows(B, num_heads, D, like=q, dtype=dtype)
@@ -66,8 +66,9 @@ def empty_outputs(
 
 @triton.jit
 def span(length, end, split, splits, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The lowest position from `first` on that the token at length - 1 sees, the positions below
-    `end` of one of so many splits, which begins with a tile, and how many splits have any.
+    """The lowest position from `first` on that the token at length - 1 sees; the bounds of one of
+    `splits` splits of the positions below `end`, which begins with a tile; and the number of splits
+    that have any position.
     """
     lowest = first
     if WINDOW:
@@ -86,7 +87,7 @@ def _sum_parts(
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Parts weigh by the sum of their exponentials, 2^lse."""
+    """Add up parts, each weighted by the sum of its exponentials, 2^lse."""
     s, d = tl.arange(0, SPLITS_PAD)[None, :], tl.arange(0, D_PAD)[None, :]
     for begin in range(0, G, AT_ONCE):
         g = begin + tl.arange(0, AT_ONCE)[:, None]
@@ -105,8 +106,8 @@ def combine(
     acc, lse, used, out_ptr, part_acc_ptr, part_lse_ptr, arrived_ptr, first, split, splits,
     parts, G: tl.constexpr, D: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Keep this program's part, acc: [G_PAD, D_PAD], where `used`, and lse: [G_PAD], of the G rows
-    from `first` on. The last program to come here, as the count at `arrived_ptr` says, adds up.
+    """Store this program's part, acc: [G_PAD, D_PAD] where `used`, and lse: [G_PAD], of the G rows
+    from `first` on. The last program to arrive here, by the count at `arrived_ptr`, adds up all.
     """
     g, d = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     part = (first + g) * splits + split
@@ -128,8 +129,8 @@ def finish(
     G: tl.constexpr, D: tl.constexpr, SPLITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
     PAIR: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of rows [G_PAD] of [B * Hq], of which the group's begin at `first`; of
-    several splits the part that this one has, see `combine`.
+    """Store the outputs of rows [G_PAD] of [B * Hq], of which the group's begin at `first`; with
+    several splits, store this split's part, see `combine`.
     """
     if LEFT:
         acc = tl.trans(acc)

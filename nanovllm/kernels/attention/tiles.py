@@ -1,6 +1,6 @@
-"""Tiles of keys and values, as decode kernels go through them.
+"""The loops of decode kernels over tiles of keys and values.
 
-Letters: G queries of a KV head, and G_PAD rows for them; others see `common.py`.
+Letters: G queries of a KV head, in G_PAD rows; for others see `common.py`.
 """
 
 import triton
@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.kv_cache import from_fp8
 
 @triton.jit
 def _multiply(few, many, LEFT: tl.constexpr):
-    """few: [G_PAD, K] @ many: [K, N]; with `LEFT` many and the product are transposed."""
+    """few: [G_PAD, K] @ many: [K, N]; with `LEFT`, `many` and the product are transposed."""
     if LEFT:
         return tl.dot(many, tl.trans(few), input_precision="ieee")
     else:
@@ -24,7 +24,7 @@ def _load_keys(
     k_ptr, v_ptr, slots, seen, stride_slot,
     D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Keys [D, BLOCK_N] and values [BLOCK_N, D]; with `LEFT` transposed."""
+    """Load keys [D, BLOCK_N] and values [BLOCK_N, D]; with `LEFT`, transposed."""
     if LEFT:
         v, k = load_tile(v_ptr, k_ptr, slots, seen, stride_slot, D, D_PAD, MASKED)
         return k, v
@@ -39,8 +39,8 @@ def decode_tile(
     CVT: tl.constexpr,
 ):  # fmt: skip
     """`weigh` the keys of a tile and add their values to acc: [G_PAD, D], with `LEFT` [D, G_PAD].
-    FP8 codes come in pairs, as int16: what belongs to even d of queries and sums is apart from
-    what belongs to odd ones then.
+    FP8 codes come in pairs, as int16: then queries and sums for even columns d are separate from
+    those for odd ones.
     """
     k_exponents, v_exponents = exponents
     if PAIR == 2:
@@ -65,7 +65,9 @@ def masked_tile(
     D: tl.constexpr, D_PAD: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
 ):  # fmt: skip
-    """`_load_keys` of those from `start` to `end` not below `lowest`; slots, and which are seen."""
+    """`_load_keys` from `start` to `end`, except below `lowest`. Returns keys, values, their slots,
+    and the mask of those that are seen.
+    """
     slots = slots_of(table_ptr, start, BLOCK_N, S, end)
     keys = start + tl.arange(0, BLOCK_N)
     seen = (keys < end) & (keys >= lowest)
@@ -81,7 +83,7 @@ def decode_span(
     SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr, LEFT: tl.constexpr,
     CVT: tl.constexpr,
 ):  # fmt: skip
-    """`decode_tile` of all keys from `begin` to `end`. Returns m, l, and the sums."""
+    """`decode_tile` for all keys from `begin` to `end`. Returns m, l, and the sums."""
     unmasked_end = begin + (end - begin) // BLOCK_N * BLOCK_N
     exponents = exponents_ahead(k_exponents_ptr, v_exponents_ptr, table_ptr, begin, end, BLOCK_N, S)
     for start in range(begin, unmasked_end, BLOCK_N):

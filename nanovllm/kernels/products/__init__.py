@@ -1,4 +1,4 @@
-"""Products by matrices in 16, 8 and 4 bits, of few rows and of many, and those of experts.
+"""Products by matrices in 16, 8 and 4 bits, for few rows and for many, and by experts.
 
 Every file is a door.
 """

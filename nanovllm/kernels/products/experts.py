@@ -1,9 +1,9 @@
-"""Products of a mixture of experts: each token's row with the weights of the experts it takes.
+"""Products of a mixture of experts: each token's row by the weights of its experts.
 
 Pairs of a token and one of its experts are sorted by expert (`routing.py`), so that a tile of rows
-meets the weights of one expert. How many tiles there are, the host need not know: the grid is what
-there can be. A single token needs no sorting (`row.one_row`). FP8 weights become numbers of 16
-bits on their way to tensor cores.
+needs the weights of one expert. The host need not know the number of tiles: the grid has the
+maximum. A single token needs no sorting (`row.one_row`). FP8 weights are converted to 16 bits on
+their way to tensor cores.
 
 Letters: T tokens, k experts of each, E experts, M hidden size, I inner size.
 """
@@ -33,9 +33,9 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 
 class Tiles(NamedTuple):
-    """How the products are divided: `block_t` rows by `block_i` inner numbers, or by `block_m`
-    outputs, summed over `block_k` at a time. If `left`, the weights are the left operand: it has
-    the 64 rows that tensor cores want, however few the other has.
+    """The tiles of the products: `block_t` rows by `block_i` inner columns, or by `block_m`
+    outputs, summed over `block_k` inputs at a time. If `left`, the weights are the left operand: it
+    has the 64 rows that tensor cores need, however few the other has.
     """
 
     block_t: int
@@ -52,29 +52,29 @@ FEW = Tiles(16, 64, 128, 128, warps=4, stages=3, left=True)
 SOME = Tiles(32, 128, 128, 64, warps=4, stages=3, left=True)
 MORE = Tiles(64, 64, 128, 64, warps=4, stages=4, left=False)
 MANY = Tiles(128, 128, 256, 64, warps=8, stages=4, left=False)
-MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs of an expert, up to which tiles are the fastest
-# The same of codes, which are converted for each tile of rows, so that larger ones pay earlier.
+MOST = {8: FEW, 16: SOME, 48: MORE}  # pairs per expert up to which these tiles are the fastest
+# The same for codes, which are converted for each tile of rows, so larger tiles pay earlier.
 MAX_OF_CODES = {
     8: FEW._replace(stages=4),
     24: SOME._replace(block_i=64, block_k=128),
     96: MORE._replace(left=True),
 }
 MANY_OF_CODES = MANY._replace(block_m=128)
-# For 64 KiB of shared memory: of few pairs, and of many.
+# For 64 KiB of shared memory: for few pairs, and for many.
 LITTLE_ROOM = (
     Tiles(16, 64, 64, 64, warps=4, stages=2, left=True),
     Tiles(64, 64, 64, 64, warps=4, stages=2, left=False),
 )
-LARGE_STEP = 1024  # rows from which partial results are rounded: writing them takes time
+LARGE_STEP = 1024  # rows from which partial results are rounded, to write fewer bytes
 
 
 @triton.jit
 def _tile(starts_ptr, tile, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The expert of a tile, and the first and the end of its sorted pairs; E if there is none."""
+    """The expert of a tile, E if there is none, and the begin and end of its sorted pairs."""
     e = tl.arange(0, E_PAD)
     first = tl.load(starts_ptr + e, mask=e < E, other=0)
     behind = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
-    ends = tl.cumsum(tl.cdiv(behind - first, BLOCK_T), 0)  # of each expert's tiles
+    ends = tl.cumsum(tl.cdiv(behind - first, BLOCK_T), 0)  # end of each expert's tiles
     expert = tl.sum(((ends <= tile) & (e < E)).to(tl.int32), 0)
     before = tl.max(tl.where((e < E) & (ends <= tile), ends, 0), 0)
     begin = tl.sum(tl.where(e == expert, first, 0), 0) + (tile - before) * BLOCK_T
@@ -105,8 +105,8 @@ def _load_weights(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     TMA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile`, and of codes the numbers that they mean, rounded to DTYPE: a tile lies in one of
-    the blocks of columns that share scales.
+    """`load_tile`; codes are dequantised and rounded to DTYPE. A tile lies within one scale block
+    of columns.
     """
     tile = load_tile(weight, row, end, k, COLS, ROWS, WIDTH, TMA)
     if codes_scales_ptr is None:
@@ -126,7 +126,7 @@ def _gate_up_kernel(
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr,
     TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_I inner numbers of BLOCK_T pairs of one expert.
+    # One program: BLOCK_I inner columns of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -173,7 +173,7 @@ def _down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LEFT: tl.constexpr, TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_M numbers of the weighted results of BLOCK_T pairs of one expert.
+    # One program: BLOCK_M columns of the weighted results of BLOCK_T pairs of one expert.
     launch_dependents(PDL)
     wait(PDL)
     expert, begin, end = _tile(starts_ptr, tl.program_id(1), E, E_PAD, BLOCK_T)
@@ -208,12 +208,12 @@ class ExpertWeights(NamedTuple):
     """The experts of a layer.
 
     Attributes:
-        gate_up: [E * 2 I, M], of each expert gate first; `Codes` are of FP8.
+        gate_up: [E * 2 I, M], for each expert gate first; `Codes` are FP8.
         down: [E * M, I]
-        gate_up_bias: [E, 2 I] or None for 0.
-        down_bias: [E, M] or None.
-        gelu: activate by GELU (tanh), not SiLU.
-        limit: of gate and up, of gpt-oss (see `activate_and_mul`); 0: none.
+        gate_up_bias: [E, 2 I]; None: 0.
+        down_bias: [E, M]; None: 0.
+        gelu: whether to activate by GELU (tanh), not SiLU.
+        limit: bound of gate and up in gpt-oss (see `activate_and_mul`); 0: none.
     """
 
     gate_up: torch.Tensor | Codes
@@ -230,7 +230,9 @@ class ExpertWeights(NamedTuple):
 
 
 def choose_tiles(N: int, E: int, x: torch.Tensor, of_codes: bool = False) -> Tiles:
-    """Tiles for N pairs of E experts, of x's dtype and on its device; or of FP8 weights."""
+    """Choose tiles for N pairs of E experts, in x's dtype and on its device; `of_codes`: for FP8
+    weights.
+    """
     if x.dtype not in HALF or not has_room(x):
         tiles = LITTLE_ROOM[N > 8 * E]
         return tiles if x.dtype in HALF else tiles._replace(block_k=32, warps=8)
@@ -245,16 +247,17 @@ def gated_experts(
     scales: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`scale * down(act(gate(x)) * up(x))` of each expert that a token takes.
+    """`scale * down(act(gate(x)) * up(x))` for each of a token's experts.
 
     Args:
         x: [T, M]
+        weights: experts of the layer.
         experts: [T, k] int32, see `route`.
         scales: [T, k] float32.
-        tiles: how to divide the products; None: as fits.
+        tiles: tiles of the products; None: chosen here.
 
     Returns:
-        [k, T, M], partial results to be summed over k: float32, of large steps of x's dtype.
+        [k, T, M], partial results to be summed over k: float32, or x's dtype in large steps.
     """
     (gate_up, gate_up_scales, gate_up_block), gelu = stored(weights.gate_up), weights.gelu
     (down, down_scales, down_block), limit = stored(weights.down), weights.limit
@@ -271,7 +274,7 @@ def gated_experts(
     N = T * k
     order, starts = sort_pairs(experts, E)
     tiles = tiles or choose_tiles(N, E, x, gate_up_scales is not None)
-    num_tiles = min(N, E) + N // tiles.block_t  # at most: each expert's last tile may not be full
+    num_tiles = min(N, E) + N // tiles.block_t  # at most: the last tile of an expert may be partial
     shape = {"K": k, "M": M, "I": I, "E": E, "E_PAD": next_power_of_2(E)}
     how = {"LEFT": tiles.left, "num_warps": tiles.warps, "num_stages": tiles.stages}
     inner = spare_rows(N, I, like=x)

@@ -1,8 +1,8 @@
 """Matrix products with FP8 weights and 16-bit activations, for GPUs whose tensor cores have no FP8.
 
-Codes become numbers of 16 bits, exactly, on their way to tensor cores; many rows take the library,
-with weights that are converted a part at a time. Tiles are those of INT4 (`int4_linear.py`), and
-nothing is tuned: no such GPU has run them.
+Codes are converted to 16 bits, exactly, on their way to tensor cores; products of many rows use the
+library, with weights that are converted a part at a time. Tiles are those of INT4
+(`int4_linear.py`), and nothing is tuned: no such GPU has run them.
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -19,9 +19,9 @@ from nanovllm.utils.device import FP8_CAPABILITY, MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_N, BLOCK_K = 64, 64
-MAX_ROWS = 256  # of a product by tiles
+MAX_ROWS = 256  # for products by tiles
 MAX_TILE_ROWS = 64
-_BIASES = tl.constexpr(2.0 ** (15 - 7))  # of the exponents of float16 and e4m3
+_BIASES = tl.constexpr(2.0 ** (15 - 7))  # for the exponent biases of float16 and e4m3
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -34,7 +34,7 @@ def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
 
 @triton.jit
 def _numbers(codes, DTYPE: tl.constexpr):
-    """Of e4m3, in uint8: its bits are those of a float16 with a smaller exponent."""
+    """The values of e4m3 codes in uint8: their bits make a float16 with a smaller exponent."""
     bits = codes.to(tl.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * _BIASES).to(DTYPE)
@@ -76,7 +76,7 @@ def linear(
     bias: torch.Tensor | None = None,
     partial: bool = False,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`: [T, N], for which `can_multiply`; see `fp8_linear.linear`."""
+    """`x @ weight.T + bias`: [T, N], if `can_multiply`; see `fp8_linear.linear`."""
     (T, K), N = x.shape, len(weight)
     out = torch.empty(T, N, dtype=dtype, device=x.device)
     if T > MAX_ROWS:

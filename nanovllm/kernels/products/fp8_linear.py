@@ -1,8 +1,9 @@
 """Matrix products in FP8: both operands are `Codes`, the sums float32.
 
-Activations are quantised by the kernel before, with a scale for each token (or for 128 inputs of
-it, where weights have blocks of 128 x 128); a single row stays as it is. Few rows take our kernels,
-which beside halving the bytes leave no time unused (docs/experiments.md); others the library's.
+Activations are quantised by the kernel before, with one scale per token (or per 128 inputs of it,
+if weights have blocks of 128 x 128); a single row stays in 16 bits. Products of few rows use our
+kernels, which halve the bytes and also leave no time unused (docs/experiments.md); others use the
+library's.
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -30,12 +31,12 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK = 128  # inputs, and outputs of weights, that may share a scale
 SMALL = 2**26  # elements of a weight for which the sum over 256 rows is split
-# Programs that run at once: two for each multiprocessor, or one of large tiles. Where stages leave
-# room for another, programs of the next kernel start first where fewer run, and come to lie
-# unevenly (docs/experiments.md, 38).
+# Programs that run at once: two per multiprocessor, or one with large tiles. If stages leave room
+# for another, programs of the next kernel start first where fewer run, and are placed unevenly
+# (docs/experiments.md, 38).
 PROGRAMS, ROOMY_PROGRAMS = 256, 132
-MAX_ROWS = 192  # for which a program takes a tile and more rows
-FEW_INPUTS = 2048  # of a row, whose weights are read twice in less time than two parts take
+MAX_ROWS = 192  # up to which a program computes a tile and more rows
+FEW_INPUTS = 2048  # up to which reading the weights twice is faster than two parts
 
 
 def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
@@ -47,12 +48,12 @@ def can_multiply(weight: Codes, dtype: torch.dtype) -> bool:
 
 
 def knows_blocks(weight: Codes) -> bool:
-    """Whether kernels have its scales: of rows, or of blocks of 128 x 128."""
+    """Whether kernels support its scales: of rows, or of blocks of 128 x 128."""
     return weight.block in ((1, weight.codes.shape[1]), (BLOCK, BLOCK))
 
 
 def act_block_of(weight: Codes) -> int:
-    """Numbers of an activation that share a scale, for products with `weight`; 0: all of a row."""
+    """The number of inputs that share a scale, in activations for `weight`; 0: all of a row."""
     return 0 if weight.block[0] == 1 else BLOCK
 
 
@@ -74,7 +75,7 @@ def _fp8_tiles_kernel(
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, and of MORE if scales are of rows, summed over
     # SPAN of the inputs. The weights are the left operand: its tile has the 64 rows that tensor
-    # cores want, however small T is. Programs of the same weights are neighbours, so one of them
+    # cores need, however small T is. Programs of the same weights are neighbours, so one of them
     # reads these from memory.
     tl.static_assert(MORE == 0 or SCALE_BLOCK == 0)
     launch_dependents(PDL)
@@ -91,7 +92,7 @@ def _fp8_tiles_kernel(
     if t == 0:
         prefetch_weights(weight_ptr, n, split * SPAN, K, SPAN, BLOCK_N, PDL)
     wait(PDL)
-    if SCALE_BLOCK == 0:  # asked for before the tiles, they are there when they are needed
+    if SCALE_BLOCK == 0:  # loaded before the tiles, so that they arrive in time
         x_scale = tl.load(x_scales_ptr + rows, mask=rows < T, other=0.0)
         if MORE > 0:
             more_scale = tl.load(x_scales_ptr + more_rows, mask=more_rows < T, other=0.0)
@@ -113,11 +114,12 @@ def _fp8_tiles_kernel(
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool, in_blocks: bool) -> Tiles | None:
-    """Tiles for T rows, or None where the library is faster (measured on an H200).
+    """Choose tiles for T rows; None if the library is faster (measured on an H200).
 
     Args:
         N: rows of the weight.
-        partial: whether partial results are welcome.
+        K: columns of the weight.
+        partial: whether results may be partial.
         in_blocks: whether scales are of blocks.
     """
     wide = K % 1024 == 0 and not in_blocks
@@ -175,11 +177,11 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
-        x: [T, K], of `dtype`, or with the scales that `act_block_of` says.
-        weight: [N, K], for which `can_multiply`.
-        dtype: of results.
-        bias: [N], None for 0.
-        partial: allow a result whose sum is left to the caller.
+        x: [T, K] of `dtype`, or `Codes` with groups of `act_block_of(weight)`.
+        weight: [N, K]; `can_multiply` must be true.
+        dtype: torch.dtype of the results.
+        bias: [N]; None: 0.
+        partial: whether the result may be partial, its sum left to the caller.
 
     Returns:
         [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
@@ -218,8 +220,8 @@ def _many_rows(
 
 
 def _library_has(weight: Codes) -> bool:
-    """Whether PyTorch multiplies with these scales: with blocks on Hopper, from CUDA 12.9 on, where
-    4 of them have no rest.
+    """Whether PyTorch can multiply with these scales: with blocks, on Hopper, from CUDA 12.9 on, if
+    the number of blocks of inputs is a multiple of 4.
     """
     if weight.block[0] == 1:
         return True
@@ -233,9 +235,9 @@ def _library_has(weight: Codes) -> bool:
 def _by_library(
     x: Codes, weight: Codes, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """In bfloat16, which is all that it offers."""
+    """The product by the library, in bfloat16, its only dtype."""
     codes, scales, in_blocks = x.codes, x.scales, weight.block[0] > 1
-    if in_blocks:  # it wants the scales of a token far apart, and tokens in fours
+    if in_blocks:  # it needs scales with tokens adjacent, and a multiple of four tokens
         missing = -len(x) % 4
         if missing:
             codes = F.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(FP8)

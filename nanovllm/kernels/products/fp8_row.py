@@ -1,4 +1,4 @@
-"""The product of a single row, which stays in 16 bits, with weights in FP8.
+"""The product of a single row, which stays in 16 bits, by weights in FP8.
 
 A program keeps the row for several blocks of outputs (docs/experiments.md).
 
@@ -15,17 +15,17 @@ from nanovllm.kernels.products.row import load_bias, load_words
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-# Inputs and codes of a block; programs that run at once, as many as their registers leave room for,
-# with scales of rows and of blocks. Measured on an H200.
+# Inputs and codes of a block; and programs that run at once, as many as registers allow, with
+# scales of rows and with scale blocks. Measured on an H200.
 INPUTS, CODES, PROGRAMS, BLOCKS_PROGRAMS = 4096, 16384, 792, 660
-MAX_OUTPUTS = 128  # of a block, which share scales if weights have blocks of these
+MAX_OUTPUTS = 128  # per block; they share scales if weights have scale blocks of this size
 
 
 @triton.jit
 def _by_pairs(words, first, second):
-    """Products of codes (e4m3), four in an int32, with inputs, two float16 in an int32: of eight
-    codes, in two neighbouring words, two sums of four, as float32. By pairs, which takes half the
-    instructions; what float16 rounds is a tenth of what results are rounded (docs/experiments.md).
+    """The products of codes (e4m3), four in an int32, and inputs, two float16 in an int32: for
+    eight codes, in two neighbouring words, two sums of four, as float32. Pairs take half the
+    instructions; the rounding in float16 is a tenth of that of results (docs/experiments.md).
     """
     return tl.inline_asm_elementwise(
         """
@@ -69,9 +69,10 @@ def _pair(a, b):
 
 @triton.jit
 def _load_fours(words_ptr, begin, q, K: tl.constexpr, DTYPE: tl.constexpr, CVT: tl.constexpr):
-    """Inputs from `begin` on, four in an int64, as float32: every fourth, from each of the first
-    four on. If `CVT`, as `_by_pairs` wants them, and the powers of two that they were divided by:
-    the largest of eight inputs is 1 to 2, so sums with e4m3, whose largest is 448, stay in float16.
+    """Load inputs from `begin` on, four in an int64, as float32: every fourth, from each of the
+    first four on. If `CVT`, in the form for `_by_pairs`, and the powers of two by which they were
+    divided: the largest of eight inputs is 1 to 2, so sums with e4m3, whose largest is 448, stay in
+    float16.
     """
     word = tl.load(words_ptr + begin // 4 + q, mask=begin // 4 + q < K // 4, other=0)
     a, b = _number(word, 0, DTYPE), _number(word, 1, DTYPE)
@@ -82,7 +83,7 @@ def _load_fours(words_ptr, begin, q, K: tl.constexpr, DTYPE: tl.constexpr, CVT: 
     most = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     most = tl.max(tl.reshape(most, [Q // 2, 2]), 1)
     most = tl.reshape(tl.broadcast_to(most[:, None], [Q // 2, 2]), [Q])
-    # The exponent of float32; one less than the largest, of which there is an inverse.
+    # The exponent of float32, at most one less than the largest, so that it has an inverse.
     exponent = tl.minimum(most.to(tl.int32, bitcast=True) & (0xFF << 23), 253 << 23)
     up = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     first, second = _pair(a * up, b * up), _pair(c * up, d * up)
@@ -94,7 +95,7 @@ def _multiply_words(
     words, x, scales_ptr, row, begin, q,
     K: tl.constexpr, SCALE_BLOCK: tl.constexpr, CVT: tl.constexpr,
 ):  # fmt: skip
-    """Products with x, summed; of blocks, all rows have the scales of `row`."""
+    """The sums of products with x; with scale blocks, all rows have the scales of `row`."""
     if SCALE_BLOCK > 0:
         g = row // SCALE_BLOCK * tl.cdiv(K, SCALE_BLOCK) + (begin + 4 * q) // SCALE_BLOCK
         scale = tl.load(scales_ptr + g, mask=begin // 4 + q < K // 4, other=0.0)
@@ -121,7 +122,7 @@ def _fp8_row_kernel(
     CVT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
-    # next codes are on their way while it multiplies, the first ones before the wait.
+    # next codes are loaded while it multiplies, the first ones before the wait.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     first, q = tl.program_id(0), tl.arange(0, BLOCK_K // 4)
@@ -170,10 +171,10 @@ def one_row(
     gated: bool = False,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
+    """The product of a single row, x: [1, K], by weight: [N, K]; if `gated`, N counts gate and up.
 
     Returns:
-        [1, N], if `gated` of half as many.
+        [1, N]; if `gated`, [1, N / 2].
     """
     N, K = weight.codes.shape
     assert x.is_contiguous() and x.element_size() == 2 and K % 8 == 0, "eight inputs share a power"
@@ -182,7 +183,7 @@ def one_row(
     block_k = min(INPUTS, next_power_of_2(K))
     block_n = min(MAX_OUTPUTS, CODES // block_k // (2 if gated else 1))
     blocks, most = cdiv(N, block_n), PROGRAMS if weight.block[0] == 1 else BLOCKS_PROGRAMS
-    programs = cdiv(blocks, cdiv(blocks, most))  # each has as many blocks
+    programs = cdiv(blocks, cdiv(blocks, most))  # with equal numbers of blocks
     out = x.new_empty(1, N)
     _fp8_row_kernel[(programs,)](
         x.view(torch.int64), weight.codes.view(torch.int32), weight.scales, bias, out,

@@ -1,12 +1,13 @@
 """Gate and up projections on Hopper, whose product is activated before it is written.
 
 A warp copies tiles of activations and weights into a ring of shared memory (TMA), and two groups of
-four warps multiply. Each computes 64 rows of 128 gates and of the 128 numbers that these gate: by
-one instruction, as both lie beside each other in the ring, so that a thread has a gate and what it
-gates in its registers. Without that a product is written that is twice as large, and read again.
+four warps multiply. Each computes 64 rows of 128 gates and of the 128 values that these multiply:
+by one instruction, as both lie beside each other in the ring, so that a thread has a gate and its
+value in its registers. Otherwise a product of twice the size is written, and read again.
 
-Programs stay, one for each multiprocessor, and the copying warp is ahead of the groups: a tile's
-first inputs are there before the tile before it is written. Letters: T rows, I gates, K inputs.
+Programs are persistent, one per multiprocessor, and the copying warp is ahead of the groups: the
+first inputs of a tile arrive before the previous tile is written. Letters: T rows, I gates, K
+inputs.
 """
 
 import torch
@@ -34,9 +35,9 @@ from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import num_multiprocessors
 from nanovllm.utils.integers import cdiv
 
-ROWS, GATES = 128, 128  # of a tile
-BYTES = 128  # of a row's inputs, in a buffer
-IN_CACHE = 2**24  # bytes of rows whose tiles come before those of others: they stay in the L2 cache
+ROWS, GATES = 128, 128  # per tile
+BYTES = 128  # of a row's inputs in a buffer
+IN_CACHE = 2**24  # bytes of rows whose tiles come before all others, to stay in the L2 cache
 _ROWS, _GATES = gl.constexpr(ROWS), gl.constexpr(GATES)
 _HALF = gl.constexpr(ROWS // 2)
 _STAGES = gl.constexpr(4)
@@ -44,8 +45,8 @@ _STAGES = gl.constexpr(4)
 
 @gluon.jit
 def _place_of(tile, row_tiles, gate_tiles, group):
-    """The first row and gate of a tile. Those of `group` tiles of rows come before others, and
-    tiles of the same gates are neighbours.
+    """The first row and gate of a tile. The tiles of `group` row tiles come before others, and
+    among them tiles of the same gates are neighbours.
     """
     first = tile // (group * gate_tiles) * group
     size, i = gl.minimum(row_tiles - first, group), tile % (group * gate_tiles)
@@ -54,7 +55,7 @@ def _place_of(tile, row_tiles, gate_tiles, group):
 
 @gluon.jit
 def _copy(ring, x_desc, weight_desc, row_tiles, gate_tiles, group, I, K, BLOCK: gl.constexpr):
-    """The duty of the copying warp."""
+    """The work of the copying warp."""
     SIZE: gl.constexpr = (_ROWS + 2 * _GATES) * BLOCK * x_desc.dtype.primitive_bitwidth // 8
     n = 0
     for tile in range(gl.program_id(0), row_tiles * gate_tiles, gl.num_programs(0)):
@@ -71,7 +72,7 @@ def _copy(ring, x_desc, weight_desc, row_tiles, gate_tiles, group, I, K, BLOCK: 
 
 @gluon.jit
 def _activate(x, GELU: gl.constexpr):
-    """As `activation.activate`."""
+    """See `activation.activate`."""
     y = x
     if GELU:
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -83,7 +84,7 @@ def _multiply(
     ring, out, out_desc, x_scales_ptr, scales_ptr, T, row_tiles, gate_tiles, group, I, K,
     GROUP: gl.constexpr, BLOCK: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """The duty of a group of warps."""
+    """The work of a group of warps."""
     BOTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _GATES, BLOCK // 4])
     n = 0
     for tile in range(gl.program_id(0), row_tiles * gate_tiles, gl.num_programs(0)):
@@ -108,7 +109,7 @@ def _multiply(
             x_scales = gl.expand_dims(gl.load(x_scales_ptr + rows, rows < T, 0.0), 1)
             gates *= gl.expand_dims(gl.load(scales_ptr + cols), 0) * x_scales
             ups *= gl.expand_dims(gl.load(scales_ptr + I + cols), 0) * x_scales
-        tma.store_wait(0)  # what is written of the tile before
+        tma.store_wait(0)  # for the write of the previous tile
         out.store((_activate(gates, GELU) * ups).to(out.dtype))
         fence_async_shared()
         async_store(out_desc, [row, gate], out)
@@ -149,14 +150,14 @@ def hopper_gated(
     gelu: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`act(gate) * up`, where `activation.takes_hopper_kernel`.
+    """`act(gate) * up`, if `activation.takes_hopper_kernel`.
 
     Args:
-        x: [T, K]; with a weight of codes, they have a scale for each row, too.
+        x: [T, K]; with a weight of codes also `Codes`, with one scale per row.
         weight: [2 I, K], the gates first.
-        dtype: of results.
+        dtype: torch.dtype of the results.
         gelu: see `activation.gate`.
-        out: for them, [T, I].
+        out: [T, I], output buffer; None: a new one.
 
     Returns:
         [T, I]

@@ -1,4 +1,4 @@
-"""INT4 weights (`tensors.int4`) on their way to products: as numbers of 16 bits, or as integers.
+"""INT4 weights (`tensors.int4`) on their way to products: as values of 16 bits, or as integers.
 
 Letters: N rows, K columns, P columns of a plane.
 """
@@ -10,15 +10,15 @@ import triton.language as tl
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.tensors.int4 import OFFSETS, PLANES, SHIFTS, Int4Codes
 
-ROWS = 16  # of a program of `_numbers_kernel`
+ROWS = 16  # per program of `_numbers_kernel`
 _BF16_OFFSET = tl.constexpr(OFFSETS[torch.bfloat16])
 _FP16_OFFSET = tl.constexpr(OFFSETS[torch.float16])
 _FIRST, _SECOND, _THIRD, _FOURTH = (tl.constexpr(shift) for shift in SHIFTS)
 
 
 def _unpacking(first: int, exponent: int, add: str) -> tl.constexpr:
-    """Instructions that take two codes (of two int16s) at a time: put behind an exponent, they are
-    the last bits of a mantissa, which is a number that is too large by the offset.
+    """Instructions that unpack two codes (of two int16s) at a time: with an exponent before them,
+    they are the last bits of a mantissa, and the value is too large by the offset.
     """
     steps = "".join(
         f"shr.u32 code, $2, {first + 8 * plane};"
@@ -29,7 +29,7 @@ def _unpacking(first: int, exponent: int, add: str) -> tl.constexpr:
     return tl.constexpr(f"{{ .reg .b32 code, one; mov.b32 one, 0x3f803f80; {steps} }}")
 
 
-# Additions in bfloat16 are products by 1 and additions, for GPUs before Hopper.
+# An addition in bfloat16 is a product by 1 and an addition, for GPUs before Hopper.
 _BF16_ADD, _FP16_ADD = "fma.rn.bf16x2 ${plane}, code, one, $3", "add.rn.f16x2 ${plane}, code, $3"
 _BF16_LOWER = _unpacking(0, 0x43004300, _BF16_ADD)
 _BF16_UPPER = _unpacking(4, 0x43004300, _BF16_ADD)
@@ -39,13 +39,13 @@ _FP16_UPPER = _unpacking(4, 0x64006400, _FP16_ADD)
 
 @triton.jit
 def offset_of(DTYPE: tl.constexpr):
-    """See `OFFSETS`."""
+    """The offset of a dtype, see `OFFSETS`."""
     return _BF16_OFFSET if DTYPE.is_bf16() else _FP16_OFFSET
 
 
 @triton.jit
 def halves(word, DTYPE: tl.constexpr):
-    """The two numbers of 16 bits in an int32, the lower first; of `Int4Codes.scales` minus offset
+    """The two values of 16 bits in an int32, the lower first: for `Int4Codes.scales`, minus offset
     and zero point, and the scale.
     """
     lower = (word & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
@@ -54,12 +54,13 @@ def halves(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack_pair(packed, word, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of two planes, the first two or the others, rounded to 16 bits: [N, P] each.
+    """The values of two planes, the first two or (UPPER) the others, rounded to 16 bits: [N, P]
+    each.
 
     Args:
         packed: [N, P] int16.
-        word: [N], of each row's scale (see `halves`).
-        ASM: by instructions of NVIDIA GPUs.
+        word: [N], word with each row's scale (see `halves`).
+        ASM: whether to use instructions of NVIDIA GPUs.
     """
     minus, scale = halves(word, DTYPE)
     minus, packed = tl.broadcast(minus[:, None], packed)
@@ -69,7 +70,7 @@ def unpack_pair(packed, word, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.
 
 @triton.jit
 def _codes_of_pair(words, minus, UPPER: tl.constexpr, ASM: tl.constexpr):
-    """Codes less zero point: exact, of minus's dtype."""
+    """Codes minus zero point, exactly, in the dtype of `minus`."""
     if ASM and minus.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _BF16_UPPER if UPPER else _BF16_LOWER, "=&r,=&r,r,r", [words, minus],
@@ -94,7 +95,7 @@ def _code(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def in_bytes(a, b, c, d, ASM: tl.constexpr):
-    """The upper bytes of four int16s, which lie in int32s, as an int32; and the lower ones."""
+    """The upper bytes of four int16s, each in an int32, as one int32; and the lower ones."""
     if ASM:
         return tl.inline_asm_elementwise(
             """
@@ -116,8 +117,8 @@ def in_bytes(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def dot_planes(words, upper, lower, UPPER: tl.constexpr, ASM: tl.constexpr):
-    """Sums of four products: of the codes of two planes, each of two columns, in an int32, by four
-    int16s, given by their bytes. Exact in int32.
+    """The sums of four products, exact in int32: codes of two planes, each of two columns, in an
+    int32, by four int16s, given by their bytes.
     """
     if UPPER:
         codes = (words >> 4) & 0x0F0F0F0F
@@ -146,7 +147,7 @@ def _numbers_kernel(
     weight_ptr, words_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
     BLOCK_N: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: 4 P columns of BLOCK_N rows; words_ptr has N in all.
+    # One program: 4 P columns of BLOCK_N rows; words_ptr has N words per group.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     chunk = tl.program_id(1)
@@ -164,7 +165,7 @@ def _numbers_kernel(
 
 
 def numbers_of(weight: Int4Codes, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
-    """The numbers of these rows, a multiple of 16, rounded to the 16 bits of `dtype`."""
+    """The values of rows `begin` to `end`, a multiple of 16, rounded to the 16 bits of `dtype`."""
     (N, K), P = weight.shape, weight.plane
     out = torch.empty(end - begin, K, dtype=dtype, device=weight.data.device)
     words = weight.scales.view(torch.int32)

@@ -1,8 +1,8 @@
 """Matrix products with weights in INT4 (`tensors.int4`) and activations in 16 bits.
 
-Few rows take tiles whose weights are unpacked on their way from shared memory to tensor cores; many
-the library, with weights that are unpacked a part at a time (docs/experiments.md). A single row is
-`int4_row.py`'s.
+Products of few rows use tiles whose weights are unpacked on their way from shared memory to tensor
+cores; those of many rows use the library, with weights that are unpacked a part at a time
+(docs/experiments.md); that of a single row is in `int4_row.py`.
 
 Letters: T rows, N outputs, K inputs, P columns of a plane.
 """
@@ -31,9 +31,9 @@ from nanovllm.tensors.int4 import PLANES, Int4Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MAX_ROWS = 256  # of a product by tiles
-FEW_ROWS = 64  # up to which tiles have 64 outputs, and come by TMA
-PROGRAMS = 128  # large tiles that run at once
+MAX_ROWS = 256  # for products by tiles
+FEW_ROWS = 64  # up to which tiles have 64 outputs, and are loaded by TMA
+PROGRAMS = 128  # to run at once, with large tiles
 
 
 def can_multiply(weight: Int4Codes, dtype: torch.dtype) -> bool:
@@ -51,7 +51,7 @@ def _int4_tiles_kernel(
     BF16: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN chunks of 4 P inputs. The
-    # weights are the left operand, which tensor cores take from registers. Programs of the same
+    # weights are the left operand, which tensor cores read from registers. Programs of the same
     # weights are neighbours, so one of them reads these from memory.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
@@ -75,7 +75,7 @@ def _int4_tiles_kernel(
 
 
 class Tiles(NamedTuple):
-    """How `_int4_tiles_kernel` divides a product."""
+    """The tiles of a product in `_int4_tiles_kernel`."""
 
     block_t: int
     block_n: int
@@ -85,12 +85,12 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(T: int, N: int, K: int, P: int, partial: bool, room: bool) -> Tiles | None:
-    """Tiles for T rows, or None where the library is faster (measured on an H200) or tiles do not
+    """Choose tiles for T rows; None if the library is faster (measured on an H200) or tiles do not
     fit.
 
     Args:
-        N, K, P: of the weight.
-        partial: whether partial results are welcome.
+        N, K, P: rows, columns and columns of a plane of the weight.
+        partial: whether results may be partial.
         room: see `has_room`.
     """
     if T <= FEW_ROWS or not room or N % 128:
@@ -141,11 +141,11 @@ def linear(
     """`x @ weight.T + bias`.
 
     Args:
-        x: [T, K], of `dtype`.
-        weight: [N, K], for which `can_multiply`.
-        dtype: of results.
-        bias: [N], None for 0.
-        partial: allow a result whose sum is left to the caller.
+        x: [T, K] of `dtype`.
+        weight: [N, K]; `can_multiply` must be true.
+        dtype: torch.dtype of the results.
+        bias: [N]; None: 0.
+        partial: whether the result may be partial, its sum left to the caller.
 
     Returns:
         [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.

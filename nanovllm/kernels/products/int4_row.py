@@ -1,7 +1,7 @@
-"""The product of a single row with weights in INT4 (`tensors.int4`).
+"""The product of a single row by weights in INT4 (`tensors.int4`).
 
-The row becomes integers of 16 bits, whose products with codes are exact: four of them are one
-instruction, and nothing is unpacked. A program keeps the row's integers for several blocks of
+The row is quantised to integers of 16 bits, whose products with codes are exact: four of them are
+one instruction, and nothing is unpacked. A program keeps the row's integers for several blocks of
 outputs (docs/experiments.md).
 
 Letters: N outputs, K inputs, P columns of a plane.
@@ -20,11 +20,11 @@ from nanovllm.tensors.int4 import Int4Codes
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 BLOCK_K = 4096
-# Outputs of a block, programs that run at once, most registers of a thread; measured on an H200.
+# Outputs of a block, programs that run at once, most registers per thread; measured on an H200.
 BLOCKS, GATED_BLOCKS = (8, 528, None), (8, 396, 168)
-SPLITS = 2, 3, 4  # of the sum
-_LARGEST = tl.constexpr(32767.0)  # of the integers
-_LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
+SPLITS = 2, 3, 4  # possible numbers of parts of the sum
+_LARGEST = tl.constexpr(32767.0)  # integer
+_LEAST = tl.constexpr(2.0**-100)  # largest value of zeros
 # Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
 _ROUND = tl.constexpr(1.5 * 2.0**23)
 
@@ -45,15 +45,15 @@ def _integers(
     pairs_ptr, pair, inside,
     CHUNKS: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of two planes as integers of 16 bits, for `dot_planes`, by the largest of each 2 P:
-    an error of 2 ** -16 of that. NaN and infinity stay in what 1 means.
+    """Quantise the inputs of two planes to integers of 16 bits, for `dot_planes`, by the largest of
+    each 2 P: an error of 2 ** -16 of that. NaN and infinity stay in the unit.
 
     Args:
-        pairs_ptr: int32, two numbers each.
-        pair: [CHUNKS * P / 2], of those of the first plane.
+        pairs_ptr: pointer to int32, two inputs each.
+        pair: [CHUNKS * P / 2], indices of the pairs of the first plane.
 
     Returns:
-        upper and lower bytes; of each chunk, what 1 means, and the sum.
+        Upper and lower bytes; and for each chunk its unit, the value of the integer 1, and its sum.
     """
     HALF_P: tl.constexpr = P // 2
     a, c = _wide_halves(tl.load(pairs_ptr + pair, mask=inside, other=0), DTYPE)
@@ -79,11 +79,11 @@ def _load(
     N: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a block of N outputs, and words of the scales of their chunks of inputs, from
-    `begin` on: of the first two planes, in the lower halves of bytes, and of the upper ones.
+    """Load codes of a block of N outputs, and the words with the scales of their chunks of inputs,
+    from `begin` on: for the first two planes, in the lower halves of bytes, and for the upper ones.
 
     Args:
-        words_ptr: of scales, of which there are ALL for each group.
+        words_ptr: pointer to the words, of which there are ALL per group.
     """
     codes = load_words(weight_ptr, block, begin // 8, q, N, K // 8, BLOCK_N)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -98,7 +98,9 @@ def _load(
 def _products(
     codes, word, x, P: tl.constexpr, UPPER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Of codes [N, Q] of two planes, and word: [N, C] of their scales, with `_integers`: [N, C]."""
+    """The products [N, C] of codes [N, Q] of two planes, whose scales are in word: [N, C], and x,
+    from `_integers`.
+    """
     upper, lower, unit, sums = x
     products = dot_planes(codes, upper[None, :], lower[None, :], UPPER, ASM)
     products = tl.reshape(products, [word.shape[0], word.shape[1], P // 2])
@@ -109,7 +111,7 @@ def _products(
 
 @triton.jit
 def _sums(weights, a, b, P: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Of products of what `_load` gives with a and b, which are `_integers` of the planes."""
+    """The sums of the products of weights, from `_load`, and a and b, the `_integers` of planes."""
     codes, lower, upper = weights
     products = _products(codes, lower, a, P, False, DTYPE, ASM)
     return tl.sum(products + _products(codes, upper, b, P, True, DTYPE, ASM), 1)
@@ -123,7 +125,7 @@ def _int4_row_kernel(
     STEPS: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: blocks of BLOCK_N outputs of the only row, over STEPS times BLOCK_K inputs. The
-    # next weights are on their way while it multiplies, the first ones before the wait.
+    # next weights are loaded while it multiplies, the first ones before the wait.
     launch_dependents(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     CHUNKS: tl.constexpr = BLOCK_K // (4 * P)
@@ -177,10 +179,10 @@ def one_row(
     gelu: bool = False,
     partial: bool = False,
 ) -> torch.Tensor:
-    """The product of a single row, x: [1, K], with weight: [N, K]; if `gated`, N is of gate and up.
+    """The product of a single row, x: [1, K], by weight: [N, K]; if `gated`, N counts gate and up.
 
     Returns:
-        [1, N], if `gated` of half as many; or [S, 1, N] float32, to be summed over S, if `partial`.
+        [1, N], or if `gated` [1, N / 2]; if `partial`, also [S, 1, N] float32, to be summed over S.
     """
     N, K = weight.shape
     if gated:
@@ -190,7 +192,7 @@ def one_row(
     steps = cdiv(K, block_k)
     splits = steps if partial and steps in SPLITS else 1
     blocks = cdiv(N, block_n)
-    programs = cdiv(blocks, cdiv(blocks * splits, most))  # each has as many blocks
+    programs = cdiv(blocks, cdiv(blocks * splits, most))  # with equal numbers of blocks
     out = empty_parts(splits, 1, N, x.dtype, x.device)
     _int4_row_kernel[(programs, splits)](
         x.view(torch.int32), weight.data.view(torch.int32), weight.scales.view(torch.int32), bias,

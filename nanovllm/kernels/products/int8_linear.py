@@ -1,8 +1,8 @@
-"""Matrix products with weights in INT8, a scale for each row, and activations in 16 bits.
+"""Matrix products with weights in INT8, with one scale per row, and activations in 16 bits.
 
-A row of activations becomes integers of 16 bits, by its largest number: an error of 2 ** -16 of
-that. Their upper and lower bytes are two rows of INT8, which tensor cores multiply by the weights
-exactly, so nothing is unpacked.
+A row of activations is quantised to integers of 16 bits by its largest value: an error of 2 ** -16
+of that. Their upper and lower bytes are two rows of INT8, which tensor cores multiply by the
+weights exactly, so nothing is unpacked.
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -29,9 +29,9 @@ from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.device import MIN_CAPABILITY, capability
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
-MAX_INPUTS = 2**16  # whose products' sum int32 holds
-_LARGEST = tl.constexpr(127.0 * 257.0)  # of the integers, whose upper bytes are codes, too
-_LEAST = tl.constexpr(2.0**-100)  # for the largest of zeros
+MAX_INPUTS = 2**16  # the sum of their products fits int32
+_LARGEST = tl.constexpr(127.0 * 257.0)  # integer, so that upper bytes are INT8 codes, too
+_LEAST = tl.constexpr(2.0**-100)  # largest value of a row of zeros
 # Added to a float32, it leaves the nearest integer in the low bits of the mantissa, beside its own.
 _ROUND, _ROUND_BITS = tl.constexpr(1.5 * 2.0**23), tl.constexpr(0x4B400000)
 
@@ -61,8 +61,8 @@ def _bytes_kernel(x_ptr, bytes_ptr, scales_ptr, stride, K, BLOCK: tl.constexpr, 
 
 
 def in_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, K] as 256 * upper + lower bytes, which are rows 2 t and 2 t + 1 of the first result,
-    [2 T, K] int8, times the scales that are the second, [T] float32.
+    """Quantise x: [T, K] to 256 * upper + lower bytes, times a scale. Returns the bytes [2 T, K]
+    int8, in rows 2 t and 2 t + 1, and the scales [T] float32.
     """
     T, K = x.shape
     out = spare_rows(2 * T, K, like=x, dtype=torch.int8)
@@ -103,7 +103,7 @@ def _int8_tiles_kernel(
 
 
 class Tiles(NamedTuple):
-    """How `_int8_tiles_kernel` divides a product."""
+    """The tiles of a product in `_int8_tiles_kernel`."""
 
     block_t: int
     block_n: int
@@ -112,7 +112,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(T: int, room: bool) -> Tiles:
-    """Tiles for T rows (measured on an H200); `room`: see `has_room`."""
+    """Choose tiles for T rows (measured on an H200); `room`: see `has_room`."""
     if not room:
         return Tiles(max(8, min(32, next_power_of_2(T))), 64, 64, 3)
     return Tiles(max(8, next_power_of_2(T)), 64, 256, 3) if T <= 32 else Tiles(64, 128, 128, 3)
@@ -121,10 +121,10 @@ def choose_tiles(T: int, room: bool) -> Tiles:
 def linear_into(
     out: torch.Tensor, x: torch.Tensor, weight: Codes, tiles: Tiles | None = None
 ) -> None:
-    """`x @ weight.T` into out: [T, N], contiguous, of which x: [T, K] has the dtype.
+    """`x @ weight.T` into out: [T, N], contiguous, of the same dtype as x: [T, K].
 
     Args:
-        weight: int8 with a scale for each row, for which `can_multiply`.
+        weight: [N, K] int8 with one scale per row; `can_multiply` must be true.
     """
     (T, K), N, codes = x.shape, len(weight), weight.codes
     assert x.stride(1) == 1 and out.is_contiguous(), "rows are read and written whole"

@@ -1,8 +1,8 @@
-"""Matrix products for few rows, where reading the weights is all that takes time.
+"""Matrix products of few rows, whose time is that of reading the weights.
 
-A library's product of a few rows leaves much of the GPU idle. Two kernels do better
+A library's product of a few rows leaves much of the GPU idle. Two kernels are faster
 (docs/experiments.md): that of a single row (`row.py`), and one that may split the sum (split-K)
-into partial results, which the kernel after it adds. Everything else goes to `F.linear`.
+into partial results, which the next kernel adds. Everything else goes to `F.linear`.
 
 Letters: T rows, N outputs, K inputs.
 """
@@ -30,14 +30,14 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 HALF = (torch.bfloat16, torch.float16)
 BLOCK_N = 64
 SMALL = 2**23  # elements of a weight so small that the library leaves the GPU idle
-PROGRAMS = 128  # that run at once
-MAX_ROWS = 256  # of a product by tiles
-PART = 2**24  # numbers of `multiply_parts` that stay in the L2 cache
-SPLITS = (2, 4)  # into how many partial results the sum may be split: powers of two
+PROGRAMS = 128  # to run at once
+MAX_ROWS = 256  # for products by tiles
+PART = 2**24  # elements of a part in `multiply_parts`, which stays in the L2 cache
+SPLITS = (2, 4)  # possible numbers of partial results: powers of two
 
 
 class Tiles(NamedTuple):
-    """How `_tiles_kernel` divides a product; `more`: rows beside `block_t` (in FP8)."""
+    """The tiles of a product in `_tiles_kernel`; `more`: rows beside `block_t` (in FP8)."""
 
     block_t: int
     splits: int
@@ -53,7 +53,7 @@ def _tiles_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_N outputs of BLOCK_T rows, summed over SPAN of the inputs. The weights are
-    # the left operand: its tile has the 64 rows that tensor cores want, however small T is.
+    # the left operand: its tile has the 64 rows that tensor cores need, however small T is.
     launch_dependents(PDL)
     n, t, split = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_T, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -71,25 +71,26 @@ def _tiles_kernel(
 
 
 def empty_parts(S: int, T: int, N: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised results: [S, T, N] float32 of S splits; [T, N] of `dtype` of one."""
+    """Uninitialised results: [S, T, N] float32 for S > 1 splits; [T, N] of `dtype` for one."""
     if S > 1:
         return torch.empty(S, T, N, dtype=torch.float32, device=device)
     return torch.empty(T, N, dtype=dtype, device=device)
 
 
 def choose_tiles(T: int, N: int, K: int, partial: bool) -> Tiles | None:
-    """Tiles for T rows, or None where the library is faster (measured on an H200).
+    """Choose tiles for T rows; None if the library is faster (measured on an H200).
 
     Args:
         N: rows of the weight.
-        partial: whether partial results are welcome.
+        K: columns of the weight.
+        partial: whether results may be partial.
     """
     small = N * K <= SMALL
     most = MAX_ROWS if small and partial else 128
     if most < T or N % BLOCK_N or K % 512:
         return None
     block_t = max(16, min(64 if N <= 1024 else TILE_ROWS, next_power_of_2(T)))
-    # About a program for each multiprocessor: more would wait for the first to end.
+    # About one program per multiprocessor: more would wait for the first to end.
     programs = N // BLOCK_N * cdiv(T, block_t)
     splits = 1
     while partial and splits < SPLITS[-1] and 2 * splits * programs <= PROGRAMS:
@@ -122,8 +123,8 @@ def linear(
     Args:
         x: [T, K]
         weight: [N, K], contiguous.
-        bias: [N], None for 0.
-        partial: allow a result whose sum is left to the caller.
+        bias: [N]; None: 0.
+        partial: whether the result may be partial, its sum left to the caller.
 
     Returns:
         [T, N]; or [S, T, N] float32, to be summed over S, if `partial` and that is faster.
@@ -148,8 +149,8 @@ def multiply_parts(
     """`x @ weight.T + bias` into `out`: [T, N], by the library, a part of the weight at a time.
 
     Args:
-        numbers: of rows of the weight, by the first and the end.
-        multiple: of rows that a part has.
+        numbers: function that gives the values of the weight's rows, from the first to the end.
+        multiple: divisor of the number of rows in a part.
     """
     N, K = out.shape[1], x.shape[1]
     step = max(multiple, PART // K // multiple * multiple)

@@ -1,6 +1,7 @@
 """Routing: the experts of each token, and the pairs of a token and an expert sorted by expert.
 
-Pairs are numbered n = token * k + j. A counting sort on the device, one program for each expert.
+Pairs are numbered n = token * k + j. They are sorted on the device by counting, with one program
+per expert.
 
 Letters: T tokens, k experts of each, E experts.
 """
@@ -12,7 +13,7 @@ import triton.language as tl
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
 from nanovllm.utils.integers import next_power_of_2
 
-SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` looks at together
+SORTED = 256, 2048, 4096  # pairs that a program of `_sort_kernel` handles together
 LEAST = tl.constexpr(-3e38)
 
 
@@ -27,7 +28,7 @@ def _route_kernel(
     e = tl.arange(0, E_PAD)
     wait(PDL)
     logits = tl.load(logits_ptr + row * E + e, mask=e < E, other=0.0).to(tl.float32)
-    # No score is below the least number, NaN neither: each choice is another expert, and one.
+    # No score is below LEAST, not even NaN: so each choice is one expert, and another one.
     logits = tl.where(e < E, tl.where(logits > LEAST, logits, LEAST), float("-inf"))
     most = tl.max(logits, 0)
     left = logits
@@ -41,7 +42,7 @@ def _route_kernel(
         total = tl.sum(tl.exp(logits - most), 0)
     chosen = left != logits
     taken = tl.where(chosen, logits, float("-inf"))
-    for j in tl.static_range(K):  # the same again, now that their sum is known
+    for j in tl.static_range(K):  # again, now that the sum is known
         score, expert = tl.max(taken, 0, return_indices=True)
         tl.store(weights_ptr + row * K + j, tl.exp(score - most) / total)
         taken = tl.where(e == expert, float("-inf"), taken)
@@ -51,7 +52,7 @@ def _route_kernel(
 def _sort_kernel(
     ids_ptr, order_ptr, starts_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    # One program: the pairs of one expert, in their order, behind those of all before it.
+    # One program: the pairs of one expert, in their order, after those of all experts before it.
     launch_dependents(PDL)
     expert = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
@@ -71,8 +72,8 @@ def _sort_kernel(
 
 
 def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's k likeliest experts [T, k] int32, the likeliest first, and their probabilities
-    [T, k] float32; `norm` divides these by their sum.
+    """Choose each token's k likeliest experts [T, k] int32, the likeliest first, and their
+    probabilities [T, k] float32; `norm` divides these by their sum.
 
     Args:
         logits: [T, E]
@@ -88,7 +89,7 @@ def route(logits: torch.Tensor, k: int, norm: bool) -> tuple[torch.Tensor, torch
 
 
 def sort_pairs(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs [T * k] int32 by expert, in their order, and where those of each expert begin
+    """Sort pairs by expert, stably. Returns the pairs [T * k] int32, and the first of each expert
     [E + 1] int32.
 
     Args:

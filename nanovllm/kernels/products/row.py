@@ -1,5 +1,5 @@
-"""The product of a single row, which reads the weights once and needs no tensor cores: of a matrix,
-or of the experts that a row has. What `fp8_row.py` and `int4_row.py` share with it.
+"""The product of a single row by a matrix, or by the row's experts, which reads the weights once
+and needs no tensor cores; and functions that `fp8_row.py` and `int4_row.py` share with it.
 
 Letters: N outputs, K inputs.
 """
@@ -17,7 +17,7 @@ from nanovllm.utils.integers import cdiv, next_power_of_2
 def stored(
     weight: torch.Tensor | Codes,
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]:
-    """Numbers or codes [N, K], and of codes their scales, and rows and columns that share one."""
+    """The values or codes [N, K]; for codes, their scales; and the block that shares a scale."""
     if isinstance(weight, Codes):
         return weight.codes, weight.scales, weight.block
     return weight, None, (1, weight.shape[1])
@@ -25,7 +25,7 @@ def stored(
 
 @triton.jit
 def load_bias(bias_ptr, n, mask):
-    """float32; 0 if there is none."""
+    """Load a bias as float32; 0 if there is none."""
     if bias_ptr is None:
         return 0.0
     else:
@@ -34,7 +34,7 @@ def load_bias(bias_ptr, n, mask):
 
 @triton.jit
 def load_words(ptr, block, begin, q, N, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Words of a block of rows, of WIDTH each, from `begin` on; 0 beyond the last."""
+    """Load words of a block of rows, of WIDTH words each, from `begin` on; 0 beyond the last."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < N)[:, None] & (begin + q < WIDTH)[None, :]
     ptrs = ptr + n.to(tl.int64)[:, None] * WIDTH + (begin + q)[None, :]
@@ -46,8 +46,9 @@ def _add_products(
     acc, weight, x, row, n, start, codes_scales_ptr,
     N: tl.constexpr, K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of x: [1, BLOCK_K] with weights of rows row + n, from column `start` on;
-    of codes in blocks of SCALE_ROWS x SCALE_COLS scaled, with a column of acc for each block.
+    """acc + the products of x: [1, BLOCK_K] and weights of rows row + n, from column `start` on.
+    Products with codes in blocks of SCALE_ROWS x SCALE_COLS are scaled, and acc has a column per
+    block.
     """
     products = weight.to(tl.float32) * x
     if SCALE_COLS == 0:
@@ -63,7 +64,7 @@ def _add_products(
 
 @triton.jit
 def _sum(acc, codes_scales_ptr, rows, mask, SCALE_COLS: tl.constexpr):
-    """The sums of `_add_products`, with the scales of these rows if each has one."""
+    """The sums of `_add_products`, times the scales of these rows if each has one."""
     out = tl.sum(acc, 1)
     if codes_scales_ptr is not None and SCALE_COLS == 0:
         out *= tl.load(codes_scales_ptr + rows, mask=mask, other=0.0)
@@ -77,9 +78,9 @@ def _row_kernel(
     SCALE_ROWS: tl.constexpr, SCALE_COLS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_N outputs of the only row, or of one of its experts. Their first weights
-    # are read before the wait, where it is known which they are. Codes have scales for blocks of
-    # SCALE_ROWS x SCALE_COLS, or for each row (SCALE_COLS 0).
+    # One program: BLOCK_N outputs of the only row, or of one of its experts. The first weights are
+    # read before the wait, unless the experts are not known yet. Codes have scales per block of
+    # SCALE_ROWS x SCALE_COLS, or per row (SCALE_COLS 0).
     launch_dependents(PDL)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.zeros([], tl.int64)
@@ -141,26 +142,26 @@ def one_row(
     experts: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of a single row; or of it with each of k experts, or of k rows with one each.
+    """The product of a single row; or of it by each of k experts, or of k rows by one expert each.
 
     Args:
         x: [1, K], or [k, K].
-        weight: [N, K], of all E experts [E * N, K]; if `gated`, N is of gate and up.
-        bias: [N], of experts [E, N]; None for 0.
+        weight: [N, K], or [E * N, K] of all E experts; if `gated`, N counts gate and up.
+        bias: [N], or [E, N] of experts; None: 0.
         gated, gelu, limit: see `kernels.activation.activate_and_mul`.
-        num_experts: E
-        experts: [1, k] int32.
-        scales: [1, k] float32, multiply the results.
+        num_experts: number of experts E.
+        experts: [1, k] int32, indices of the row's experts; None: there are none.
+        scales: [1, k] float32, factors on the results; None: 1.
 
     Returns:
-        [1, N], of experts [k, N]; or [k, 1, N] float32 with `scales`.
+        [1, N], or [k, N] of experts; with `scales`, [k, 1, N] float32. If `gated`, N / 2 for N.
     """
     matrix, codes_scales, block = stored(weight)
     assert x.stride(-1) == 1 and matrix.is_contiguous(), "rows must be contiguous"
     N, K = matrix.shape
     N //= 2 * num_experts if gated else num_experts
     scale_cols = block[1] if block[0] > 1 else 0
-    # 4096 weights for each program at a time; measured on an H200.
+    # 4096 weights per program at a time; measured on an H200.
     BLOCK_K = max(16, scale_cols, min(2048, next_power_of_2(K)))
     BLOCK_N = max(1, 4096 // BLOCK_K // (2 if gated else 1))
     k = 1 if experts is None else experts.numel()

@@ -1,4 +1,4 @@
-"""Logits to tokens: controls, thresholds, log-probabilities, and the draw.
+"""Kernels from logits to tokens: controls, thresholds, log-probabilities, and the draw.
 
 Every file is a door.
 """

@@ -10,14 +10,14 @@ import triton.language as tl
 from nanovllm.kernels.sampling.draw import BLOCK, LOG2E, MIN_TEMPERATURE
 from nanovllm.utils.integers import cdiv
 
-BLOCKS = 32  # blocks of a program of `process`
-SPAN = BLOCK * BLOCKS  # columns
+BLOCKS = 32  # blocks per program of `process`
+SPAN = BLOCK * BLOCKS  # columns per program
 
 
 @triton.jit
 def _lower_bound(values_ptr, low, high, value):
     """The first index in low..high whose value is not below `value`."""
-    size = high - low  # by `high` as a bound Triton 3.4 does not compile
+    size = high - low  # Triton 3.4 does not compile a loop with `high` as a bound
     while size > 0:
         half = size // 2
         below = tl.load(values_ptr + low + half) < value
@@ -28,7 +28,7 @@ def _lower_bound(values_ptr, low, high, value):
 
 @triton.jit
 def clean(x):
-    """float32, -inf for NaN, which is never drawn."""
+    """Convert to float32, with -inf for NaN, which is never drawn."""
     x = x.to(tl.float32)
     return tl.where(x == x, x, float("-inf"))  # noqa: PLR0124
 
@@ -69,7 +69,7 @@ def _process_kernel(
             count = seen & 0x7FFF
             x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
             x -= frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0)
-    x = clean(x)  # here: inf that is banned is NaN
+    x = clean(x)  # not before, as a banned inf has become NaN
     tl.store(out_ptr + long_row * V + cols, x, mask=inside)
     tops = tl.max(x, 1)
     tl.store(tops_ptr + long_row * tl.num_programs(1) * BLOCKS + block, tops)
@@ -97,16 +97,16 @@ def process(
     """Mask, edit and penalise logits.
 
     Args:
-        logits: [n, V], rows adjacent columns.
+        logits: [n, V], the columns of a row adjacent.
         slots: [n] int32, rows of counts.
         masks, mask_rows, edit_starts, edit_tokens, edit_biases, penalties: see
             `nanovllm.sampling.controls.Controls`, on the device.
         counts: [N, V] int16, see `ControlledSampler`; None: no penalties.
-        temperatures: [n] float32, if the weights of spans are wanted.
+        temperatures: [n] float32; None: compute no weights of spans.
 
     Returns:
-        [n, V] float32; the largest of each block of columns, [n, blocks] float32; and for
-        `nanovllm.kernels.sampling.draw.sample` the weights of spans of `SPAN` columns.
+        Logits [n, V] float32; the largest of each block of columns, [n, blocks] float32; and the
+        weights of spans of `SPAN` columns for `nanovllm.kernels.sampling.draw.sample`, or None.
     """
     n, V = logits.shape
     tiles = cdiv(V, SPAN)
@@ -136,5 +136,5 @@ def _count_kernel(counts_ptr, slots_ptr, tokens_ptr, V, MOST: tl.constexpr):
 
 
 def count(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Count tokens [n] int32 in the rows `slots`: [n] int32 of counts: [N, V] int16."""
+    """Count tokens [n] int32 in rows `slots`: [n] int32 of counts: [N, V] int16."""
     _count_kernel[(len(slots),)](counts, slots, tokens, counts.shape[1], MOST=0x7FFF, num_warps=1)

@@ -5,9 +5,9 @@ probability proportional to the sum of the exponentials in it, then the token wi
 Both take the argmax of `log weight + Gumbel noise` (the Gumbel-max trick), which draws exactly in
 proportion to the weights; only the columns of the chosen span need noise of their own.
 
-The noise is a function of the request's key, the token's position and the index of the span or
-column alone, through the counter-based generator Philox4x32 (Salmon et al., 2011): a request draws
-the same tokens whatever it shares a batch with.
+The noise is a function only of the request's key, the token's position, and the index of the span
+or column, through the counter-based generator Philox4x32 (Salmon et al., 2011): a request draws the
+same tokens whatever else is in the batch.
 
 A row with a NaN has no distribution. Its span's weight is NaN, its token `NO_TOKEN`, and 0 in the
 table of last tokens, for the step that is launched before the host has seen it.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from nanovllm.distributed.peer_memory import PeerMemory
 
 LOG2E = 1.4426950408889634
-BLOCK = 128  # columns of a block, of which the largest logit may be known
-MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it the largest logit is taken
+BLOCK = 128  # columns of a block, whose largest logit may be known
+MIN_TEMPERATURE: tl.constexpr = tl.constexpr(1e-5)  # below it, the largest logit is drawn
 LOST: tl.constexpr = tl.constexpr(NO_TOKEN)
 
 
@@ -37,7 +37,7 @@ LOST: tl.constexpr = tl.constexpr(NO_TOKEN)
 def _gumbel(bits):
     """-log2 E, with E = -log(1 - x) ~ Exp(1) from the uniform x = (bits + 1/2) / 2^32.
 
-    Winners have E near zero, so there a series is taken: 1 - x would round.
+    Winners have E near zero, so a series is used there: 1 - x would round.
     """
     x = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = x * (1.0 + x * (0.5 + x * 0.33333333))
@@ -62,8 +62,8 @@ def _weigh_spans_kernel(
     logits_ptr, temperatures_ptr, least_ptr, tops_ptr, weight_ptr, V, stride, stride_tops, LOG2E,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: log2 of the sum of 2^(logit * log2 e / T) of a span; greedy: the largest logit;
-    # NaN if there is one.
+    # One program: the weight of a span: log2 of the sum of 2^(logit * log2 e / T), or the largest
+    # logit of a greedy row; NaN if there is a NaN.
     launch_dependents(PDL)
     row, span = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
@@ -97,8 +97,8 @@ def _draw_kernel(
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     FILTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: a row. One Philox call gives the noise of four columns. The noise of spans and
-    # columns is that of their place in the whole vocabulary, where ours begin at `start`.
+    # One program: a row. One Philox call gives the noise of four columns. The noise of a span or
+    # column is that of its index in the whole vocabulary, where this part begins at `start`.
     launch_dependents(PDL)
     row = tl.program_id(0)
     temperature = tl.load(temperatures_ptr + row)
@@ -157,7 +157,7 @@ def _best_of_ranks(
     score, token, peers_ptr, epochs_ptr, row,
     ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of the ranks' tokens the one with the highest score, the first of equals; or `LOST`."""
+    """The token with the highest score over the ranks, the first of equals; or `LOST`."""
     low = token.to(tl.uint32, bitcast=True).to(tl.int64)
     word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
     epoch = tl.load(epochs_ptr + row)
@@ -194,23 +194,24 @@ def sample(
     """Draw one token per row from softmax(logits / temperature).
 
     Args:
-        logits: [B, V], rows adjacent columns: the whole vocabulary, or the part of a rank.
-        temperatures: [B] float32; below 1e-5 the largest logit is taken.
-        keys: [2, B] int32, the random key of each request, two words.
-        positions: [B] int32, the position that the token will have.
-        slots: [B] int32.
-        table: [N] int32, where each token is written too, at its slot; 0 for `NO_TOKEN`.
-        span: columns of a span.
-        start: where our part of the vocabulary begins, a multiple of `span`.
-        peers: the ranks that have the other parts; None for the best of this part.
-        least: [B] float32, smaller logits are not drawn.
-        tops: with `least`, [B, blocks] float32, the largest logit of each block of 128 columns.
-        weights: [B, spans] float32, what is drawn of each span, if it is known: log2 of the sum of
-            2^(logit * log2 e / temperature), or for greedy rows the largest logit.
+        logits: [B, V], the columns of a row adjacent: the whole vocabulary, or the part of a rank.
+        temperatures: [B] float32; below 1e-5, the largest logit is drawn.
+        keys: [2, B] int32, random key of each request, two words.
+        positions: [B] int32, position of the token to draw.
+        slots: [B] int32, indices in `table`.
+        table: [N] int32, table of last tokens, to which each token is also written; 0 for
+            `NO_TOKEN`.
+        span: number of columns of a span.
+        start: first token of this part of the vocabulary, a multiple of `span`.
+        peers: ranks that have the other parts; None: draw the best of this part.
+        least: [B] float32, least logits to draw; None: all may be drawn.
+        tops: [B, blocks] float32, largest logit of each block of 128 columns, with `least` only.
+        weights: [B, spans] float32, weights of the spans, if they are known: log2 of the sum of
+            2^(logit * log2 e / temperature), or the largest logit for greedy rows.
 
     Returns:
-        Tokens [B] int32, `NO_TOKEN` of rows with a NaN; and the scores [B] float32 by which this
-        part's best is to be compared with that of other parts, NaN of those rows.
+        Tokens [B] int32, `NO_TOKEN` for rows with a NaN; and scores [B] float32, by which this
+        part's best is to be compared with that of other parts, NaN for those rows.
     """
     B, V = logits.shape
     assert start % span == 0, f"a part of the vocabulary begins at {start}, within a span of {span}"

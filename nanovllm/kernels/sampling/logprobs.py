@@ -9,12 +9,12 @@ from nanovllm.kernels.sampling.draw import LOG2E, has_nan
 from nanovllm.utils.integers import cdiv, next_power_of_2
 
 SPAN = 4096  # columns that a program reads
-NOTHING: tl.constexpr = tl.constexpr(2147483647)  # in the place of a token
+NOTHING: tl.constexpr = tl.constexpr(2147483647)  # in place of a token
 
 
 @triton.jit
 def _take_largest(values, tokens):
-    """The largest value, its token, the first of equals, and all values and tokens without it."""
+    """The largest value and its token, the first of equals; and all values and tokens but these."""
     top = tl.max(values, 0)
     token = tl.min(tl.where(values == top, tokens, NOTHING), 0)
     taken = tokens == token
@@ -26,8 +26,8 @@ def _span_logprobs_kernel(
     logits_ptr, drawn_ptr, maxima_ptr, sums_ptr, larger_ptr, top_values_ptr, top_tokens_ptr,
     V, stride, N, LOG2E, SPAN: tl.constexpr,
 ):  # fmt: skip
-    # One program: a span of a row: its maximum, the sum relative to it (NaN if a logit is), how
-    # many are larger than the drawn token, and the N largest.
+    # One program: a span of a row: its maximum, the sum of exponentials relative to that (NaN if a
+    # logit is), the number of logits larger than the drawn token's, and the N largest.
     row, span, spans = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     logits_ptr += row.to(tl.int64) * stride
     cols = span * SPAN + tl.arange(0, SPAN)
@@ -83,13 +83,13 @@ def logprobs(
     """Log-probabilities of the drawn tokens, and of the most likely ones.
 
     Args:
-        logits: [n, V], rows adjacent columns.
-        drawn: [n] int32.
-        num_logprobs: N, at most V.
+        logits: [n, V], the columns of a row adjacent.
+        drawn: [n] int32, drawn tokens.
+        num_logprobs: number N of most likely tokens, at most V.
 
     Returns:
         Tokens [n, 1 + N] int32, the drawn one first; their log-probabilities [n, 1 + N] float32,
-        NaN where a logit of the row is; the rank [n] int32 of the drawn one.
+        NaN if any logit of the row is; the rank [n] int32 of the drawn one.
     """
     n, V = logits.shape
     spans, N, device = cdiv(V, SPAN), num_logprobs, logits.device

@@ -1,7 +1,7 @@
 """The least logit that top_k, top_p and min_p keep, without sorting.
 
-The largest logit of each block of columns is known (`controls.py`). Those say which blocks can hold
-what is kept, so little more than these tokens is read.
+The largest logit of each block of columns is known (`controls.py`). It tells whether the block can
+have kept tokens, so little more than these is read.
 """
 
 import torch
@@ -11,14 +11,14 @@ import triton.language as tl
 from nanovllm.kernels.sampling.draw import BLOCK, LOG2E, MIN_TEMPERATURE
 from nanovllm.utils.integers import next_power_of_2
 
-CHUNK = 32  # blocks that are gathered from at once
+CHUNK = 32  # blocks from which values are gathered at once
 PART = 2048  # values that are searched at once
-TURNS = 8  # of narrowing them down to so many, which equal ones may prevent
+TURNS = 8  # at most, to narrow the values down to PART, which equal ones may prevent
 
 
 @triton.jit
 def _key(x):
-    """uint32 in the order of float32; both zeros are one."""
+    """A uint32 key in the order of float32; both zeros have the same."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return key.to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -43,7 +43,7 @@ def _largest(keys, k):
 
 @triton.jit
 def _list_blocks(list_ptr, tops, blocks, bound):
-    """Write the blocks whose largest value reaches `bound`. Returns how many."""
+    """List the blocks whose largest value reaches `bound`. Returns their number."""
     tl.debug_barrier()  # an earlier list may still be read
     chosen = ((_key(tops) >= bound) & (tops > float("-inf"))).to(tl.int32)
     tl.store(list_ptr + tl.cumsum(chosen, 0) - 1, blocks, mask=chosen != 0)
@@ -53,7 +53,7 @@ def _list_blocks(list_ptr, tops, blocks, bound):
 
 @triton.jit
 def _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The columns of CHUNK listed blocks: [CHUNK * BLOCK]."""
+    """Load the columns of CHUNK listed blocks: [CHUNK * BLOCK]."""
     i = first + tl.arange(0, CHUNK)
     blocks = tl.load(list_ptr + i, mask=i < count, other=0)
     cols = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -63,14 +63,14 @@ def _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _weigh(x, top, scale, bound, MASS: tl.constexpr):
-    """2^((x - top) scale), or 1 each; 0 for what does not reach `bound`."""
+    """The weights of x: 2^((x - top) scale), or 1 without MASS; 0 if x does not reach `bound`."""
     weights = tl.exp2((x - top) * scale) if MASS else tl.full(x.shape, 1.0, tl.float32)
     return tl.where((_key(x) >= bound) & (x > float("-inf")), weights, 0.0)
 
 
 @triton.jit
 def _mass(values_ptr, num, top, scale, bound, PART: tl.constexpr):
-    """The weight of the values that reach `bound`."""
+    """The total weight of the values that reach `bound`."""
     total = tl.zeros([PART], tl.float32)
     for first in range(0, num, PART):
         i = first + tl.arange(0, PART)
@@ -83,7 +83,7 @@ def _mass(values_ptr, num, top, scale, bound, PART: tl.constexpr):
 def _sums(
     values_ptr, num, low, middle, high, top, scale, PART: tl.constexpr, MASS: tl.constexpr
 ):  # fmt: skip
-    """The weights of the values that reach each of three ascending bounds."""
+    """The total weights of the values that reach each of three ascending bounds."""
     low_sum, middle_sum = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32)
     high_sum = tl.zeros([PART], tl.float32)
     for first in range(0, num, PART):
@@ -98,10 +98,10 @@ def _sums(
 
 @triton.jit
 def _narrow(values_ptr, num, bound, top, scale, target, PART: tl.constexpr, TURNS: tl.constexpr):
-    """Leave of the values, all of which reach `bound`, those among which the mass from the largest
-    value on reaches `target`: a quarter of their range in each turn.
+    """Narrow down the values, all of which reach `bound`, to those among which the mass, summed
+    from the largest value on, reaches `target`: to a quarter of their range in each turn.
 
-    Returns how many they are, and the mass of those above them.
+    Returns the number of remaining values, and the mass of those above them.
     """
     low, high, above, turn = bound, _key(top) + 1, 0.0, 0
     while (num > PART) & (turn < TURNS):
@@ -121,7 +121,7 @@ def _narrow(values_ptr, num, bound, top, scale, target, PART: tl.constexpr, TURN
         else:
             high, above = first, above + to_first
         left = 0
-        for begin in range(0, num, PART):  # behind what has been read
+        for begin in range(0, num, PART):  # writes go only to places already read
             i = begin + tl.arange(0, PART)
             x = tl.load(values_ptr + i, mask=i < num, other=float("-inf"))
             keys = _key(x)
@@ -135,7 +135,9 @@ def _narrow(values_ptr, num, bound, top, scale, target, PART: tl.constexpr, TURN
 
 @triton.jit
 def _search(values_ptr, num, above, top, scale, target, PART: tl.constexpr, MASS: tl.constexpr):
-    """The largest key that values of at least a weight of `target` reach, with those `above`."""
+    """The largest key for which the values that reach it, and those `above`, weigh at least
+    `target`.
+    """
     found = tl.zeros([], tl.uint32)
     for step in range(16):  # two bits each
         bit = tl.full([], 1, tl.uint32) << (30 - 2 * step)
@@ -156,8 +158,8 @@ def _thresholds_kernel(
     BLOCKS_PAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     TURNS: tl.constexpr,
 ):  # fmt: skip
-    # One program: a row. What can be kept is narrowed down to the values from `bound` on, which
-    # are gathered; the bound is then searched among them, bit by bit.
+    # One program: a row. The candidates are narrowed down to the values from `bound` on, which are
+    # gathered; then the final bound is searched among them, bit by bit.
     row = tl.program_id(0)
     temperature = tl.load(temperatures_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -181,7 +183,7 @@ def _thresholds_kernel(
                 bound = tl.maximum(bound, _largest(_key(tops), top_k))  # k tokens are as large
             count = _list_blocks(list_ptr, tops, blocks, bound)
             if top_k <= 0:
-                # Tokens below (1 - p) / V of the mass have together less than 1 - p of it.
+                # All tokens below (1 - p) / V of the mass together have less than 1 - p of it.
                 sums = tl.zeros([CHUNK * BLOCK], tl.float32)
                 for first in range(0, count, CHUNK):
                     x = _load_blocks(x_ptr, list_ptr, first, count, V, CHUNK, BLOCK)
@@ -203,8 +205,8 @@ def _thresholds_kernel(
                 bound = tl.maximum(bound, found)
                 target = top_p * _mass(values_ptr, num, top, scale, bound, PART)
             if top_p < 1.0:
-                # Below the bound there is nothing, or what top_k leaves out: it cannot be found,
-                # since all from the bound on have more than the target.
+                # Below the bound is nothing, or tokens that top_k excludes: these cannot be found,
+                # since all tokens from the bound on have more than the target.
                 num, above = _narrow(values_ptr, num, bound, top, scale, target, PART, TURNS)
                 found = _search(values_ptr, num, above, top, scale, target, PART, True)
                 bound = tl.maximum(bound, found)
@@ -223,14 +225,14 @@ def thresholds(
     """The least value of each row that top_k, top_p and min_p keep.
 
     Args:
-        x: [n, V] float32.
-        tops: [n, blocks] float32, the largest value of each block of columns.
+        x: [n, V] float32, logits.
+        tops: [n, blocks] float32, largest value of each block of columns.
         temperatures: [n] float32; rows below 1e-5 keep everything.
-        top_k: [n] int32, 0 for all.
+        top_k: [n] int32; 0: all tokens.
         top_p, min_p: [n] float32.
 
     Returns:
-        [n] float32, -inf where everything is kept.
+        [n] float32; -inf if everything is kept.
     """
     n, V = x.shape
     num_blocks = tops.shape[1]
