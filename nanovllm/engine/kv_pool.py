@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.layers.base import State, StatefulLayer
+from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.sizing import memory
 from nanovllm.utils.integers import cdiv
 
@@ -44,7 +44,7 @@ class KVCachePool:
         self.num_rows = config.max_num_seqs + 1
         self.num_blocks = self.block_bytes = self.sequence_bytes = 0
         for state in (state for layer in self._layers for state in layer.states().values()):
-            if state.by_sequence:
+            if state.per is Per.SEQUENCE:
                 self.sequence_bytes += state.row_bytes
             else:
                 self.block_bytes += state.row_bytes
@@ -89,11 +89,10 @@ class KVCachePool:
             MemoryError, ValueError, torch.OutOfMemoryError: of numpy and torch, if they do not fit.
         """
         self.free()
-        counts = {False: num_blocks, True: self.num_rows if num_rows is None else num_rows}
+        rows = self.num_rows if num_rows is None else num_rows
+        counts = {Per.BLOCK: num_blocks, Per.SEQUENCE: rows}
         states = [layer.states() for layer in self._layers]
-        num_bytes = sum(
-            _room(state, counts[state.by_sequence]) for own in states for state in own.values()
-        )
+        num_bytes = sum(_room(state, counts[state.per]) for own in states for state in own.values())
         if self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
             pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
@@ -103,7 +102,7 @@ class KVCachePool:
         for layer, own in zip(self._layers, states, strict=True):
             tensors = {}
             for name, state in own.items():
-                count = counts[state.by_sequence]
+                count = counts[state.per]
                 used = pages[begin : begin + count * state.row_bytes]
                 tensors[name] = used.view(state.dtype).view(count, *state.shape)
                 begin += _room(state, count)

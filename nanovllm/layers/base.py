@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -57,19 +58,25 @@ class Layer(nn.Module):
             yield f"{path}.{name}", Shard.whole(param.data)
 
 
+class Per(Enum):
+    """Owners of the rows of a state."""
+
+    BLOCK = auto()  # KV blocks: [N, ...]
+    SEQUENCE = auto()  # slots of sequences, row 0 for padding, see `Context.slots`: [R, ...]
+
+
 class State(NamedTuple):
     """A tensor that a layer keeps from step to step.
 
     Attributes:
         shape: shape of a row, which belongs to one KV block or to one sequence.
         dtype: torch.dtype of the tensor.
-        by_sequence: whether there is a row per slot of a sequence, row 0 for padding:
-            [max_num_seqs + 1, *shape], see `Context.slots`; else a row per KV block: [N, *shape].
+        per: owners of the rows.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    by_sequence: bool = False
+    per: Per = Per.BLOCK
 
     @property
     def row_bytes(self) -> int:

@@ -10,7 +10,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
-from nanovllm.layers.base import Build, State, StatefulLayer
+from nanovllm.layers.base import Build, Per, State, StatefulLayer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sizing import memory
 from nanovllm.sizing.activations import max_activations
@@ -72,8 +72,8 @@ class Recurrent(StatefulLayer):
     """Keeps two tensors of each sequence."""
 
     def states(self):
-        last = State((3, 5), torch.float16, by_sequence=True)
-        return {"last": last, "sums": State((7,), torch.float32, by_sequence=True)}
+        last = State((3, 5), torch.float16, Per.SEQUENCE)
+        return {"last": last, "sums": State((7,), torch.float32, Per.SEQUENCE)}
 
     def bind(self, **tensors):
         self.kept = tensors
