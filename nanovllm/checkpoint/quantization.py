@@ -126,7 +126,10 @@ def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quant
             f"`quantization` {asked!r}: the checkpoint {has}, and is read as it is: leave it out"
         )
     if packed:
-        raise ValueError(f"`quantization` {asked!r} is not supported for gpt-oss: leave it out")
+        raise ValueError(
+            f"`quantization` {asked!r} is not supported for experts that a checkpoint has in one "
+            "tensor (gpt-oss): leave it out"
+        )
     return WHILE_LOADING
 
 
