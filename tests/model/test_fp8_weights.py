@@ -301,7 +301,7 @@ def test_scales_that_are_missing_or_do_not_fit(
 
 def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ValueError, match="'fp8' is not supported for experts .*: leave it out"):
+    with pytest.raises(ValueError, match=r"'fp8' is not supported for experts .*: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
     edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
     with pytest.raises(
