@@ -39,11 +39,11 @@ class KVCachePool:
         self, model: nn.Module, config: Config, group: Group, device: torch.device
     ) -> None:
         stateful = (module for module in model.modules() if isinstance(module, StatefulLayer))
-        self._layers = [layer for layer in stateful if layer.states()]
+        self._layers = [(layer, states) for layer in stateful if (states := layer.states())]
         self._config, self.group, self._device = config, group, device
         self.num_rows = config.max_num_seqs + 1
         self.num_blocks = self.block_bytes = self.sequence_bytes = 0
-        for state in (state for layer in self._layers for state in layer.states().values()):
+        for state in (state for _, states in self._layers for state in states.values()):
             if state.per is Per.SEQUENCE:
                 self.sequence_bytes += state.row_bytes
             else:
@@ -91,17 +91,20 @@ class KVCachePool:
         self.free()
         rows = self.num_rows if num_rows is None else num_rows
         counts = {Per.BLOCK: num_blocks, Per.SEQUENCE: rows}
-        states = [layer.states() for layer in self._layers]
-        num_bytes = sum(_room(state, counts[state.per]) for own in states for state in own.values())
+        num_bytes = sum(
+            _room(state, counts[state.per])
+            for _, states in self._layers
+            for state in states.values()
+        )
         if self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
             pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         else:
             pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         begin = 0
-        for layer, own in zip(self._layers, states, strict=True):
+        for layer, states in self._layers:
             tensors = {}
-            for name, state in own.items():
+            for name, state in states.items():
                 count = counts[state.per]
                 used = pages[begin : begin + count * state.row_bytes]
                 tensors[name] = used.view(state.dtype).view(count, *state.shape)
@@ -116,9 +119,9 @@ class KVCachePool:
     def free(self) -> None:
         """Have no blocks."""
         self.num_blocks = 0
-        for layer in self._layers:
-            states = layer.states().items()
-            layer.bind(**{name: torch.empty(0, dtype=state.dtype) for name, state in states})
+        for layer, states in self._layers:
+            empty = {name: torch.empty(0, dtype=state.dtype) for name, state in states.items()}
+            layer.bind(**empty)
 
     def log(self, max_model_len: int) -> None:
         """Say how large the pool is."""

@@ -78,7 +78,8 @@ class ModelRunner:
 
     def describe(self) -> dict[str, str | int]:
         """The configuration that took effect, for `LLMEngine.metrics`."""
-        build, compiler, graphs = self.built.build, self.built.compiler, self.graphs
+        build, graphs = self.built.build, self.graphs
+        compiler = self.built.compiler
         cache_dtype = build.cache_dtype or build.dtype
         return {
             "attention_backend": build.backend.name,

@@ -162,7 +162,7 @@ def places(size: Size) -> dict[str, Place]:
 
 def num_words(size: Size) -> int:
     """Words of int32 that a buffer needs."""
-    return list(places(size).values())[-1].end
+    return next(reversed(places(size).values())).end
 
 
 def divide(buffer: Any, size: Size) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch) ->
     """
     values, n, D = _values(batch, size), batch.num_decodes, size.decodes
     for name, array in LAYOUT.items():
-        part, new, padding = parts[name], values[name], array.padding
+        part, new = parts[name], values[name]
         if array.words:
             part, new = part.T, new.T
         if array.is_table:
@@ -197,7 +197,7 @@ def lay_out(parts: Mapping[str, NDArray[np.int32]], size: Size, batch: Batch) ->
             continue
         head = n if array.rows in WITH_DECODES else count
         part[:head] = new[:head]
-        part[head:] = new[-1] if padding == "last" else padding
+        part[head:] = new[-1] if array.padding == "last" else array.padding
         if count > head:
             part[D : D + count - head] = new[head:]
 

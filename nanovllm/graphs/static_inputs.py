@@ -82,6 +82,14 @@ NOTHING = Batch(
 )
 
 
+class _Room(NamedTuple):
+    """The room of a shape: in rows, in words, and as arrays of each twin."""
+
+    size: Size
+    words: int
+    parts: list[dict[str, Any]]
+
+
 class StaticInputs:
     """One buffer of int32 on the device, which each shape divides into arrays of its own, and
     pinned twins on the host.
@@ -110,7 +118,7 @@ class StaticInputs:
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._twins = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._twins]
-        self._divided: dict[Shape, list[dict[str, Any]]] = {}  # of each twin
+        self._rooms: dict[Shape, _Room] = {}
         self._turn = 0
 
     def size(self, shape: Shape) -> Size:
@@ -119,14 +127,16 @@ class StaticInputs:
 
     def fill(self, batch: Batch, shape: Shape) -> None:
         """Copy a batch to the device, padded to `shape`."""
-        size = self.size(shape)
-        if shape not in self._divided:
-            self._divided[shape] = [divide(twin.numpy(), size) for twin in self._twins]
+        if shape not in self._rooms:
+            size = self.size(shape)
+            parts = [divide(twin.numpy(), size) for twin in self._twins]
+            self._rooms[shape] = _Room(size, num_words(size), parts)
+        room = self._rooms[shape]
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
-        lay_out(self._divided[shape][self._turn], size, batch)
-        used = num_words(size)
-        self._device[:used].copy_(self._twins[self._turn][:used], non_blocking=True)
+        lay_out(room.parts[self._turn], room.size, batch)
+        used = self._twins[self._turn][: room.words]
+        self._device[: room.words].copy_(used, non_blocking=True)
         self._copied[self._turn].record()
 
     def view(self, shape: Shape) -> StepInputs:

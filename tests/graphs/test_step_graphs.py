@@ -260,7 +260,7 @@ class Unpinned(StaticInputs):
         self._room, self._turn = (width, max_num_seqs, members), 0
         words = num_words(self.size(Shape(max_num_seqs, most, members > 0)))
         self._device, *self._twins = torch.full((3, words), 7, dtype=torch.int32)
-        self._copied, self._divided = [Mock(), Mock()], {}
+        self._copied, self._rooms = [Mock(), Mock()], {}
 
 
 class OnCpu(StepGraphs):
