@@ -214,15 +214,20 @@ class Rehearsing(Builder):
         group.rank = rank
         super().__init__(config, model_config, group)
 
-    def build_model(self, build: Build) -> Qwen3ForCausalLM:
-        if self.compiler is None:
+    def start_compiler(self) -> Compiler:
+        compiler = super().start_compiler()
+        if compiler is None:
             raise ValueError("no process that compiles can be started")
+        return compiler
+
+    def choose(self) -> tuple[Build, str]:
+        build, reason = super().choose()
         if build.backend.name == "torch":
             raise ValueError(
                 "kernels cannot be compiled ahead with `attention_backend` torch, which reads "
-                "computed values, and here nothing is computed"
+                f"computed values, and here nothing is computed ({reason})"
             )
-        return super().build_model(build)
+        return build, reason
 
     def load(self, model: Qwen3ForCausalLM, dtype: torch.dtype) -> None:
         dequantize(model)

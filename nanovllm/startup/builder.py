@@ -82,8 +82,9 @@ class Builder:
             raise
 
     def _build(self, connect: Callable[[], None], beside: Callable[[bool], None]) -> Built:
-        config, model_config, group = self.config, self.model_config, self.group
-        build, reason = choose_build(config, model_config, group, self.device)
+        config, group = self.config, self.group
+        model_config = self.model_config
+        build, reason = self.choose()
         shares = config.share_prefixes and config.enable_prefix_caching
         members = members_of_tile(model_config, build) if shares else 0
         max_prompt_tokens = self.max_prompt_tokens(build)
@@ -101,9 +102,7 @@ class Builder:
             step.last_tokens,
         )
         as_built = not is_to_be_plain(model)
-        rehearse = partial(
-            self.rehearse, step, pool, build.max_model_len, members, max_prompt_tokens
-        )
+        rehearse = partial(self.rehearse, step, pool, build, members, max_prompt_tokens)
         if as_built:
             rehearse()
         beside(self.compiler is not None and self.compiler.num_pending > 0)
@@ -133,6 +132,10 @@ class Builder:
             extras=extras,
             compiler=self.compiler,
         )
+
+    def choose(self) -> tuple[Build, str]:
+        """See `choose_build`."""
+        return choose_build(self.config, self.model_config, self.group, self.device)
 
     def start_compiler(self) -> Compiler | None:
         """None where no kernels of ours run, and where no process can be started."""
@@ -197,7 +200,7 @@ class Builder:
         self,
         step: Step,
         pool: KVCachePool,
-        max_model_len: int,
+        build: Build,
         members: int,
         max_prompt_tokens: int,
     ) -> None:
@@ -212,7 +215,7 @@ class Builder:
             self.model_config,
             self.group,
             self.device,
-            max_model_len=max_model_len,
+            max_model_len=build.max_model_len,
             members=members,
             max_prompt_tokens=max_prompt_tokens,
         )
