@@ -1,9 +1,11 @@
 """How far a reader has to go stays bounded, and the documentation's reading order is true."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
+import grimp
 import pytest
 from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_order
 
@@ -92,20 +94,9 @@ def test_readme_says_how_many_lines_there_are() -> None:
 ROOMS = sorted(path.parent for path in PACKAGE.rglob("*/__init__.py"))
 
 
-def files_imported(path: Path) -> set[Path]:
-    """Files of the package that a file imports."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    found = set()
-    for name in names:
-        parts = name.split(".")
-        tries = (ROOT.joinpath(*parts[:n]).with_suffix(".py") for n in range(len(parts), 1, -1))
-        found.update([file for file in tries if file.is_relative_to(PACKAGE) and file.exists()][:1])
-    return found
+@functools.cache
+def imports() -> grimp.ImportGraph:
+    return grimp.build_graph("nanovllm", exclude_type_checking_imports=False)
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(PACKAGE)))
@@ -115,12 +106,15 @@ def test_a_room_is_entered_by_its_doors(room: Path) -> None:
     assert said, "its duty"
     duty, _, rest = said.partition("\n\n")
     assert duty.rstrip().endswith(".")
+    graph, name = imports(), ".".join(room.relative_to(ROOT).parts)
     entered = {
-        file.stem
-        for path in PACKAGE.rglob("*.py")
-        if not path.is_relative_to(room)
-        for file in files_imported(path)
-        if file.parent == room
+        module.rpartition(".")[2]
+        for module in graph.find_children(name)
+        if not graph.find_children(module)
+        and any(
+            importer != name and not importer.startswith(f"{name}.")
+            for importer in graph.find_modules_that_directly_import(module)
+        )
     }
     if "very file is a door" in said:
         return
