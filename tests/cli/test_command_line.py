@@ -368,3 +368,4 @@ def test_compile_says_what_it_cannot_do(
     line = ended.stderr.strip().rpartition("\n")[2]
     assert ended.returncode == 2, ended.stderr
     assert line.startswith("nanovllm compile: error: ") and said in line
+    assert value == "cpu" or line.endswith("(as chosen)"), "the reason for the backend"
