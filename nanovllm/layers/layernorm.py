@@ -69,9 +69,10 @@ class RMSNorm(Layer):
         `Scattered`: then the sum has this rank's rows only, and the normalised rows are being
         gathered.
         """
-        eps, plus_one, act_block = self.eps, self.plus_one, self.act_block
         if isinstance(x, Scattered):
-            return normalise_owned_rows(x, residual, self.weight, eps, plus_one, act_block)
+            return normalise_owned_rows(
+                x, residual, self.weight, self.eps, self.plus_one, self.act_block
+            )
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
         residual = kept(residual, x.shape[-2], self.build.group)
         if residual is None and x.dim() == 2:
@@ -80,7 +81,9 @@ class RMSNorm(Layer):
             from nanovllm.kernels.norm import add_rms_norm
 
             peers = self.build.group.peers if x.dim() == 3 else None
-            return add_rms_norm(x, residual, self.weight, eps, peers, None, plus_one, act_block)
+            return add_rms_norm(
+                x, residual, self.weight, self.eps, peers, None, self.plus_one, self.act_block
+            )
         assert residual is not None, "plain layers leave no partial results"
         residual = x + residual
         return self(residual), residual

@@ -24,12 +24,12 @@ from nanovllm.tensors.fp8 import Codes
 
 def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:
     """A weight for a linear layer, in the format of the model."""
-    dtype, fused, quantization = build.dtype, build.fused, build.quantization
+    quantization = build.quantization
     if quantization is None:
-        return Weight(num_rows, num_cols, dtype, fused)
+        return Weight(num_rows, num_cols, build.dtype, build.fused)
     if isinstance(quantization, Fp8):
-        return Fp8Weight(num_rows, num_cols, dtype, fused, quantization)
-    return Int4Weight(num_rows, num_cols, dtype, fused, quantization)
+        return Fp8Weight(num_rows, num_cols, build.dtype, build.fused, quantization)
+    return Int4Weight(num_rows, num_cols, build.dtype, build.fused, quantization)
 
 
 class LinearBase(Layer):
