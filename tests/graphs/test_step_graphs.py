@@ -567,12 +567,15 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     captures, num_ranks, budget, most, tmp_path, monkeypatch
 ):
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b"]))
-    own = object.__new__(Builder)
+    own, made, step = object.__new__(Builder), Mock(), Mock()
+    monkeypatch.setattr(builder, "StepGraphs", made)
     monkeypatch.setattr(builder, "capability", lambda index: (9, 0))
-    own.config = Mock(max_num_batched_tokens=budget)
+    own.config = Mock(max_num_seqs=4, max_num_batched_tokens=budget)
     own.model_config = ModelConfig.from_pretrained(str(tmp_path))
     own.group, own.device = Mock(size=num_ranks), torch.device("cuda")
-    assert own.max_prompt_tokens(Mock(backend=Mock(captures_prompts=captures))) == most
+    found = own.max_prompt_tokens(Mock(backend=Mock(captures_prompts=captures)))
+    own.capture_cudagraph(step, 7, 2, found, 99)
+    assert made.call_args.args == (step.run_model, own.device, 4, 7, 2, most, 99)
 
 
 def test_graphs_are_for_steps_that_the_host_launches_slower_than_the_device_computes(tmp_path):
