@@ -55,7 +55,7 @@ class LLM(LLMEngine):
         if not isinstance(self.executor, Replicas):
             return super()._assemble()
         facts = self.executor.start(beside=self._prepare_text)
-        entrance = self._make_entrance(facts.max_model_len, facts.num_blocks)
+        entrance = self._make_entrance(facts.max_model_len, facts.pool_tokens)
         return replica_assembly.assemble(self.executor, facts, self.config, entrance)
 
     @takes_foreign(FOREIGN_ARGUMENTS)

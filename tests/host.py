@@ -6,13 +6,14 @@ the real one does, so a wrong table, a block overwritten or a false prefix hit c
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, NamedTuple, Protocol
 
 from invariants import check_scheduler
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
+from nanovllm.engine.pages import ALL_LAYERS, BlockKind, max_blocks_of_one
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence
@@ -58,12 +59,13 @@ def make_scheduler(
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
     mixed_steps: bool = True,
-    window: int = 0,
+    kinds: tuple[BlockKind, ...] = ALL_LAYERS,
 ) -> Scheduler:
     """A scheduler over a fresh pool."""
-    pool_tokens = num_blocks * block_size
+    most = -(-(kinds[-1].window + max_num_batched_tokens) // block_size) + 2
+    pool_tokens = max_blocks_of_one(num_blocks, kinds, most) * block_size
     return Scheduler(
-        BlockManager(num_blocks, block_size, enable_prefix_caching, window),
+        BlockManager(num_blocks, block_size, enable_prefix_caching, kinds),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=min(max_model_len or pool_tokens, pool_tokens),
@@ -74,11 +76,14 @@ def make_scheduler(
 
 def manager_state(manager: BlockManager) -> object:
     """Everything the manager knows, comparable."""
-    fields = ("ref_count", "hash", "token_ids", "chain_id", "parent_chain_id")
+    fields = ("ref_count", "is_published", "hash", "token_ids", "chain_id", "parent_chain_id")
+    pages = manager.pages
     return (
-        list(manager.free_block_ids),
-        list(manager.cached_block_ids),
+        *(list(each) for each in (pages.empty, pages.idle, pages._spare, pages._spare_idle)),
+        sorted(pages._content),
+        list(pages._num_used),
         dict(manager.hash_to_block_id),
+        dict(manager.parts),
         dict(manager._computing),
         manager._last_chain_id,
         [[getattr(block, name) for name in fields] for block in manager.blocks],
@@ -105,17 +110,26 @@ def first_seen(position: int, window: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
+def layers_of(kinds: Iterable[BlockKind]) -> list[tuple[int, int, int]]:
+    """The fake model's layers: as many of each kind as pages in a block. Of each the kind, the page
+    of the block, and the window.
+    """
+    return [(i, page, k.window) for i, k in enumerate(kinds) for page in range(k.pages)]
+
+
 class FakeModel:
-    """Deterministic: the state of a token is the sum of all KV up to it that it sees, read from the
-    slots.
+    """Deterministic: the state of a token is the sum of all KV up to it that each layer sees, read
+    from the slots. All layers' KV lies in the same pages.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.block_size = scheduler.block_manager.block_size
-        self.window = scheduler.block_manager.window
-        self.kv = [0] * (len(scheduler.block_manager.blocks) * self.block_size)
+        manager = scheduler.block_manager
+        self.block_size, self.layers = manager.block_size, layers_of(manager.kinds)
+        self.kv = [0] * (manager.pages.num_pages * self.block_size)
         self.last_tokens = [0] * (scheduler.max_num_seqs + 1)
-        self.table = SlotTable(scheduler.max_num_seqs + 1, len(scheduler.block_manager.blocks))
+        self.table = SlotTable(
+            scheduler.max_num_seqs + 1, len(manager.blocks), num_tables=len(manager.kinds)
+        )
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
         """The step as a rank sees it, which knows what the plans so far have told it."""
@@ -126,7 +140,8 @@ class FakeModel:
 
     def run(self, scheduled: list[ScheduledSequence]) -> list[int]:
         batch = self.lay_out(scheduled)
-        ids, slots = batch.input_ids.tolist(), batch.slot_mapping.tolist()
+        ids = batch.input_ids.tolist()
+        slots = [batch.slot_mapping.tolist(), batch.window_slot_mapping.tolist()]
         for row in range(batch.num_decodes):
             if ids[row] == PENDING:
                 ids[row] = self.last_tokens[batch.slots[row]]
@@ -136,14 +151,23 @@ class FakeModel:
             batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
         ).tolist()
         for i, count in enumerate(counts):
-            table, start = batch.block_tables[i].tolist(), int(batch.context_lens[i]) - count
+            start = int(batch.context_lens[i]) - count
+            tables = [batch.block_tables[i].tolist()]
+            if len(batch.window_tables):
+                tables.append(batch.window_tables[i].tolist())
             for position in range(start, start + count):
                 state = 0
-                for seen in range(first_seen(position, self.window), position):
-                    block, offset = divmod(seen, self.block_size)
-                    state += self.kv[table[block] * self.block_size + offset]
-                self.kv[slots[row]] = _extend(state & MASK, ids[row])
-                states[row] = (state + self.kv[slots[row]]) & MASK
+                for kind, page, window in self.layers:
+                    for seen in range(first_seen(position, window), position):
+                        block, offset = divmod(seen, self.block_size)
+                        place = (tables[kind][block] + page) * self.block_size + offset
+                        state += self.kv[place]
+                states[row] = state
+                for number, (kind, page, _) in enumerate(self.layers):
+                    place = slots[kind][row] + page * self.block_size
+                    self.kv[place] = _extend(state & MASK, ids[row] + 31 * number)
+                    states[row] += self.kv[place]
+                states[row] &= MASK
                 row += 1
         tokens = [_sample(states[row]) for row in batch.sample_rows.tolist()]
         for slot, token in zip(batch.slots[batch.samples].tolist(), tokens, strict=True):
@@ -165,16 +189,25 @@ class ScriptedModel:
         ]
 
 
-def reference(seq: Sequence, max_model_len: int, window: int = 0) -> tuple[list[int], str]:
+def reference(
+    seq: Sequence, max_model_len: int, kinds: Iterable[BlockKind] = ALL_LAYERS
+) -> tuple[list[int], str]:
     """Completion and finish reason of the fake model for a prompt, without any cache."""
     tokens, params = list(seq.prompt_token_ids), seq.sampling_params
-    kv: list[int] = []
+    windows = [window for _, _, window in layers_of(kinds)]
+    kvs: list[list[int]] = [[] for _ in windows]
     completion: list[int] = []
+
+    def seen_by_all(position: int) -> int:
+        parts = zip(kvs, windows, strict=True)
+        return sum(sum(kv[first_seen(position, window) :]) for kv, window in parts) & MASK
+
     while True:
-        for token in [*tokens, *completion][len(kv) :]:
-            seen = sum(kv[first_seen(len(kv), window) :]) & MASK
-            kv.append(_extend(seen, token))
-        token = _sample(sum(kv[first_seen(len(kv) - 1, window) :]) & MASK)
+        for token in [*tokens, *completion][len(kvs[0]) :]:
+            state = seen_by_all(len(kvs[0]))
+            for number, kv in enumerate(kvs):
+                kv.append(_extend(state, token + 31 * number))
+        token = _sample(seen_by_all(len(kvs[0]) - 1))
         completion.append(token)
         if token == EOS and not params.ignore_eos:
             return completion, "stop"
@@ -238,11 +271,12 @@ class Loop:
         ids = {item.seq.seq_id for item in scheduled}
         decodes = ids & (running - prefilling)
         assert decodes in (set(), ids), "mixed"
-        assert not (decodes and prefilling), "decodes before a prompt"
+        # Layers that slide may have no block for a prompt.
+        may_wait = self.scheduler.block_manager.has_parts
+        assert may_wait or not (decodes and prefilling), "decodes before a prompt"
         plan = plan_step(scheduled)  # the model's table is left alone
-        batch = build_batch(
-            plan, FakeModel(self.scheduler).table, self.scheduler.block_manager.block_size
-        )
+        table = FakeModel(self.scheduler).table
+        batch = build_batch(plan, table, self.scheduler.block_manager.block_size)
         assert batch.num_decodes in (0, len(ids)), "mixed for the kernels"
 
 

@@ -18,10 +18,9 @@ from nanovllm.distributed import gloo
 from nanovllm.distributed.group import Group
 from nanovllm.engine import llm_engine
 from nanovllm.engine.executor import Executor
-from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
-from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.sequence import InFlightStep, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.startup.builder import Builder
 

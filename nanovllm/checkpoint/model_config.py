@@ -102,12 +102,6 @@ class ModelConfig:
     eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
-    @property
-    def window(self) -> int:
-        """The widest window of the layers, in tokens; 0: some layer sees all."""
-        windows = [layer.window for layer in self.layers]
-        return max(windows) if all(windows) else 0
-
     @classmethod
     def from_pretrained(cls, model: str) -> "ModelConfig":
         """Read the model directory `model`.

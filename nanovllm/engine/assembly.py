@@ -64,7 +64,7 @@ class Entrance(NamedTuple):
         intake: checks what callers pass.
         eos_token_ids: tokens that end a text.
         max_model_len: the most tokens of prompt and output, also by the pool.
-        pool_tokens: number of tokens that the KV pool holds.
+        pool_tokens: number of tokens of the longest sequence that the KV pool holds, alone.
     """
 
     intake: Intake
@@ -75,7 +75,7 @@ class Entrance(NamedTuple):
 
 def make_entrance(
     max_model_len: int,
-    num_blocks: int,
+    pool_tokens: int,
     config: Config,
     model_config: ModelConfig,
     tokenizer: Any,
@@ -87,7 +87,7 @@ def make_entrance(
 
     Args:
         max_model_len: the most tokens of prompt and output, by the model and the options.
-        num_blocks: number of blocks of the KV pool.
+        pool_tokens: number of tokens of the longest sequence that the KV pool holds, alone.
         config: the engine's options.
         model_config: the checkpoint's facts.
         tokenizer: tokenizer of transformers; None if the checkpoint has none.
@@ -95,7 +95,6 @@ def make_entrance(
         default: sampling parameters of requests without.
         grammars: compiles the forms of structured outputs.
     """
-    pool_tokens = num_blocks * config.kvcache_block_size
     intake = Intake(
         tokenizer,
         model_config.vocab_size,
@@ -110,16 +109,13 @@ def make_entrance(
     return Entrance(intake, eos_token_ids, min(max_model_len, pool_tokens), pool_tokens)
 
 
-def assemble(
-    executor: Executor, runner: ModelRunner, config: Config, window: int, entrance: Entrance
-) -> Parts:
+def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: Entrance) -> Parts:
     """An engine of this process.
 
     Args:
         executor: started.
         runner: rank 0 of it.
         config: the engine's options.
-        window: tokens that all layers see, 0 for all: see `ModelConfig.window`.
         entrance: way in for its requests.
     """
     scheduler = Scheduler(
@@ -127,7 +123,7 @@ def assemble(
             runner.built.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,
-            window,
+            runner.built.pool.kinds,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

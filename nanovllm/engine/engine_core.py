@@ -13,9 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.core import Core
-from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.engine.sequence import InFlightStep, ScheduledSequence, Sequence
 from nanovllm.requests.request import Request
 from nanovllm.tracing.metrics import Latencies
 from nanovllm.tracing.timeline import ENGINE, Process, Timeline, Write

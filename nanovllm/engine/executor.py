@@ -14,10 +14,9 @@ import torch
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
-from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.sequence import InFlightStep, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.ranks.meeting import Meeting
 from nanovllm.ranks.processes import WorkerError, clear_frames

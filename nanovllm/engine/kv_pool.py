@@ -1,6 +1,14 @@
-"""`KVCachePool`: the memory that a rank's layers keep from step to step; how many blocks fit."""
+"""`KVCachePool`: the memory that a rank's layers keep from step to step; how many blocks fit.
+
+Layers that slide over a window have blocks of their own, beside those of layers that see all
+tokens. All lie in the same pages (`nanovllm.engine.pages`). A page is as large as the blocks of a
+few layers, one for each of its places. Those of the same place share a tensor [pages, ...], and
+each reads rows of its own: a layer that has page i of a slab sees the tensor from row i on, so that
+the number of the slab's first page is the id of its block.
+"""
 
 import logging
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -8,6 +16,7 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
+from nanovllm.engine.pages import BlockKind, max_blocks_of_one, num_slabs
 from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.sizing import memory
 from nanovllm.utils.integers import cdiv
@@ -15,6 +24,55 @@ from nanovllm.utils.integers import cdiv
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # bytes, of where a tensor begins
+
+
+class _Plan(NamedTuple):
+    """The division of pages among layers.
+
+    Attributes:
+        kinds: kinds of blocks.
+        num_places: number of layers whose blocks lie in one page.
+        places: place of each layer, and its page within a block; of a layer without blocks None.
+    """
+
+    kinds: tuple[BlockKind, ...]
+    num_places: int
+    places: list[tuple[int, int] | None]
+
+
+def divide_pages(states: list[dict[str, State]]) -> _Plan:
+    """Divide pages among layers with these states by block.
+
+    Layers that slide get blocks of their own if others see all tokens, and if the blocks of all are
+    of one shape. Pages have so many places that few stay empty: 29 layers that slide and 5 others
+    have pages of 5, of which a block of the first takes 6.
+    """
+    windows = [max((each.window for each in kept.values()), default=0) for kept in states]
+    shapes = {tuple((name, *each[:2]) for name, each in kept.items()) for kept in states if kept}
+    with_blocks = [i for i, kept in enumerate(states) if kept]
+    sliding = [i for i in with_blocks if windows[i]]
+    whole = [i for i in with_blocks if not windows[i]]
+    if not sliding or not whole or len(shapes) > 1:
+        window = max(windows, default=0) if sliding and not whole else 0
+        places: list[tuple[int, int] | None] = [None] * len(states)
+        for place, i in enumerate(with_blocks):
+            places[i] = place, 0
+        return _Plan((BlockKind(window),), len(with_blocks), places)
+    fewest, most = sorted((len(whole), len(sliding)))
+
+    def num_used(num_places: int) -> int:
+        return (1 + cdiv(most, num_places)) * num_places
+
+    num_places = min(range(fewest, most + 1), key=num_used)
+    places = [None] * len(states)
+    for layers in (whole, sliding):
+        for number, i in enumerate(layers):
+            places[i] = number % num_places, number // num_places
+    kinds = (
+        BlockKind(0, cdiv(len(whole), num_places)),
+        BlockKind(max(windows), cdiv(len(sliding), num_places)),
+    )
+    return _Plan(kinds, num_places, places)
 
 
 class KVCachePool:
@@ -29,9 +87,10 @@ class KVCachePool:
 
     Attributes:
         group: the ranks, as given.
-        num_blocks: number of KV blocks that there are.
+        kinds: kinds of KV blocks.
+        num_blocks: number of KV blocks, of each kind, that there is memory for.
         num_rows: number of rows by sequence, for all that may run and for padding.
-        block_bytes: bytes of a block in all layers, on this rank.
+        block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
     """
 
@@ -42,12 +101,19 @@ class KVCachePool:
         self._layers = [(layer, states) for layer in stateful if (states := layer.states())]
         self._config, self.group, self._device = config, group, device
         self.num_rows = config.max_num_seqs + 1
-        self.num_blocks = self.block_bytes = self.sequence_bytes = 0
-        for state in (state for _, states in self._layers for state in states.values()):
-            if state.per is Per.SEQUENCE:
-                self.sequence_bytes += state.row_bytes
-            else:
-                self.block_bytes += state.row_bytes
+        by_block = [_of(states, Per.BLOCK) for _, states in self._layers]
+        self._plan = divide_pages(by_block)
+        self.kinds = self._plan.kinds
+        self._ratio = max(kind.pages for kind in self.kinds)
+        # The states by block of each place of a page: those of its first layer.
+        self._places: dict[int, dict[str, State]] = {}
+        for states, place in zip(by_block, self._plan.places, strict=True):
+            if place is not None:
+                self._places.setdefault(place[0], states)
+        self._page_bytes = sum(map(_row_bytes, self._places.values()))
+        self.num_blocks = 0
+        self.block_bytes = self._page_bytes * sum(kind.pages for kind in self.kinds)
+        self.sequence_bytes = sum(_row_bytes(_of(s, Per.SEQUENCE)) for _, s in self._layers)
 
     def how_many_fit(self, max_model_len: int, own_now: int, own_peak: int) -> int:
         """The number of blocks that the options ask for, or that the device has room for.
@@ -60,7 +126,7 @@ class KVCachePool:
             ValueError: if not one block fits.
         """
         config, block_bytes = self._config, self.block_bytes
-        states = self.num_rows * self.sequence_bytes
+        states = self.num_bytes(1) - block_bytes  # beside blocks, and a slab that is not full
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         if config.kv_cache_memory_bytes is not None:
@@ -90,31 +156,51 @@ class KVCachePool:
         """
         self.free()
         rows = self.num_rows if num_rows is None else num_rows
-        counts = {Per.BLOCK: num_blocks, Per.SEQUENCE: rows}
-        num_bytes = sum(
-            _room(state, counts[state.per])
-            for _, states in self._layers
-            for state in states.values()
-        )
+        num_pages = num_slabs(num_blocks, self.kinds) * self._ratio
+        wanted: dict[tuple[Any, str], tuple[State, int]] = {}
+        for place, states in self._places.items():
+            wanted |= {(place, name): (state, num_pages) for name, state in states.items()}
+        for layer, states in self._layers:
+            own = _of(states, Per.SEQUENCE)
+            wanted |= {(layer, name): (state, rows) for name, state in own.items()}
+        tensors = self._zeros(wanted)
+        for (layer, states), where in zip(self._layers, self._plan.places, strict=True):
+            bound = {name: tensors[layer, name] for name in _of(states, Per.SEQUENCE)}
+            if where is not None:
+                place, page = where
+                bound |= {name: tensors[place, name][page:] for name in self._places[place]}
+            layer.bind(**bound)
+        self.num_blocks = num_blocks
+
+    def _zeros(
+        self, wanted: dict[tuple[Any, str], tuple[State, int]]
+    ) -> dict[tuple[Any, str], torch.Tensor]:
+        """Tensors of these states, with so many rows each, in one piece of memory."""
+        num_bytes = sum(_room(state, count) for state, count in wanted.values())
         if self._device.type == "cpu":
             # numpy's zeros take physical memory only where they are written; torch's everywhere.
-            pages = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+            piece = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         else:
-            pages = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        begin = 0
-        for layer, states in self._layers:
-            tensors = {}
-            for name, state in states.items():
-                count = counts[state.per]
-                used = pages[begin : begin + count * state.row_bytes]
-                tensors[name] = used.view(state.dtype).view(count, *state.shape)
-                begin += _room(state, count)
-            layer.bind(**tensors)
-        self.num_blocks = num_blocks
+            piece = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        tensors, begin = {}, 0
+        for key, (state, count) in wanted.items():
+            used = piece[begin : begin + count * state.row_bytes]
+            tensors[key] = used.view(state.dtype).view(count, *state.shape)
+            begin += _room(state, count)
+        return tensors
 
     def num_bytes(self, num_blocks: int) -> int:
         """Bytes of so many blocks, and of the rows by sequence."""
-        return num_blocks * self.block_bytes + self.num_rows * self.sequence_bytes
+        num_pages = num_slabs(num_blocks, self.kinds) * self._ratio
+        return num_pages * self._page_bytes + self.num_rows * self.sequence_bytes
+
+    def max_tokens(self, num_blocks: int) -> int:
+        """The number of tokens of the longest sequence that so many blocks hold, alone."""
+        block_size, (*_, sliding) = self._config.kvcache_block_size, self.kinds
+        # Those that a step sees, and those that it computes; the first and last are not full.
+        step = sliding.window + self._config.max_num_batched_tokens
+        most = cdiv(step, block_size) + 2
+        return max_blocks_of_one(num_blocks, self.kinds, most) * block_size
 
     def free(self) -> None:
         """Have no blocks."""
@@ -126,13 +212,17 @@ class KVCachePool:
     def log(self, max_model_len: int) -> None:
         """Say how large the pool is."""
         block_size, num_blocks = self._config.kvcache_block_size, self.num_blocks
-        tokens = num_blocks * block_size
+        tokens = self.max_tokens(num_blocks)
+        sliding, per_seq = self.kinds[-1], cdiv(max_model_len, block_size)
+        kept = cdiv(sliding.window, block_size) + 1 if sliding.window else per_seq
+        pages = per_seq * sum(kind.pages for kind in self.kinds[:-1])
+        pages += min(kept, per_seq) * sliding.pages
         logger.info(
             "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
             num_blocks,
             block_size,
             num_blocks * self.block_bytes / memory.GIB,
-            tokens / max_model_len,
+            num_slabs(num_blocks, self.kinds) * self._ratio / pages,
             max_model_len,
         )
         if tokens < max_model_len:
@@ -141,6 +231,14 @@ class KVCachePool:
                 tokens,
                 max_model_len,
             )
+
+
+def _of(states: dict[str, State], per: Per) -> dict[str, State]:
+    return {name: state for name, state in states.items() if state.per is per}
+
+
+def _row_bytes(states: dict[str, State]) -> int:
+    return sum(state.row_bytes for state in states.values())
 
 
 def _room(state: State, count: int) -> int:

@@ -93,14 +93,14 @@ class LLMEngine:
         """Start what computes, and put the rest before it."""
         assert isinstance(self.executor, Executor)
         runner = self.executor.start(beside=self._prepare_text)
-        max_model_len, num_blocks = runner.built.build.max_model_len, runner.built.num_blocks
-        entrance = self._make_entrance(max_model_len, num_blocks)
-        return assemble(self.executor, runner, self.config, self.model_config.window, entrance)
+        built = runner.built
+        entrance = self._make_entrance(built.build.max_model_len, built.pool_tokens)
+        return assemble(self.executor, runner, self.config, entrance)
 
-    def _make_entrance(self, max_model_len: int, num_blocks: int) -> Entrance:
+    def _make_entrance(self, max_model_len: int, pool_tokens: int) -> Entrance:
         return make_entrance(
             max_model_len,
-            num_blocks,
+            pool_tokens,
             self.config,
             self.model_config,
             self.tokenizer,

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.engine.sequence import ScheduledSequence, Sent, Sequence
 from nanovllm.scheduling.prefixes import SharedPrefixes, find_shared_prefixes
 from nanovllm.utils.arrays import Int32
 
@@ -66,7 +66,9 @@ class StepPlan(NamedTuple):
     # of the most likely ones, where log-probabilities of the prompt are wanted
     pooling: Int32  # [2, k]: index in B, and 1 for the mean of all, 0 for the last hidden state
     token_ids: Int32  # [T], -1 where a decode's token is known to the device only
-    new_blocks: Int32  # [3, n]: slot, column and block id of what was added to block tables
+    # [4, n]: 1 for the table of layers that slide, else 0; slot, column and block id of what was
+    # added to block tables
+    new_blocks: Int32
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
     facts: NDArray[np.void]  # [J] of `fact_dtype`
 
@@ -86,11 +88,12 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     tokens = chain.from_iterable(
         seq.token_ids[start : start + count] for seq, start, count, _ in scheduled
     )
-    grown = dict.fromkeys([seq for seq in seqs if seq.num_sent_blocks < len(seq.block_table)])
+    grown = dict.fromkeys([seq for seq in seqs if _has_grown(seq)])
     added = [
-        (seq.slot, column, seq.block_table[column])
+        (which, seq.slot, column, table[column])
         for seq in grown
-        for column in range(seq.num_sent_blocks, len(seq.block_table))
+        for which, table in enumerate((seq.kv.table, seq.kv.window_table))
+        for column in range(seq.sent[which], len(table))
     ]
     asked = [
         _prompt_logprobs(i, item)
@@ -100,7 +103,7 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     pooled = [
         (i, item.seq.pooling == "mean") for i, item in enumerate(scheduled) if item.seq.pooling
     ]
-    joined = [seq for seq in grown if not seq.num_sent_blocks]
+    joined = [seq for seq in grown if not seq.sent.table]
     return StepPlan(
         slots=np.array([seq.slot for seq in seqs], np.int32),
         starts=np.array([item.start for item in scheduled], np.int32),
@@ -110,12 +113,18 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
         prompt_logprobs=np.array(asked, np.int32).reshape(-1, 4).T,
         pooling=np.array(pooled, np.int32).reshape(-1, 2).T,
         token_ids=np.fromiter(tokens, dtype=np.int32, count=int(num_tokens.sum())),
-        new_blocks=np.array(added, np.int32).reshape(-1, 3).T,
+        new_blocks=np.array(added, np.int32).reshape(-1, 4).T,
         joined=np.array([seq.slot for seq in joined], np.int32),
         facts=np.array(
             [tuple(fact.of(seq) for fact in FACTS.values()) for seq in joined], fact_dtype()
         ),
     )
+
+
+def _has_grown(seq: Sequence) -> bool:
+    """Whether it has blocks that the ranks do not know."""
+    sent, kv = seq.sent, seq.kv
+    return sent.table < len(kv.table) or sent.window_table < len(kv.window_table)
 
 
 def _is_controlled(item: ScheduledSequence) -> bool:
@@ -135,14 +144,25 @@ def _prompt_logprobs(i: int, item: ScheduledSequence) -> tuple[int, int, int, in
 
 def mark_sent(scheduled: Iterable[ScheduledSequence]) -> None:
     """The ranks have the plan of `scheduled`."""
-    for item in scheduled:
-        item.seq.num_sent_blocks = len(item.seq.block_table)
+    for seq in [item.seq for item in scheduled]:
+        if _has_grown(seq):
+            seq.sent = Sent(len(seq.kv.table), len(seq.kv.window_table))
 
 
-def max_plan_bytes(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> int:
-    """Bytes that no plan exceeds: a row of each array for all sequences, all their blocks new."""
-    words = max_num_batched_tokens + max_num_seqs * (11 + 3 * max_blocks)
+def max_plan_bytes(
+    max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int, num_tables: int = 1
+) -> int:
+    """Bytes that no plan exceeds: a row of each array for all sequences, all their blocks new.
+
+    Args:
+        max_blocks: blocks of the longest sequence.
+        num_tables: number of tables of a sequence, see `SlotTable`.
+    """
+    words = max_num_batched_tokens + max_num_seqs * (11 + 4 * max_blocks * num_tables)
     return 4 * words + max_num_seqs * fact_dtype().itemsize
+
+
+NO_SLOTS, NO_TABLES = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)
 
 
 class Batch(NamedTuple):
@@ -165,6 +185,9 @@ class Batch(NamedTuple):
     facts: NDArray[np.void]  # [B] of `fact_dtype`
     token_rows: Int32  # [T], the row of each token's sequence in the arrays of [B]
     prefixes: SharedPrefixes | None = None  # of the decodes
+    # Those of layers that slide, where others see all tokens; [0] and [0, 0]: of all layers alike.
+    window_slot_mapping: Int32 = NO_SLOTS  # [T]
+    window_tables: Int32 = NO_TABLES  # [B, W]
 
     @property
     def all_sample(self) -> bool:
@@ -178,16 +201,18 @@ class SlotTable:
     Args:
         num_slots: number of slots, with the one of padding.
         max_blocks: blocks of the longest sequence.
+        num_tables: number of tables of a sequence: 2 where layers that slide have blocks of their
+            own.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
+    def __init__(self, num_slots: int, max_blocks: int, num_tables: int = 1) -> None:
+        self.block_tables = np.zeros((num_tables, num_slots, max_blocks), np.int32)
         self.facts = np.zeros(num_slots, fact_dtype())
 
     def update(self, plan: StepPlan) -> None:
         """Take in what has changed. Doing it twice does no harm."""
-        slots, columns, blocks = plan.new_blocks
-        self.block_tables[slots, columns] = blocks
+        which, slots, columns, blocks = plan.new_blocks
+        self.block_tables[which, slots, columns] = blocks
         self.facts[plan.joined] = plan.facts
 
 
@@ -206,16 +231,18 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
     context_lens = starts + counts
     width = -(-int(context_lens.max()) // block_size)
     used = np.arange(width) * block_size < context_lens[:, None]
-    block_tables = np.where(used, table.block_tables[plan.slots, :width], np.int32(0))
+    tables = [np.where(used, each[plan.slots, :width], np.int32(0)) for each in table.block_tables]
+    block_tables = tables[0]
     prefixes, n = None, num_decodes
     if members:
         prefixes = find_shared_prefixes(block_tables[:n], context_lens[:n], block_size, members)
-    slots = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    columns, offsets = positions // block_size, positions % block_size
+    slots = [(each[rows, columns] * block_size + offsets).astype(np.int32) for each in tables]
     return Batch(
         num_decodes=num_decodes,
         input_ids=plan.token_ids,
         positions=positions.astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
+        slot_mapping=slots[0],
         context_lens=context_lens,
         block_tables=block_tables,
         cu_seqlens_q=running_sum(counts[num_decodes:]),
@@ -226,6 +253,8 @@ def build_batch(plan: StepPlan, table: SlotTable, block_size: int, members: int 
         facts=table.facts[plan.slots],
         token_rows=rows.astype(np.int32),
         prefixes=prefixes,
+        window_slot_mapping=slots[1] if len(tables) > 1 else NO_SLOTS,
+        window_tables=tables[1] if len(tables) > 1 else NO_TABLES,
     )
 
 

@@ -21,7 +21,13 @@ from itertools import takewhile
 from operator import attrgetter
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
+from nanovllm.engine.sequence import (
+    PENDING,
+    ScheduledSequence,
+    Sent,
+    Sequence,
+    SequenceStatus,
+)
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.scheduling.admission import AdmissionControl, LengthEstimator
 from nanovllm.scheduling.stopping import NOT_NUMBERS, ends, fail
@@ -78,8 +84,8 @@ class Scheduler:
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""
         old = self.block_manager
-        size, caching = old.block_size, old.enable_prefix_caching
-        self._begin(BlockManager(len(old.blocks), size, caching, old.window))
+        caching = old.enable_prefix_caching
+        self._begin(BlockManager(old.num_blocks, old.block_size, caching, old.kinds))
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None
@@ -101,7 +107,9 @@ class Scheduler:
         - Where the pool has no block for a decode, the youngest running sequences are preempted:
           they return to the head of the waiting queue, and nothing is admitted in that step.
         - Blocks for all tokens of a sequence are taken when it is admitted, so a prefill in
-          chunks cannot run dry half-way.
+          chunks cannot run dry half-way. Layers that slide over a window beside others that do not
+          get theirs chunk by chunk: a prefill waits where there are none, and the youngest is
+          preempted where all wait.
         - Waiting sequences start in their order. One exception: while a running sequence computes
           a block that a waiting one shares, that one waits for it, and others may pass.
         - Without `mixed_steps`, prefills and new sequences make a step of their own while there
@@ -122,6 +130,8 @@ class Scheduler:
         if self.mixed_steps:
             admits = num_preemptions == self.num_preemptions
             scheduled += self._schedule_prefills(budget - len(scheduled), admits)
+        if not scheduled and not self._num_in_flight:
+            scheduled = self._schedule_oldest(budget)
         assert scheduled or self._num_in_flight or self.is_finished(), "nothing can run"
         return scheduled
 
@@ -132,9 +142,8 @@ class Scheduler:
             for seq in self.running
             if seq.num_uncomputed_tokens <= DECODE_TOKENS and not self._reaches_its_end(seq)
         ]
-        short = [seq for seq in decoding if len(seq.block_table) < seq.num_blocks]
-        missing = sum(seq.num_blocks - len(seq.block_table) for seq in short)
-        if missing > self.block_manager.num_free_blocks and self._num_in_flight:
+        short = [seq for seq in decoding if self.block_manager.is_short(seq)]
+        if self._num_in_flight and not self.block_manager.can_append(*short):
             return None
         for seq in short:
             # Victims are the youngest, and we go from old to young: none has got a block here.
@@ -158,9 +167,31 @@ class Scheduler:
         scheduled = []
         for seq in self.running:
             if budget and self._is_prefilling(seq):
-                scheduled.append(ScheduledSequence.of(seq, budget))
-                budget -= scheduled[-1].num_tokens
+                item = ScheduledSequence.of(seq, budget)
+                if self.block_manager.can_append(seq, end=item.end):
+                    self.block_manager.may_append(seq, item.end)
+                    scheduled.append(item)
+                    budget -= item.num_tokens
         return scheduled + self._admit(budget) if admits else scheduled
+
+    def _schedule_oldest(self, budget: int) -> list[ScheduledSequence]:
+        """The step where all wait for blocks: the oldest that runs gets those of the youngest.
+
+        Blocks of two sizes may leave no room between them. A sequence that runs alone starts again
+        then, and one that starts alone does so without what the cache has.
+        """
+        if self.running:
+            item = ScheduledSequence.of(self.running[0], budget)
+            while self.running and not self.block_manager.can_append(item.seq, end=item.end):
+                self.preempt(self.running[-1])
+            if self.running:
+                self.block_manager.may_append(item.seq, item.end)
+                return [item]
+        if not self.waiting:
+            return []
+        seq, _ = self.waiting.popitem(last=False)
+        self._start(seq, [], min(seq.num_tokens, budget))
+        return [ScheduledSequence.of(seq, budget)]
 
     def _is_prefilling(self, seq: Sequence) -> bool:
         # A single token left of a prompt is computed as a decode, but belongs with the prompts
@@ -189,11 +220,12 @@ class Scheduler:
                 del self.waiting[seq]
                 postponed.append(seq)
                 continue
-            if not admission.fits(seq, hits):
+            end = min(seq.num_tokens, len(hits) * self.block_manager.block_size + budget)
+            if not admission.fits(seq, hits, end):
                 self._refused = seq
                 break
             del self.waiting[seq]
-            self._start(seq, hits)
+            self._start(seq, hits, end)
             admission.admitted(seq)
             admitted.append(ScheduledSequence.of(seq, budget))
             budget -= admitted[-1].num_tokens
@@ -209,14 +241,14 @@ class Scheduler:
             self.waiting[seq] = None
             self.waiting.move_to_end(seq, last=False)
 
-    def _start(self, seq: Sequence, hits: list[Block]) -> None:
-        self.block_manager.allocate(seq, hits)
+    def _start(self, seq: Sequence, hits: list[Block], end: int) -> None:
+        seq.num_computed_tokens = self.block_manager.allocate(seq, hits, end)
         if not seq.num_preemptions:  # one that resumes finds its own blocks
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
         seq.started_at = seq.started_at or time.perf_counter()
-        seq.num_sent_blocks = 0
+        seq.sent = Sent()
         bisect.insort(self.running, seq, key=_arrival)
 
     def preempt(self, seq: Sequence) -> None:
@@ -305,6 +337,7 @@ class Scheduler:
         # A step in flight may still write the sequence's last block and its slot. Whoever gets
         # them next writes them in a later step, and reads only what it has written.
         self.block_manager.deallocate(seq)
+        seq.num_computed_tokens = 0
         if seq.slot >= 0:
             self._free_slots.append(seq.slot)
             seq.slot = -1
@@ -335,7 +368,7 @@ class Scheduler:
 
     def describe(self) -> dict[str, int | float]:
         """The queues and the pool, for `LLMEngine.metrics`."""
-        num_blocks = len(self.block_manager.blocks)
+        num_blocks = self.block_manager.num_blocks
         num_used = self.block_manager.num_used_blocks
         return {
             "num_kvcache_blocks": num_blocks,

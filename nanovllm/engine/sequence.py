@@ -1,4 +1,6 @@
-"""`Sequence`: a request on its way through the engine; `ScheduledSequence`: its part of a step."""
+"""`Sequence`: a request on its way through the engine; `ScheduledSequence`: its part of a step;
+`InFlightStep`: a step that the device computes, until its tokens are booked.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -14,6 +16,7 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.step_inputs import PendingTokens
     from nanovllm.requests.detokenizer import Detokenizer
     from nanovllm.sampling.request_controls import RequestControls
     from nanovllm.sampling.structured_output import Grammar
@@ -26,6 +29,31 @@ class SequenceStatus(Enum):
     WAITING = auto()  # not started, or preempted
     RUNNING = auto()  # holds KV blocks
     FINISHED = auto()
+
+
+@dataclass(slots=True)
+class KVBlocks:
+    """The KV blocks of a sequence, which the block manager alone writes.
+
+    Attributes:
+        table: ids of its blocks.
+        window_table: ids of those for layers that slide over a window, where others see all tokens.
+        num_dropped: number of blocks at the beginning that it has given back, of those for layers
+            that slide: older than the window.
+        hashes: hashes of its full blocks, each computed once.
+    """
+
+    table: list[int] = field(default_factory=list)
+    window_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    hashes: list[int] = field(default_factory=list)
+
+
+class Sent(NamedTuple):
+    """The numbers of blocks of a sequence's tables that the ranks know."""
+
+    table: int = 0
+    window_table: int = 0
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -76,10 +104,8 @@ class Sequence:
     num_preemptions: int = 0
     num_followed: int = 0  # tokens of the completion that the grammar knows
     slot: int = -1  # while running: its row in what the ranks remember of it, from 1 on
-    num_sent_blocks: int = 0  # of the block table, those that the ranks know
-    num_dropped_blocks: int = 0  # of its beginning, given back: older than the window
-    block_table: list[int] = field(default_factory=list)
-    block_hashes: list[int] = field(default_factory=list)  # of the full blocks, each computed once
+    sent: Sent = field(default_factory=Sent)
+    kv: KVBlocks = field(default_factory=KVBlocks)
 
     def __post_init__(self, seed: int, completion: Collection[int]) -> None:
         assert self.token_ids, "a sequence has at least one prompt token"
@@ -149,9 +175,9 @@ class Sequence:
         return -(-len(self.token_ids) // self.block_size)
 
     @property
-    def held_blocks(self) -> list[int]:
-        """The blocks of its table that it has not given back."""
-        return self.block_table[self.num_dropped_blocks :]
+    def block_table(self) -> list[int]:
+        """Ids of its blocks."""
+        return self.kv.table
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i`."""
@@ -206,3 +232,23 @@ class ScheduledSequence(NamedTuple):
     def is_decode(self) -> bool:
         """Whether these are the last tokens, and ones that the sequence generated."""
         return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
+
+
+class InFlightStep(NamedTuple):
+    """A step that has been launched and not been booked yet.
+
+    Attributes:
+        scheduled: the step.
+        tokens: its sampled tokens, and what comes with them.
+        launched_at: seconds of time.perf_counter.
+        noted: notes of a `Timeline` on its launch; None without one.
+    """
+
+    scheduled: list[ScheduledSequence]
+    tokens: PendingTokens
+    launched_at: float
+    noted: Any = None
+
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get its tokens, in their order."""
+        return [item.seq for item in self.scheduled if item.samples]

@@ -89,7 +89,7 @@ class Built:
         members: decodes of a tile of shared prefixes; 0: none share.
         step: the model and the sampler.
         pool: the memory of the KV blocks.
-        num_blocks: KV blocks of the smallest rank's pool.
+        num_blocks: KV blocks, of each kind, of the smallest rank's pool.
         table: the rank's memory of running sequences.
         graphs: CUDA graphs of steps; None in eager mode.
         extras: results of a step that only some requests ask for.
@@ -107,3 +107,8 @@ class Built:
     graphs: StepGraphs | None
     extras: Extras
     compiler: Compiler | None
+
+    @property
+    def pool_tokens(self) -> int:
+        """The number of tokens of the longest sequence that the pool holds, alone."""
+        return self.pool.max_tokens(self.num_blocks)

@@ -77,6 +77,8 @@ def view(
         # Where no row samples, all are computed: kernels want some.
         kept_rows=None if every_row or not size.samples else rows,
         prefixes=prefixes,
+        window_slot_mapping=parts["window_slot_mapping"] if size.windowed else None,
+        window_tables=parts["window_tables"] if size.windowed else None,
     )
     sampling = {name: parts[f"sample_{name}"] for name in SamplingMetadata._fields}
     return StepInputs(

@@ -37,6 +37,7 @@ class Size(NamedTuple):
         sharing: D if decodes share prefixes, else 0.
         members: decodes of all tiles of `SharedPrefixes`.
         tiles: number of these tiles.
+        windowed: whether layers that slide have block tables of their own.
     """
 
     decodes: int
@@ -47,12 +48,14 @@ class Size(NamedTuple):
     sharing: int = 0
     members: int = 0
     tiles: int = 0
+    windowed: bool = False
 
     @classmethod
     def of(cls, batch: Batch) -> Size:
         """Room for a batch, and none for padding."""
         n, (B, W) = batch.num_decodes, batch.block_tables.shape
         size = cls(n, len(batch.input_ids) - n, B - n, len(batch.sample_rows), W)
+        size = size._replace(windowed=bool(batch.window_tables.size))
         if batch.prefixes is None:
             return size
         _, rows, begins, _ = batch.prefixes
@@ -65,6 +68,8 @@ class Rows(Enum):
     TOKENS = auto()  # [T], those of prompts from D on
     SEQUENCES = auto()  # [B], prompts from D on
     SAMPLES = auto()  # [N]
+    WINDOWED_TOKENS = auto()  # as TOKENS and SEQUENCES, for layers that slide
+    WINDOWED_SEQUENCES = auto()
     BOUNDS = auto()  # [P + 1]
     SHARING = auto()  # of decodes that share prefixes, as the next two
     MEMBERS = auto()
@@ -76,6 +81,8 @@ class Rows(Enum):
         return {
             Rows.TOKENS: size.decodes + size.tokens,
             Rows.SEQUENCES: size.decodes + size.prompts,
+            Rows.WINDOWED_TOKENS: (size.decodes + size.tokens) * size.windowed,
+            Rows.WINDOWED_SEQUENCES: (size.decodes + size.prompts) * size.windowed,
             Rows.SAMPLES: size.samples,
             Rows.BOUNDS: size.prompts + 1,
             Rows.SHARING: size.sharing,
@@ -109,7 +116,7 @@ class Array(NamedTuple):
         return cls(Rows[fact.rows.upper()], dtype=dtype.base, words=sum(dtype.shape))
 
 
-WITH_DECODES = Rows.TOKENS, Rows.SEQUENCES
+WITH_DECODES = Rows.TOKENS, Rows.SEQUENCES, Rows.WINDOWED_TOKENS, Rows.WINDOWED_SEQUENCES
 # Padding computes nothing of use: slot mapping -1 is not stored, context length 0 reads nothing,
 # and slot 0 belongs to no sequence. Attention leaves any numbers for tokens after those of prompts.
 LAYOUT = {
@@ -119,6 +126,8 @@ LAYOUT = {
     "context_lens": Array(Rows.SEQUENCES),
     "slots": Array(Rows.SEQUENCES),
     "block_tables": Array(Rows.SEQUENCES, is_table=True),
+    "window_slot_mapping": Array(Rows.WINDOWED_TOKENS, padding=-1),
+    "window_tables": Array(Rows.WINDOWED_SEQUENCES, is_table=True),
     "sample_rows": Array(Rows.SAMPLES),
     "sample_positions": Array(Rows.SAMPLES),
     "sample_slots": Array(Rows.SAMPLES),
@@ -221,6 +230,8 @@ def _values(batch: Batch, size: Size) -> dict[str, NDArray[Any]]:
         "context_lens": batch.context_lens,
         "slots": batch.slots,
         "block_tables": batch.block_tables,
+        "window_slot_mapping": batch.window_slot_mapping,
+        "window_tables": batch.window_tables,
         "sample_rows": np.where(rows < n, rows, rows + (size.decodes - n)),
         "cu_seqlens_q": batch.cu_seqlens_q,
         "cu_seqlens_k": batch.cu_seqlens_k,

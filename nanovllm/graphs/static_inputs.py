@@ -37,16 +37,18 @@ class Shape(NamedTuple):
         """P"""
         return PROMPTS if self.tokens else 0
 
-    def size(self, width: int, max_num_seqs: int, members: int) -> Size:
+    def size(self, width: int, max_num_seqs: int, members: int, windowed: bool = False) -> Size:
         """The room as numbers of rows.
 
         Args:
             width: W, blocks of the longest sequence.
             max_num_seqs: the most sequences that sample.
             members: decodes of a tile of shared prefixes.
+            windowed: whether layers that slide have block tables of their own.
         """
         D, P = self.decodes, self.prompts
-        size = Size(D, self.tokens, P, min(D + P, max_num_seqs), width)
+        samples = min(D + P, max_num_seqs)
+        size = Size(D, self.tokens, P, samples, width, windowed=windowed)
         if not self.shares:
             return size
         return size._replace(sharing=D, members=D, tiles=max_tiles(D, members))
@@ -103,6 +105,7 @@ class StaticInputs:
         table_width: W, blocks of the longest sequence.
         members: decodes of a tile of shared prefixes; 0: none share.
         max_prompt_tokens: maximum number of prompt tokens.
+        windowed: whether layers that slide have block tables of their own.
     """
 
     def __init__(
@@ -112,8 +115,9 @@ class StaticInputs:
         table_width: int,
         members: int,
         max_prompt_tokens: int,
+        windowed: bool = False,
     ) -> None:
-        self._room = table_width, max_num_seqs, members
+        self._room = table_width, max_num_seqs, members, windowed
         words = num_words(self.size(Shape(max_num_seqs, max_prompt_tokens, members > 0)))
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         self._twins = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]

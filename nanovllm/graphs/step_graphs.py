@@ -64,6 +64,7 @@ class StepGraphs:
         spare: bytes of the device that graphs of steps with prompts leave to larger steps.
         prepare: has kernels loaded for a step, and libraries allocate what they need; None:
             `compute`.
+        windowed: whether layers that slide have block tables of their own.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StepGraphs:
         max_prompt_tokens: int = 0,
         spare: int = 0,
         prepare: Callable[[StepInputs], object] | None = None,
+        windowed: bool = False,
     ) -> None:
         self.sizes, self._coarse = bucket_sizes(max_num_seqs), coarse_sizes(max_num_seqs)
         self.num_replays = 0
@@ -83,7 +85,7 @@ class StepGraphs:
         self._device = device
         self._max_prompt_tokens, self._spare = max_prompt_tokens, spare + RESERVE
         self._inputs = StaticInputs(
-            device, max_num_seqs, table_width, members, self._max_prompt_tokens
+            device, max_num_seqs, table_width, members, self._max_prompt_tokens, windowed
         )
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Computed]] = {}
         self._seen: set[Shape] = set()

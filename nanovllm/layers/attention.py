@@ -75,10 +75,11 @@ class Attention(StatefulLayer):
     def states(self) -> dict[str, State]:
         """The fields of a `KVCache`."""
         S, Hkv, dtype = self.build.block_size, self.head_counts[1], self.build.cache_dtype
-        cached = State((S, Hkv, self.head_dim), dtype or self.build.dtype)
+        window = self.scoring.window
+        cached = State((S, Hkv, self.head_dim), dtype or self.build.dtype, window=window)
         if dtype != FP8:
             return {"k": cached, "v": cached}
-        exponents = State((Hkv, S), torch.int8)
+        exponents = State((Hkv, S), torch.int8, window=window)
         return {"k": cached, "v": cached, "k_exponents": exponents, "v_exponents": exponents}
 
     def bind(self, **tensors: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ class Attention(StatefulLayer):
         Returns:
             [T, Hq D]; [n, Hq D] in the last layer, if only n rows are kept.
         """
-        context = get_context()
+        context = get_context().of_layer(slides=self.scoring.window > 0)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         if (
             qkv.shape[-3] == context.num_decodes <= self.max_fused_decodes

@@ -72,11 +72,14 @@ class State(NamedTuple):
         shape: shape of a row, which belongs to one KV block or to one sequence.
         dtype: torch.dtype of the tensor.
         per: owners of the rows.
+        window: number of tokens of a sequence, the newest included, whose blocks the layer reads;
+            0: those of all.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     per: Per = Per.BLOCK
+    window: int = 0
 
     @property
     def row_bytes(self) -> int:

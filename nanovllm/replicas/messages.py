@@ -30,11 +30,13 @@ class Facts(NamedTuple):
         max_model_len: maximum length of prompt and output together, in tokens, by the model and
             the options.
         num_blocks: blocks of its KV pool.
+        pool_tokens: number of tokens of the longest sequence that the pool holds, alone.
         description: options that took effect, see `ModelRunner.describe`.
     """
 
     max_model_len: int
     num_blocks: int
+    pool_tokens: int
     description: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:

@@ -46,9 +46,13 @@ class Replica(LLMEngine):
 
     def facts(self) -> Facts:
         """Facts that the other process needs."""
-        max_model_len = self.model_runner.built.build.max_model_len
-        num_blocks = self.model_runner.built.num_blocks
-        return Facts(max_model_len, num_blocks, self.model_runner.describe())
+        built = self.model_runner.built
+        return Facts(
+            built.build.max_model_len,
+            built.num_blocks,
+            built.pool_tokens,
+            self.model_runner.describe(),
+        )
 
     def take(self, orders: list[Order]) -> None:
         """Queue requests."""

@@ -154,6 +154,7 @@ class Replicas:
         return facts[0]._replace(
             max_model_len=min(each.max_model_len for each in facts),
             num_blocks=min(each.num_blocks for each in facts),
+            pool_tokens=min(each.pool_tokens for each in facts),
         )
 
     def _start(self, number: int) -> None:

@@ -75,56 +75,56 @@ class AdmissionControl:
         self._running = running
         self._growth = sum(self._final_growth(seq) for seq in running)
 
-    def _final_blocks(self, seq: Sequence) -> int:
+    def _final_pages(self, seq: Sequence) -> int:
         # The last token's KV is never needed: nothing follows that token.
         return self._held(seq.num_tokens + self._remaining(seq) - 1)
 
     def _held(self, num_tokens: Integers) -> Integers:
-        """The most blocks that a decoding sequence of `num_tokens` tokens holds."""
+        """The most pages that a decoding sequence of `num_tokens` tokens holds."""
         num_blocks = -(-num_tokens // self._blocks.block_size)
+        num_pages = num_blocks * sum(kind.pages for kind in self._blocks.kinds)
         if not self._blocks.window:
-            return num_blocks
-        return num_blocks - self._blocks.first_seen_block(num_tokens - 2)  # a step may be in flight
+            return num_pages
+        num_dropped = self._blocks.first_seen_block(num_tokens - 2)  # a step may be in flight
+        return num_pages - num_dropped * self._blocks.kinds[-1].pages
 
     def _final_growth(self, seq: Sequence) -> int:
-        return max(0, self._final_blocks(seq) - len(seq.held_blocks))
+        return max(0, self._final_pages(seq) - self._blocks.num_pages_of(seq))
 
-    def fits(self, seq: Sequence, hits: list[Block]) -> bool:
+    def fits(self, seq: Sequence, hits: list[Block], end: int) -> bool:
         """Whether `seq`, with the `hits` of `find_prefix`, fits now, and later on beside everything
-        that runs.
+        that runs. Its first step computes the tokens before `end`.
         """
-        if not self._blocks.can_allocate(seq, hits):
+        if not self._blocks.can_allocate(seq, hits, end):
             return False
         # Blocks of the prefix that others hold cost nothing.
         shared = {block.block_id for block in hits if block.ref_count}
-        need = max(seq.num_blocks, self._final_blocks(seq)) - len(shared)
-        if self._growth + need <= self._blocks.num_free_blocks:
+        num_shared = len(shared) * self._blocks.kinds[0].pages
+        need = max(self._blocks.num_pages_at_start(seq, end), self._final_pages(seq)) - num_shared
+        if self._growth + need <= self._blocks.pages.num_free:
             return True  # even if none finished before the others (so always, if none runs)
-        return self._peak_blocks(seq, shared) <= len(self._blocks.blocks)
+        return self._peak_pages(seq, shared) <= self._blocks.pages.num_pages
 
     def admitted(self, seq: Sequence) -> None:
         """Count a sequence that has just got its blocks (and is in `running`)."""
         self._growth += self._final_growth(seq)
 
-    def _peak_blocks(self, new: Sequence, shared: set[int]) -> int:
-        """The most blocks held at once if every sequence runs to its expected end.
+    def _peak_pages(self, new: Sequence, shared: set[int]) -> int:
+        """The most pages held at once if every sequence runs to its expected end.
 
         Usage peaks just before a sequence ends and frees its blocks, so it is enough to look at
         those moments: row k of the matrices is the step in which the k-th sequence ends. `shared`
         blocks of the new sequence are held already, and count as staying.
         """
-        seqs, blocks = [*self._running, new], self._blocks.blocks
+        seqs, manager = [*self._running, new], self._blocks
         # [K] int64 each
         tokens = np.array([seq.num_tokens for seq in seqs])
         ends = np.array([self._remaining(seq) for seq in seqs]) - 1
-        held = np.array([*(len(seq.held_blocks) for seq in self._running), len(shared)])
-        private = np.array(
-            [
-                sum(blocks[b].ref_count == 1 and b not in shared for b in seq.held_blocks)
-                for seq in seqs
-            ]
-        )
+        num_shared = len(shared) * manager.kinds[0].pages
+        held = np.array([*map(manager.num_pages_of, self._running), num_shared])
+        private = np.array([manager.num_pages_of(seq, but=shared) for seq in seqs])
         alive = ends[None, :] >= ends[:, None]  # [K, K] bool
         at_end = self._held(tokens[None, :] + ends[:, None])  # [K, K]
         change = np.where(alive, at_end - held, -private)
-        return self._blocks.num_used_blocks + int(change.sum(axis=1).max())
+        num_used = manager.pages.num_pages - manager.pages.num_free
+        return num_used + int(change.sum(axis=1).max())

@@ -111,11 +111,13 @@ class Builder:
             rehearse()
         activations = self.measure(step, pool, extras, build)
         num_blocks = self.allocate_kv_cache(model, pool, activations, build.max_model_len)
-        longest = min(build.max_model_len, num_blocks * config.kvcache_block_size)
+        longest = min(build.max_model_len, pool.max_tokens(num_blocks))
         width = cdiv(longest, config.kvcache_block_size)
         graphs = None
         if self.can_capture(build):
-            graphs = self.capture_cudagraph(step, width, members, max_prompt_tokens, activations)
+            graphs = self.capture_cudagraph(
+                step, pool, width, members, max_prompt_tokens, activations
+            )
         if self.compiler is not None:
             self.compiler.load(self.device)
         group.minimum(0)  # all ranks are there
@@ -127,7 +129,7 @@ class Builder:
             step=step,
             pool=pool,
             num_blocks=num_blocks,
-            table=SlotTable(config.max_num_seqs + 1, width),
+            table=SlotTable(config.max_num_seqs + 1, width, len(pool.kinds)),
             graphs=graphs,
             extras=extras,
             compiler=self.compiler,
@@ -264,12 +266,19 @@ class Builder:
         return build.backend.supports_cuda_graph and (build.fused or not self.model_config.experts)
 
     def capture_cudagraph(
-        self, step: Step, width: int, members: int, max_prompt_tokens: int, activations: int
+        self,
+        step: Step,
+        pool: KVCachePool,
+        width: int,
+        members: int,
+        max_prompt_tokens: int,
+        activations: int,
     ) -> StepGraphs:
         """Capture the decode step for all buckets of batch sizes.
 
         Args:
             step: the step to capture.
+            pool: KV pool.
             width: W, blocks of the longest sequence.
             members: decodes of a tile of shared prefixes.
             max_prompt_tokens: maximum number of prompt tokens that graphs have room for.
@@ -284,6 +293,7 @@ class Builder:
             max_prompt_tokens,
             activations,
             prepare=partial(run_distinct_layers, step.run_model, step.model),
+            windowed=len(pool.kinds) > 1,
         )
 
     def max_prompt_tokens(self, build: Build) -> int:

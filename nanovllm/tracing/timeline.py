@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from nanovllm.engine.in_flight import InFlightStep
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import ScheduledSequence, Sequence
+from nanovllm.engine.sequence import InFlightStep, ScheduledSequence, Sequence
 from nanovllm.requests.request import Request
 from nanovllm.tracing.trace_events import (
     BEGAN,
@@ -155,7 +154,7 @@ class Timeline:
                 waiting=noted.waiting,
                 held_by=noted.held_by,
                 used_blocks=noted.used_blocks,
-                free_blocks=len(manager.blocks) - noted.used_blocks,
+                free_blocks=manager.num_blocks - noted.used_blocks,
                 preempted=noted.preempted,
                 keys=keys,
                 pairs=pairs,

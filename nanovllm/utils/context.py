@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Context:
         facts: [B] or [words, B] by name, see `nanovllm.engine.plan.FACTS`.
         kept_rows: [n] int32, rows that the last layer computes after attention; None: all.
         prefixes: prefixes that several decodes share, if they are to be read once.
+        window_slot_mapping: [T] int32, as slot_mapping, for layers that slide over a window; None:
+            these have no blocks of their own.
+        window_tables: [B, W] int32, as block_tables, for the same layers.
         longest: maximum length of a sequence in tokens, by which decodes choose how to split their
             keys: constant, whatever this step's lengths; 0: the width of the tables.
         shared: results that a backend computes in the first layer for all of them.
@@ -71,6 +75,8 @@ class Context:
     facts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept_rows: torch.Tensor | None = None
     prefixes: Prefixes | None = None
+    window_slot_mapping: torch.Tensor | None = None
+    window_tables: torch.Tensor | None = None
     longest: int = 0
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -78,6 +84,21 @@ class Context:
     def is_prefill(self) -> bool:
         """Whether there are prefill rows."""
         return self.cu_seqlens_q is not None
+
+    def of_layer(self, slides: bool) -> Context:
+        """This context with the blocks of a layer that slides over a window, or sees all tokens."""
+        return self._windowed if slides and self.window_tables is not None else self
+
+    @cached_property
+    def _windowed(self) -> Context:
+        assert self.window_slot_mapping is not None and self.window_tables is not None
+        return replace(
+            self,
+            slot_mapping=self.window_slot_mapping,
+            block_tables=self.window_tables,
+            prefixes=None,
+            shared={},
+        )
 
 
 _context: ContextVar[Context] = ContextVar("nanovllm_context")

@@ -7,6 +7,7 @@ from host import BLOCK_SIZE, HASHES, NUM_BLOCKS, make_scheduler, make_seq, manag
 from invariants import check_blocks
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
+from nanovllm.engine.pages import BlockKind
 from nanovllm.engine.sequence import Sequence
 
 A, B, C, D = ([10 * i + j for j in range(BLOCK_SIZE)] for i in range(1, 5))
@@ -16,7 +17,7 @@ TAIL = [7]
 def start(manager: BlockManager, tokens: list[int] | int) -> Sequence:
     """A sequence with blocks, nothing computed but what the cache gave."""
     seq = make_seq(tokens)
-    manager.allocate(seq)
+    seq.num_computed_tokens = manager.allocate(seq)
     return seq
 
 
@@ -61,14 +62,14 @@ def test_blocks_are_published_only_when_full_and_computed(manager):
 @pytest.mark.parametrize("window", [0, 8])
 def test_the_beginning_of_a_chain_ages_last(window):
     """A window gives it back first; without it the rest of the chain could not be found."""
-    manager = BlockManager(12, BLOCK_SIZE, window=window)
+    manager = BlockManager(12, BLOCK_SIZE, kinds=(BlockKind(window),))
     prompt = list(range(8 * BLOCK_SIZE + 1))
     seq = start(manager, prompt)
     for _ in range(8):
         compute(manager, seq, BLOCK_SIZE)
         if window:
             manager.drop_before_window(seq, seq.num_computed_tokens)
-    assert seq.num_dropped_blocks == (6 if window else 0)
+    assert seq.kv.num_dropped == (6 if window else 0)
     manager.deallocate(seq)
     check_blocks(manager, [])
     start(manager, 6 * BLOCK_SIZE)
@@ -105,7 +106,7 @@ def test_as_few_blocks_are_ever_used_as_are_needed_at_once():
     for length in (2, 5, 11, 3, 7) * 20:  # those of more than a block leave content behind
         seqs = [compute(manager, start(manager, [*A, *B, 7, 7, 7][:length])) for _ in range(2)]
         used |= {block_id for seq in seqs for block_id in seq.block_table}
-        needed = max(needed, manager.num_used_blocks + len(manager.cached_block_ids))
+        needed = max(needed, manager.num_used_blocks + len(manager.pages.idle))
         check_blocks(manager, seqs)
         for seq in seqs:
             manager.deallocate(seq)
@@ -216,7 +217,7 @@ def test_twins_keep_their_blocks_and_the_older_is_found(manager):
     assert found == [first.block_table[0], second.block_table[1]]
     twin = second.block_table[0]
     manager.deallocate(second)
-    assert twin in manager.free_block_ids  # it cannot be found: no content
+    assert twin in manager.pages.empty  # it cannot be found: no content
     check_blocks(manager, [first])
 
 
@@ -239,7 +240,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_found():
     manager.compute_hash = None  # not callable
     run_and_free(manager, A + B + TAIL)
     assert num_hits(manager, A + B + TAIL) == 0
-    assert not manager.hash_to_block_id and not manager.cached_block_ids
+    assert not manager.hash_to_block_id and not manager.pages.idle
     other = make_seq(A + B)
     assert not manager.is_being_computed(other, manager.find_prefix(other))
 

@@ -35,6 +35,7 @@ def check(batch: Batch, scheduled: list[ScheduledSequence], block_size: int) -> 
     assert batch.input_ids.tolist() == ids
     assert batch.positions.tolist() == positions
     assert batch.slot_mapping.tolist() == slots
+    assert not batch.window_slot_mapping.size and not batch.window_tables.size
     assert batch.context_lens.tolist() == [item.start + item.num_tokens for item in scheduled]
     assert batch.block_tables.tolist() == [
         item.seq.block_table[:n] + [0] * (max(used) - n)

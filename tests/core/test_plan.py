@@ -8,6 +8,7 @@ import pytest
 from host import FakeModel, Loop, make_scheduler, make_seq, reference
 
 from checkpoints import rare
+from nanovllm.engine.pages import ALL_LAYERS, BlockKind
 from nanovllm.engine.plan import (
     Batch,
     SlotTable,
@@ -41,7 +42,7 @@ class WatchedModel(FakeModel):
         super().__init__(scheduler)
         self.max_bytes = max_bytes
         self.stays: dict[int, tuple[int, int]] = {}  # slot -> sequence, how often preempted
-        self.told: dict[int, dict[int, int]] = {}  # slot -> column -> block
+        self.told: dict[int, dict[tuple[int, int], int]] = {}  # slot -> table, column -> block
         self.num_sent = self.num_resumed = self.longest = 0
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
@@ -54,12 +55,14 @@ class WatchedModel(FakeModel):
         self.num_resumed += sum(stays[slot][1] > 0 for slot in new)
         self.stays |= stays
         self.told |= {slot: {} for slot in new}
-        for slot, column, block in plan.new_blocks.T.tolist():
-            assert column not in self.told[slot], "sent twice"
-            self.told[slot][column] = block
+        for which, slot, column, block in plan.new_blocks.T.tolist():
+            assert (which, column) not in self.told[slot], "sent twice"
+            self.told[slot][which, column] = block
             self.num_sent += 1
         for seq, *_ in scheduled:
-            assert self.told[seq.slot] == dict(enumerate(seq.block_table))
+            tables = enumerate((seq.kv.table, seq.kv.window_table))
+            blocks = {(i, j): block for i, table in tables for j, block in enumerate(table)}
+            assert self.told[seq.slot] == blocks
         return super().lay_out(scheduled)
 
 
@@ -69,26 +72,30 @@ def test_defect_11_plans_are_bounded_and_send_what_is_new_once(seed: int, lookah
     """Random requests under preemption, prefix hits and chunks; the tokens stay right."""
     print("seed", seed)
     rng = random.Random(seed)
+    kinds = (BlockKind(), BlockKind(6, pages=3)) if seed % 2 else ALL_LAYERS
     block_size, max_num_seqs = rng.choice([1, 2, 4]), rng.randint(2, 9)
     budget = rng.randint(max_num_seqs, 40)
     scheduler = make_scheduler(
-        -(-60 // block_size), block_size, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget, max_model_len=48,
+        -(-(60 if len(kinds) == 1 else 20) // block_size), block_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget, max_model_len=48, kinds=kinds,
     )  # fmt: skip
     scheduler.lengths.remaining = lambda seq: 1  # type: ignore[method-assign]
-    bound = max_plan_bytes(max_num_seqs, budget, -(-48 // block_size)) + OVERHEAD
+    bound = max_plan_bytes(max_num_seqs, budget, -(-48 // block_size), len(kinds)) + OVERHEAD
     model = WatchedModel(scheduler, bound)
     loop, seqs = Loop(scheduler, model, lookahead), []
     for _ in range(120):
         if rng.random() < 0.4:
             prompt = [1, 2, 3, 4] * rng.randint(0, 6) + [rng.randint(5, 9)] * rng.randint(1, 20)
+            prompt = prompt[: scheduler.max_model_len - 1]
             seqs.append(make_seq(prompt, max_tokens=rng.randint(1, 25), block_size=block_size))
             scheduler.add(seqs[-1])
         loop.step()
     while not scheduler.is_finished():
         loop.step()
     for seq in seqs:
-        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 48)
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(
+            seq, scheduler.max_model_len, kinds
+        )
     assert model.num_sent > len(seqs) > 20
     assert model.num_resumed > 0, "no preempted sequence was told anew"
     assert any(seq.num_cached_tokens for seq in seqs)
@@ -100,7 +107,7 @@ def worst_case(max_num_seqs: int, budget: int, max_blocks: int) -> list[Schedule
     for slot in range(max_num_seqs):
         count = budget // max_num_seqs + (slot < budget % max_num_seqs)
         seq = make_seq(max_blocks + 1, block_size=1)  # a chunk, after which the prompt goes on
-        seq.slot, seq.block_table = slot, list(range(max_blocks))
+        seq.slot, seq.kv.table = slot, list(range(max_blocks))
         seq.sampling_params = SamplingParams(prompt_logprobs=0)
         seq.prompt_logprobs, seq.pooling = TokenLogprobs(0, str), "mean"
         scheduled.append(ScheduledSequence(seq, max_blocks - count, count, True))
@@ -115,7 +122,7 @@ def test_the_largest_plan_just_fits(max_num_seqs: int, budget: int, max_blocks: 
     """Defect 11: the memory of a message must hold every step that the configuration allows."""
     plan = plan_step(worst_case(max_num_seqs, budget, max_blocks))
     assert len(plan.joined) == max_num_seqs
-    assert plan.new_blocks.shape == (3, max_num_seqs * max_blocks)
+    assert plan.new_blocks.shape == (4, max_num_seqs * max_blocks)
     assert plan.token_ids.shape == (budget,)
     bound = max_plan_bytes(max_num_seqs, budget, max_blocks)
     assert sum(array.nbytes for array in plan) <= bound
@@ -133,7 +140,7 @@ def test_the_length_of_a_prompt_does_not_show_in_a_decode(num_seqs: int) -> None
         scheduled = [decode(seq) for seq, *_ in worst_case(num_seqs, num_seqs, num_blocks)]
         mark_sent(scheduled)
         plan = plan_step(scheduled)
-        assert plan.new_blocks.shape == (3, 0) and not len(plan.joined)
+        assert plan.new_blocks.shape == (4, 0) and not len(plan.joined)
         lengths.append(message_bytes(plan))
     assert lengths[0] == lengths[1] < num_seqs * 32 + 2048
 
@@ -154,7 +161,7 @@ def test_a_plan_that_was_not_sent_is_planned_again_and_sending_twice_is_harmless
     table.update(plans[1])
     assert_equal(build_batch(plans[1], table, 4), once)
     mark_sent(scheduled)
-    assert plan_step(scheduled).new_blocks.shape == (3, 0)
+    assert plan_step(scheduled).new_blocks.shape == (4, 0)
 
 
 def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
@@ -164,7 +171,7 @@ def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
     for blocks, temperature in (([7, 6, 5, 4], 1.0), ([2], 0.5)):
         seq = make_seq(len(blocks) * 4)
         seq.sampling_params = SamplingParams(temperature=temperature)
-        seq.slot, seq.block_table = 0, blocks
+        seq.slot, seq.kv.table = 0, blocks
         plan = plan_step([ScheduledSequence(seq, 0, len(seq), True)])
         table.update(plan)
         batches.append((seq, build_batch(plan, table, 4)))

@@ -17,6 +17,7 @@ from host import (
 )
 from invariants import check_scheduler
 
+from nanovllm.engine.pages import BlockKind
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 SHARED = list(range(1, 9))  # two blocks
@@ -257,17 +258,23 @@ def test_blocks_behind_the_window_are_given_back(window, lookahead, caching):
 def run_through_window(window: int, lookahead: int, caching: bool) -> tuple[int, int]:
     """Steps of three sequences, and the most blocks that one of them held after a step."""
     scheduler = make_scheduler(
-        15, max_num_seqs=3, enable_prefix_caching=caching, max_model_len=40, window=window
+        15,
+        max_num_seqs=3,
+        enable_prefix_caching=caching,
+        max_model_len=40,
+        kinds=(BlockKind(window),),
     )
     seqs = [make_seq(prompt, max_tokens=99) for prompt in (5, 9, 3)]
     held: list[int] = []
 
     def observe(_: list[Chunk]) -> None:
-        held.extend(len(seq.held_blocks) for seq in scheduler.running)
+        held.extend(len(seq.block_table) - seq.kv.num_dropped for seq in scheduler.running)
 
     steps = run_to_end(scheduler, seqs, on_step=observe, lookahead=lookahead)
     for seq in seqs:
-        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, 40, window)
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(
+            seq, 40, (BlockKind(window),)
+        )
     assert scheduler.num_preemptions == 0
     return len(steps), max(held)
 

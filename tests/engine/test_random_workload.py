@@ -30,9 +30,18 @@ from invariants import check_blocks, check_scheduler
 
 from checkpoints import rare
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.pages import ALL_LAYERS, BlockKind
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
+# Layers that all see all tokens, or all slide, or of both kinds: as many of each, or more of one.
+KINDS = (
+    ALL_LAYERS,
+    (BlockKind(6),),
+    (BlockKind(), BlockKind(6)),
+    (BlockKind(), BlockKind(6, pages=3)),
+    (BlockKind(pages=2), BlockKind(3)),
+)
 NUM_STEPS = 700  # of each engine
 # pool, block size, budget, max_num_seqs
 ENGINES = [(1, 4, 4, 2), (2, 8, 8, 8), (6, 4, 9, 3), (6, 4, 16, 16), (12, 2, 5, 5), (20, 1, 7, 4),
@@ -98,8 +107,8 @@ class Workload:
             self.step()
         assert self.scheduler.block_manager.num_used_blocks == 0
         for seq in self.seqs:
-            window = self.scheduler.block_manager.window
-            expected, reason = reference(seq, self.scheduler.max_model_len, window)
+            kinds = self.scheduler.block_manager.kinds
+            expected, reason = reference(seq, self.scheduler.max_model_len, kinds)
             if seq.seq_id in self.aborted:
                 assert seq.completion_token_ids == expected[: seq.num_completion_tokens]
             else:
@@ -114,8 +123,8 @@ class Workload:
 @pytest.mark.parametrize("guess_low", [False, rare(True)], ids=["admission", "no-admission"])
 @pytest.mark.parametrize("caching", [True, rare(False)], ids=["cache", "no-cache"])
 def test_random_workload(caching, guess_low, lookahead, mixed):
-    """5,600 steps in all, in eight engines, every other with a window; bounds and invariants are
-    checked in every step.
+    """5,600 steps in all, in eight engines with layers of one kind or two; bounds and invariants
+    are checked in every step.
     """
     total: Counter[str] = Counter()
     for seed, (num_blocks, block_size, budget, max_num_seqs) in enumerate(ENGINES):
@@ -129,7 +138,7 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
             max_model_len=40,
             enable_prefix_caching=caching,
             mixed_steps=mixed,
-            window=6 if seed % 2 else 0,
+            kinds=KINDS[seed % len(KINDS)],
         )
         workload = Workload(rng, scheduler, guess_low, lookahead)
         for _ in range(NUM_STEPS):
@@ -157,17 +166,21 @@ def test_random_workload(caching, guess_low, lookahead, mixed):
     lookahead=st.integers(0, 1),
     mixed=st.booleans(),
     window=st.integers(0, 9),
+    sizes=st.sampled_from([(), (1, 1), (1, 2), (1, 5), (3, 1)]),  # pages of blocks, of two kinds
 )
 def test_any_engine_gives_the_reference_outputs(
-    seed, pool, max_num_seqs, spare_budget, caching, lookahead, mixed, window
+    seed, pool, max_num_seqs, spare_budget, caching, lookahead, mixed, window, sizes
 ):
+    kinds: tuple[BlockKind, ...] = (BlockKind(window),)
+    if sizes and window:
+        kinds = BlockKind(0, sizes[0]), BlockKind(window, sizes[1])
     scheduler = make_scheduler(
         *pool,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + spare_budget,
         enable_prefix_caching=caching,
         mixed_steps=mixed,
-        window=window,
+        kinds=kinds,
     )
     workload = Workload(random.Random(seed), scheduler, seed % 2 == 0, lookahead)
     for _ in range(12):
@@ -206,7 +219,7 @@ class Books(RuleBasedStateMachine):
         usable -= sum(not any(i in s.block_table for s in self.seqs) for i in hits)
         before = manager_state(self.manager)
         try:
-            self.manager.allocate(seq)
+            seq.num_computed_tokens = self.manager.allocate(seq)
         except RuntimeError:
             assert seq.num_blocks > usable
             assert manager_state(self.manager) == before

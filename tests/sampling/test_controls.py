@@ -17,7 +17,7 @@ from checkpoints import rare
 from nanovllm import SamplingParams
 from nanovllm.engine.plan import mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence, SequenceStatus
+from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sent, Sequence, SequenceStatus
 from nanovllm.requests.inputs import bad_word_tokens
 from nanovllm.sampling.control_table import ControlTable, LastTokens
 from nanovllm.sampling.controls import Controls
@@ -192,7 +192,7 @@ def make(
     seq = Sequence(next(_ids), tokens, params, block_size=4)
     seq.controls = controls_for(params, VOCAB_SIZE, [EOS])
     if slot >= 0:
-        seq.slot, seq.status, seq.block_table = slot, SequenceStatus.RUNNING, [slot]
+        seq.slot, seq.status, seq.kv.table = slot, SequenceStatus.RUNNING, [slot]
     return seq
 
 
@@ -426,7 +426,7 @@ def test_counts_begin_anew_after_a_preemption(slot: int) -> None:
     seq.append_token(8)
     for thief in (make(1, slot=0, top_k=3), make(1, slot=0, **PENALTIES)):
         plan(table, whole(thief))
-    seq.slot, seq.num_sent_blocks, seq.num_computed_tokens = slot, 0, 0
+    seq.slot, seq.sent, seq.num_computed_tokens = slot, Sent(), 0
     assert plan(table, [ScheduledSequence.of(seq, 2)]) is None
     want = {3: PROMPT_ONLY, 4: PROMPT_ONLY + 1, 8: 1}
     assert counts_of(plan(table, whole(seq))) == {slot: want}
