@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.weights.onednn import OneDnnWeight
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_kernels": False}], ids=["oneDNN", "plain"])
@@ -32,7 +32,7 @@ def test_every_product_passes_one_door(
             inside.pop()
 
     monkeypatch.setattr(Weight, "multiply", watched)
-    for kind in (Weight, OneDnnWeight):
+    for kind in (PlainWeight, OneDnnWeight):
 
         def product(weight: Weight, *args: Any, of: Any = kind.product) -> torch.Tensor:
             assert inside and inside[-1] is weight, "a product beside the door"
