@@ -115,7 +115,8 @@ class Weight(nn.Module):
         gate: Gate | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | Codes:
-        """`x @ weight.T + bias`: every product of a model, in any format, except those of experts.
+        """`x @ weight.T + bias`: every product of a model, in any format, except those of experts
+        (`Experts.multiply`).
 
         Formats implement `product`, and may have a kernel of their own for `gated_row`.
 
