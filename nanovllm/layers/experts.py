@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
-from nanovllm.distributed.bulk import Gathered, Scattered
+from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import ReplicatedLinear, make_weight
-from nanovllm.layers.spread import sum_over_ranks
+from nanovllm.layers.spread import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.shard import Part, Shard
@@ -235,6 +235,5 @@ class SparseMLP(MLP):
         self.experts = experts
 
     def forward(self, hidden: Hidden) -> Hidden:
-        x = hidden.whole() if isinstance(hidden, Gathered) else hidden
-        assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
+        x = whole_rows(hidden)
         return self.experts(x, *self.choose(x))
