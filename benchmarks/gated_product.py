@@ -20,7 +20,7 @@ from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.products.fp8_linear import can_multiply
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 
 SHAPES = {  # gates, inputs
     "0.6B": (3072, 1024),
@@ -35,8 +35,7 @@ ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 def weight_of(gates: int, inputs: int, fp8: bool) -> Weight:
     """Random numbers."""
     numbers = torch.randn(2 * gates, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
-    weight = Weight(0, inputs, torch.bfloat16, fused=True)
-    weight.data.data = numbers
+    weight: Weight = PlainWeight(numbers, fused=True)
     if fp8:
         codes = quantize(numbers, 0)
         with torch.device("cuda"):
@@ -49,7 +48,7 @@ def weight_of(gates: int, inputs: int, fp8: bool) -> Weight:
 def measure(weight: Weight, rows: int) -> dict[str, float]:
     """Microseconds by the name of what multiplies."""
     act_block = weight.act_block
-    numbers = torch.randn(rows, weight.num_cols, device="cuda", dtype=torch.bfloat16)
+    numbers = torch.randn(rows, weight.data.shape[1], device="cuda", dtype=torch.bfloat16)
     x = numbers if act_block is None else quantize(numbers, act_block)
     found = {}
     for name, own in (("two kernels", False), ("one", True)):

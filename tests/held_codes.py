@@ -18,8 +18,7 @@ class HeldCodes(QuantizedWeight):
 
     def __init__(self, codes: Codes | Int4Codes, dtype: torch.dtype, kernels: ModuleType) -> None:
         data = codes.codes if isinstance(codes, Codes) else codes.data
-        shape = data.shape if isinstance(codes, Codes) else codes.shape
-        super().__init__(shape[1], dtype, True)
+        super().__init__(dtype, fused=True)
         self.held, self.data, self.kernels = codes, data, kernels  # type: ignore[assignment]
 
     @property

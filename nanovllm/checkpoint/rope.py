@@ -130,41 +130,83 @@ def _scaling(
     """The fields of `RopeParameters` that its type needs."""
     beta = read_value(given, "llama_4_scaling_beta", float, 0.0, 0, RATIO[1])
     longest = read_value(raw, "max_position_embeddings", int)
+    original = _original_length(raw, given, rope_type, longest)
+    values: dict[str, Any] = {"llama_4_scaling_beta": beta}
+    if rope_type != "default" or beta:
+        values["original_max_position_embeddings"] = original
+    implied_factor = max(1.0, longest / original)
+    if rope_type in ("linear", "dynamic"):
+        values["factor"] = _extension_factor(given)
+    elif rope_type == "llama3":
+        values |= _llama3(given)
+    elif rope_type == "yarn":
+        values |= _yarn(given, implied_factor)
+    elif rope_type == "longrope":
+        values |= _longrope(given, implied_factor, original, rotary_dim // 2)
+    return values
+
+
+def _original_length(
+    raw: dict[str, Any], given: dict[str, Any], rope_type: str, longest: int
+) -> int:
+    """The length of the context before it was extended, in tokens."""
     key = "original_max_position_embeddings"
     # The key at the top of the file, as in Phi-3, takes precedence.
     source = given if raw.get(key) is None else raw
     original = read_value(source, key, int, max(longest, 2), minimum=2)
     if rope_type == "dynamic":  # as transformers reads it
-        original = max(longest, 2)
-    values: dict[str, Any] = {"llama_4_scaling_beta": beta}
-    if rope_type != "default" or beta:
-        values[key] = original
-    if rope_type == "default":
-        return values
-    may_be_implied = rope_type in ("yarn", "longrope")
-    implied = max(1.0, longest / original) if may_be_implied else None
-    values["factor"] = factor = read_value(given, "factor", float, implied, 1, RATIO[1])
-    if rope_type == "llama3":
-        for key in ("low_freq_factor", "high_freq_factor"):
-            values[key] = read_value(given, key, float, None, *RATIO)
-        low, high = values["low_freq_factor"], values["high_freq_factor"]
-        if low >= high:
-            raise ValueError(
-                "config.json: `low_freq_factor` of RoPE must be below `high_freq_factor`, got "
-                f"{low} and {high}"
-            )
-    if rope_type == "yarn":
-        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            values[key] = read_value(given, key, float, default, *RATIO)
-        values["truncate"] = read_value(given, "truncate", bool, True)
-        implied = _yarn_attention_factor(given, factor)
-    if rope_type == "longrope":
-        for key in ("short_factor", "long_factor"):
-            values[key] = _read_factors(given, key, rotary_dim // 2)
-        implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if may_be_implied:
-        values["attention_factor"] = read_value(given, "attention_factor", float, implied, *RATIO)
-    return values
+        return max(longest, 2)
+    return original
+
+
+def _extension_factor(given: dict[str, Any], implied: float | None = None) -> float:
+    """The ratio by which the context is extended; required if none is implied."""
+    return read_value(given, "factor", float, implied, 1, RATIO[1])
+
+
+def _llama3(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of "llama3"."""
+    factor = _extension_factor(given)
+    low = read_value(given, "low_freq_factor", float, None, *RATIO)
+    high = read_value(given, "high_freq_factor", float, None, *RATIO)
+    if low >= high:
+        raise ValueError(
+            "config.json: `low_freq_factor` of RoPE must be below `high_freq_factor`, got "
+            f"{low} and {high}"
+        )
+    return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _yarn(given: dict[str, Any], implied_factor: float) -> dict[str, Any]:
+    """The fields of "yarn"."""
+    factor = _extension_factor(given, implied_factor)
+    beta_fast = read_value(given, "beta_fast", float, 32.0, *RATIO)
+    beta_slow = read_value(given, "beta_slow", float, 1.0, *RATIO)
+    truncate = read_value(given, "truncate", bool, True)
+    implied = _yarn_attention_factor(given, factor)
+    return {
+        "factor": factor,
+        "beta_fast": beta_fast,
+        "beta_slow": beta_slow,
+        "truncate": truncate,
+        "attention_factor": read_value(given, "attention_factor", float, implied, *RATIO),
+    }
+
+
+def _longrope(
+    given: dict[str, Any], implied_factor: float, original: int, num_pairs: int
+) -> dict[str, Any]:
+    """The fields of "longrope" for a rotation of `num_pairs` pairs of dimensions."""
+    factor = _extension_factor(given, implied_factor)
+    short_factor = _read_factors(given, "short_factor", num_pairs)
+    long_factor = _read_factors(given, "long_factor", num_pairs)
+    implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {
+        "factor": factor,
+        "short_factor": short_factor,
+        "long_factor": long_factor,
+        "attention_factor": read_value(given, "attention_factor", float, implied, *RATIO),
+    }
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:

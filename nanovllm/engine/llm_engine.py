@@ -53,6 +53,8 @@ class LLMEngine:
         ValueError: for an option out of range, and for a checkpoint that cannot be run.
     """
 
+    _shown: tuple[str, ...] = ()  # facts for `repr`, as many as are known yet
+
     @takes_options
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
         self._lock = FairLock()
@@ -68,6 +70,7 @@ class LLMEngine:
         self.model_config = ModelConfig.from_pretrained(self.config.model)
         if weights:
             self.model_config = with_own_head(self.model_config, Path(directory))
+        self._shown = repr(self.config.model), self.model_config.architecture
         self.model_config.check_tensor_parallel(self.config.tensor_parallel_size)
         self._default_params = SamplingParams()
         if self.config.generation_config == "auto":
@@ -117,12 +120,12 @@ class LLMEngine:
         if parts.own is not None:
             self.scheduler, self.model_runner = parts.own
         chosen = self._describe()
-        self._shown = [
+        self._shown += (
             f"{chosen['dtype']} on {chosen['device']}",
             f"{chosen['attention_backend']} attention",
             f"{parts.num_blocks} blocks of {self.config.kvcache_block_size}",
             *parts.remarks,
-        ]
+        )
 
     def _prepare_text(self, has_time: bool) -> None:
         """Load the tokenizer, and if there is time for it what only structured outputs need."""
@@ -141,13 +144,10 @@ class LLMEngine:
         return engine_facts(self.config, self.model_config, self._describe())
 
     def __repr__(self) -> str:
-        known, facts = vars(self), []  # all the facts, unless it is half built
-        if "model_config" in known:
-            facts += [repr(self.config.model), self.model_config.architecture]
-        facts += known.get("_shown", [])
-        if "_close" in known and self.is_closed:
-            facts += ["closed"]
-        return f"{type(self).__name__}({', '.join(facts)})"
+        shown = [*self._shown]
+        if hasattr(self, "_close") and self.is_closed:  # it may be half built
+            shown.append("closed")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     # -- the step API ---------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from nanovllm.layers.base import Build, Layer
 from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weights.int8_head import Int8Weight, TiedWeight, in_int8
 from nanovllm.layers.weights.shard import Part, Shard
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import PlainWeight, Weight
 
 
 def vocab_span(vocab_size: int) -> int:
@@ -56,9 +56,7 @@ class VocabParallelEmbedding(Layer):
 
     def _make_weight(self, num_rows: int, num_cols: int) -> Weight:
         # For so large a weight, the library is as fast as our kernels, even for one row.
-        weight = Weight(num_rows, num_cols, self.build.dtype, fused=False)
-        weight.data.zero_()
-        return weight
+        return PlainWeight(torch.zeros(num_rows, num_cols, dtype=self.build.dtype), fused=False)
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         rows = Part(self.vocab, self.config.vocab_size)

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertConfig, ModelConfig
-from nanovllm.distributed.bulk import Gathered, Scattered
+from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import ReplicatedLinear, make_weight
-from nanovllm.layers.spread import sum_over_ranks
+from nanovllm.layers.spread import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.shard import Part, Shard
@@ -94,14 +94,32 @@ class Experts(Layer):
             [T, M]; or partial results: [k, T, M], or those of `sum_over_ranks`.
         """
         group = self.build.group
-        if not self.build.fused:
-            return sum_over_ranks(self._by_expert(x, experts, weights), group)
-        from nanovllm.kernels.products.experts import gated_experts
-
-        out = gated_experts(x, self._weights(), experts, weights)
+        out = self.multiply(x, experts, weights)
+        if out.dim() == 2:
+            return sum_over_ranks(out, group)
         if group.size == 1 or group.can_exchange(x):  # the norm that follows sums
             return out
         return sum_over_ranks(out.sum(0, dtype=torch.float32).to(x.dtype), group)
+
+    def multiply(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted outputs of each token's experts: every product of experts, in any format.
+
+        Both matrices are multiplied here, not each by its `Weight`: their kernels share the tiles,
+        and the order of the pairs of a token and an expert. An adapter of experts overrides this.
+
+        Args:
+            x, experts, weights: see `forward`.
+
+        Returns:
+            [k, T, M], to be summed over k, if `fused`; else [T, M].
+        """
+        if not self.build.fused:
+            return self._by_expert(x, experts, weights)
+        from nanovllm.kernels.products.experts import gated_experts
+
+        return gated_experts(x, self._weights(), experts, weights)
 
     def _weights(self) -> "ExpertWeights":
         from nanovllm.kernels.products.experts import ExpertWeights
@@ -217,6 +235,5 @@ class SparseMLP(MLP):
         self.experts = experts
 
     def forward(self, hidden: Hidden) -> Hidden:
-        x = hidden.whole() if isinstance(hidden, Gathered) else hidden
-        assert isinstance(x, torch.Tensor), "rows are normalised before they come here"
+        x = whole_rows(hidden)
         return self.experts(x, *self.choose(x))

@@ -1,13 +1,18 @@
 """RMS normalisation, alone or with the residual addition before it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers.base import Build, Hidden, Layer
-from nanovllm.layers.spread import Residual, kept, normalise_owned_rows
+from nanovllm.layers.spread import Owned, Residual, kept, whole_rows
 from nanovllm.tensors.fp8 import Codes
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.peer_memory import PeerMemory
 
 
 class RMSNorm(Layer):
@@ -70,31 +75,58 @@ class RMSNorm(Layer):
         gathered.
         """
         if isinstance(x, Scattered):
-            return normalise_owned_rows(
-                x, residual, self.weight, self.eps, self.plus_one, self.act_block
-            )
+            return self._add_owned_rows(x, residual)
         assert isinstance(x, torch.Tensor), "gathered rows are normalised already"
-        residual = kept(residual, x.shape[-2], self.build.group)
-        if residual is None and x.dim() == 2:
+        group = self.build.group
+        residual = kept(residual, x.shape[-2], group)
+        if x.dim() == 3:
+            assert self.build.fused, "plain layers leave no partial results"
+            return self._add_by_kernel(x, residual, group.peers)
+        if residual is None:
             return self(x), x
         if self.build.fused:
-            from nanovllm.kernels.norm import add_rms_norm
+            return self._add_by_kernel(x, residual)
+        total = x + residual
+        return self(total), total
 
-            peers = self.build.group.peers if x.dim() == 3 else None
-            return add_rms_norm(
-                x, residual, self.weight, self.eps, peers, None, self.plus_one, self.act_block
-            )
-        assert residual is not None, "plain layers leave no partial results"
-        residual = x + residual
-        return self(residual), residual
+    def _add_owned_rows(self, x: Scattered, residual: Residual) -> tuple[Gathered, Owned]:
+        """`add_forward` of this rank's rows. The other ranks' normalised rows may still be
+        arriving.
+        """
+        assert residual is None or isinstance(residual, Owned), "rows are divided once"
+        own = None if residual is None else residual.rows
+        out = x.exchange.own_rows(x.num_rows, self.act_block)
+        _, total = self._add_by_kernel(x.partial, own, out=out)
+        gathered = x.exchange.gather(x.num_rows, self.act_block)
+        return gathered, Owned(total, gathered.held)
+
+    def _add_by_kernel(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        peers: "PeerMemory | None" = None,
+        out: torch.Tensor | Codes | None = None,
+    ) -> tuple[torch.Tensor | Codes, torch.Tensor]:
+        """See `kernels.norm.add_rms_norm`."""
+        from nanovllm.kernels.norm import add_rms_norm
+
+        return add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            peers=peers,
+            out=out,
+            plus_one=self.plus_one,
+            act_block=self.act_block,
+        )
 
     def whole_forward(self, x: Hidden, residual: Residual = None) -> torch.Tensor:
         """The normalised rows of `add_forward`: [T, M], also those of other ranks, which the next
         step overwrites.
         """
         normed, _ = self.add_forward(x, residual)
-        assert not isinstance(normed, Codes), "nothing here accepts codes"
-        return normed.whole() if isinstance(normed, Gathered) else normed
+        return whole_rows(normed)
 
 
 def norm(

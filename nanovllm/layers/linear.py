@@ -18,7 +18,7 @@ from nanovllm.layers.spread import sum_over_ranks
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.shard import Part, Shard, ZeroShard
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 
 
@@ -26,7 +26,8 @@ def make_weight(num_rows: int, num_cols: int, build: Build) -> Weight:
     """A weight for a linear layer, in the format of the model."""
     quantization = build.quantization
     if quantization is None:
-        return Weight(num_rows, num_cols, build.dtype, build.fused)
+        values = torch.empty(num_rows, num_cols, dtype=build.dtype)
+        return PlainWeight(values, build.fused)
     if isinstance(quantization, Fp8):
         return Fp8Weight(num_rows, num_cols, build.dtype, build.fused, quantization)
     return Int4Weight(num_rows, num_cols, build.dtype, build.fused, quantization)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
+from nanovllm.layers.base import Hidden
 from nanovllm.utils.context import get_context
 
 
@@ -59,25 +60,14 @@ def gather_owned_rows(own: torch.Tensor, index: torch.Tensor, held: range) -> to
     return F.embedding(nearest, own).masked_fill_((nearest != place).unsqueeze(1), 0)
 
 
-def normalise_owned_rows(
-    x: Scattered,
-    residual: Residual,
-    weight: torch.Tensor,
-    eps: float,
-    plus_one: bool,
-    act_block: int | None,
-) -> tuple[Gathered, Owned]:
-    """`RMSNorm.add_forward` of this rank's rows. The other ranks' normalised rows may still be
-    arriving.
+def whole_rows(x: Hidden) -> torch.Tensor:
+    """All normalised rows [T, M]; those of other ranks are waited for, and the next step overwrites
+    them.
     """
-    from nanovllm.kernels.norm import add_rms_norm
-
-    assert residual is None or isinstance(residual, Owned), "rows are divided once"
-    own = None if residual is None else residual.rows
-    out = x.exchange.own_rows(x.num_rows, act_block)
-    _, total = add_rms_norm(x.partial, own, weight, eps, None, out, plus_one, act_block)
-    gathered = x.exchange.gather(x.num_rows, act_block)
-    return gathered, Owned(total, gathered.held)
+    if isinstance(x, Gathered):
+        return x.whole()
+    assert isinstance(x, torch.Tensor), "normalised values, not codes"
+    return x
 
 
 def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None:
@@ -89,7 +79,7 @@ def kept(residual: Residual, num_rows: int, group: Group) -> torch.Tensor | None
         # product and waits for the ranks. Once this sum is complete, all ranks have the gathered
         # rows, so none waits for rows while another's norm waits for it, perhaps on its whole GPU.
         return group.all_reduce(gather_owned_rows(residual.rows, _kept_rows(), residual.held))
-    if residual is None or len(residual) == num_rows:
+    if residual is None or residual.shape[0] == num_rows:
         return residual
     return residual.index_select(0, _kept_rows())
 

@@ -5,12 +5,12 @@ Knows safetensors files; each layer names the tensors that fill it (`Layer.shard
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -202,45 +202,61 @@ def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
         )
 
 
-def _targets_and_files(
-    model: nn.Module, directory: Path, is_part: bool
-) -> tuple[dict[str, Shard], dict[str, Path]]:
-    """The parameters that a checkpoint's tensors fill, and their files, by the names there.
+class Matching(NamedTuple):
+    """The shards of a model and the tensors of a checkpoint, matched by their names.
 
-    Raises:
-        ValueError: naming tensors that are missing or left over.
+    Attributes:
+        shards: shards by the names of their tensors in the checkpoint, which may lack optional
+            ones.
+        missing: tensors that the model needs and the checkpoint lacks.
+        unused: tensors of the checkpoint that nothing needs, without those that are ignored.
     """
-    files, targets = find_weights(directory), checkpoint_shards(model)
-    _warn_of_unread_files(directory, set(files.values()))
-    is_tied = HEAD not in targets
-    names = _other_names(files, is_part)
-    if is_part:
-        files = {name: file for name, file in files.items() if not name.startswith(OTHER_PARTS)}
-    targets = {as_saved(own, names, files): shard for own, shard in targets.items()}
+
+    shards: dict[str, Shard]
+    missing: list[str]
+    unused: list[str]
+
+    def problems(self) -> list[str]:
+        """Reasons not to load the checkpoint; none if it fits."""
+        problems = []
+        if self.missing:
+            problems.append(f"missing from the checkpoint: {_names(self.missing)}")
+        if self.unused:
+            problems.append(f"not used by this model: {_names(self.unused)}")
+        of_codes = [name for name in self.missing + self.unused if name.endswith(OF_CODES)]
+        if of_codes and not any(name.endswith(OF_CODES) for name in self.shards):
+            problems.append("its weights are quantised, which `quantization_config` must describe")
+        elif of_codes:
+            problems.append(
+                "if no file is missing, it is not quantised as `quantization_config` says, with "
+                "all linear layers and nothing else: take a checkpoint that is, or the original "
+                "weights"
+            )
+        return problems
+
+
+def match(own: Mapping[str, Shard], saved: Collection[str], is_part: bool = False) -> Matching:
+    """Match the shards of a model to the tensors of a checkpoint.
+
+    Args:
+        own: shards of the model, see `checkpoint_shards`.
+        saved: names of the tensors in the checkpoint, without `OTHER_PARTS`.
+        is_part: whether the checkpoint has such parts.
+    """
+    names = _other_names(saved, is_part)
+    shards = {as_saved(name, names, saved): shard for name, shard in own.items()}
     embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     # Old checkpoints carry the rotary frequencies.
-    ignored = {name for name in files if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
-    if is_tied and embedding in files:
+    ignored = {name for name in saved if name.endswith(("rotary_emb.inv_freq", *NOT_READ))}
+    is_tied = HEAD not in own
+    if is_tied and embedding in saved:
         ignored.add(head)  # saved twice; `with_own_head` has compared them
-    elif is_tied and head in files:
-        targets[head] = targets.pop(embedding)
-    problems = []
-    needed = {name for name, shard in targets.items() if not shard.is_optional}
-    if missing := sorted(needed - set(files)):
-        problems.append(f"missing from the checkpoint: {_names(missing)}")
-    if unused := sorted(set(files) - set(targets) - ignored):
-        problems.append(f"not used by this model: {_names(unused)}")
-    of_codes = [name for name in [*missing, *unused] if name.endswith(OF_CODES)]
-    if of_codes and not any(name.endswith(OF_CODES) for name in targets):
-        problems.append("its weights are quantised, which `quantization_config` must describe")
-    elif of_codes:
-        problems.append(
-            "if no file is missing, it is not quantised as `quantization_config` says, with all "
-            "linear layers and nothing else: take a checkpoint that is, or the original weights"
-        )
-    if problems:
-        raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
-    return targets, files
+    elif is_tied and head in saved:
+        shards[head] = shards.pop(embedding)
+    needed = {name for name, shard in shards.items() if not shard.is_optional}
+    missing = sorted(needed - set(saved))
+    unused = sorted(set(saved) - set(shards) - ignored)
+    return Matching(shards, missing, unused)
 
 
 def load_model(
@@ -262,22 +278,39 @@ def load_model(
     Raises:
         ValueError: naming tensors that are missing, left over or of the wrong shape.
     """
-    targets, files = _targets_and_files(model, directory, is_part)
-    there = [name for name in targets if name in files]
-    by_file = sorted(there, key=lambda name: (targets[name].comes_last, files[name]))
+    files, own = find_weights(directory), checkpoint_shards(model)
+    _warn_of_unread_files(directory, set(files.values()))
+    if is_part:
+        files = {name: file for name, file in files.items() if not name.startswith(OTHER_PARTS)}
+    matching = match(own, files, is_part)
+    if problems := matching.problems():
+        raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    shards = {name: shard for name, shard in matching.shards.items() if name in files}
+    by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
+    _check_tensors(by_file, shards, files)
+    with startup_bar(by_file, "Loading weights", "tensor") as bar:
+        for file, of_file in groupby(bar, key=files.__getitem__):
+            with _open(file) as tensors:
+                for name in of_file:
+                    check()
+                    shards[name].fill(tensors.get_slice(name))
+
+
+def _check_tensors(
+    by_file: Iterable[str], shards: Mapping[str, Shard], files: Mapping[str, Path]
+) -> None:
+    """Refuse tensors that their files lack, or that have another shape or dtype.
+
+    Raises:
+        ValueError: naming one.
+    """
     for file, of_file in groupby(by_file, key=files.__getitem__):
         with _open(file) as tensors:
             present = set(tensors.keys())
             for name in of_file:
                 if name not in present:
                     raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
-                targets[name].check(name, tensors.get_slice(name))
-    with startup_bar(by_file, "Loading weights", "tensor") as bar:
-        for file, of_file in groupby(bar, key=files.__getitem__):
-            with _open(file) as tensors:
-                for name in of_file:
-                    check()
-                    targets[name].fill(tensors.get_slice(name))
+                shards[name].check(name, tensors.get_slice(name))
 
 
 def load_dummy(model: nn.Module, seed: int) -> None:

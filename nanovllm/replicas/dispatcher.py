@@ -189,15 +189,36 @@ class Dispatcher:
         return None
 
     def _choose(self, replica: int, ready: list[int]) -> _Entry | None:
+        """Choose a request for a replica: of the items that it has begun, of a new item, or of one
+        that another replica has begun. None if it has no room for the first, or there is none.
+        """
         load = self._loads[replica]
-        own = self._first(load.begun)
-        while own is None and self._items:
-            own = self._first(self._items[0])
-            if own is None or self._has_room(load, own):
-                load.begun = self._items.popleft()
-        if own is not None:
-            return load.begun.popleft() if self._has_room(load, own) else None
-        others = [self._loads[other] for other in ready if other != replica]
+        begun = self._first(load.begun)
+        if begun is not None:
+            return load.begun.popleft() if self._has_room(load, begun) else None
+        new = self._first_of_items()
+        if new is None:
+            return self._choose_from_others(load, ready)
+        if not self._has_room(load, new):
+            return None
+        load.begun = self._items.popleft()
+        return load.begun.popleft()
+
+    def _first_of_items(self) -> _Entry | None:
+        """The first request of the first item that no replica has begun. Drops items of which none
+        waits, on the way.
+        """
+        while self._items:
+            if (entry := self._first(self._items[0])) is not None:
+                return entry
+            self._items.popleft()
+        return None
+
+    def _choose_from_others(self, load: _Load, ready: list[int]) -> _Entry | None:
+        """Choose the last request of an item that another replica has begun, and has no room for or
+        would finish much later. Those with the most work give first.
+        """
+        others = [self._loads[i] for i in ready if self._loads[i] is not load]
         for other in sorted(others, key=lambda other: other.work, reverse=True):
             last = self._first(other.begun, last=True)
             if last is None or not self._has_room(load, last):

@@ -19,69 +19,49 @@ from nanovllm.requests.text import (
 )
 
 
-class TokenText:
-    """The text of tokens as they arrive, each piece as soon as no later token can change it.
-
-    For tokenizers of the tokenizers library, `DecodeStream` does that. It returns nothing while the
-    text ends in U+FFFD: then, and for other tokenizers, the tokens whose text is open are decoded
-    here, after the token before them, so that no leading space is stripped from them.
+class WindowText:
+    """The text of tokens as they arrive, each piece as soon as no later token can change it: the
+    tokens whose text is open are decoded again with each new one, after the token before them, so
+    that no leading space is stripped from them.
 
     Args:
         tokenizer: tokenizer of transformers.
         decode: function that returns the text of tokens.
         skip: whether special tokens are left out.
         context: tokens before the first one.
+
+    Attributes:
+        tokens: last token before the open text, and the tokens of that text.
+        num_left_out: tokens so far that have no text.
+        is_shortened: whether tokens of open text have been dropped.
     """
 
     def __init__(
         self, tokenizer: Any, decode: Callable[[list[int]], str], skip: bool, context: list[int]
     ) -> None:
         self._tokenizer, self._decode, self._skip = tokenizer, decode, skip
-        self._window = context  # the last token before open text, and the tokens of that text
-        self._text: str | None = None  # text of the window, once needed
+        self.tokens = context
+        self.num_left_out = 0
+        self.is_shortened = False
+        self._text: str | None = None  # text of `tokens`, once needed
         self._begin = 0  # position of the open text in it
         self._num_given = 0  # characters of it that have been returned
-        self._num_left_out = 0  # tokens without text that the stream holds
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._new_stream = partial(DecodeStream, skip_special_tokens=skip)
-        self._begin_stream()
-
-    def _begin_stream(self) -> None:
-        """Start a new stream after the window: the old one decodes again all that had no text."""
-        self._stream, self._num_left_out = self._new_stream(), 0
-        given = ""
-        for token_id in self._window if self._backend is not None else ():
-            given = self._stream.step(self._backend, token_id) or ""
-        if self._window and not given:
-            self._backend = None  # it would return the text of the window once more
 
     def step(self, token_id: int) -> str:
         """Add a token. Returns the text that has become certain."""
-        if self._backend is not None:
-            text = None
-            try:
-                text = self._stream.step(self._backend, token_id)
-            except Exception:  # it has no type of its own: the token changes text already returned
-                self._backend = None
-            if text is not None:
-                start = self._num_given - self._begin
-                self._window, self._text, self._begin, self._num_given = [token_id], None, 0, 0
-                return text[start:]
         if self._text is None:
-            self._text = self._decode(self._window)
+            self._text = self._decode(self.tokens)
             self._begin = self._num_given = len(self._text)
-        window = [*self._window, token_id]
-        text = self._decode(window)
+        tokens = [*self.tokens, token_id]
+        text = self._decode(tokens)
         if text == self._text and is_left_out(self._tokenizer, token_id, self._skip):
-            self._num_left_out += 1
-            if self._num_left_out > CONTEXT and self._backend is not None:
-                self._begin_stream()
+            self.num_left_out += 1
             return ""
         start = self._num_given
         # Wrong bytes look like incomplete ones, but only MAX_INCOMPLETE can be incomplete.
         end = max(start, len(text.rstrip(REPLACEMENT)), len(text) - MAX_INCOMPLETE)
-        self._window, self._text, self._num_given = window, text, end
-        if len(window) > 2 * CONTEXT:
+        self.tokens, self._text, self._num_given = tokens, text, end
+        if len(tokens) > 2 * CONTEXT:
             self._shorten(text[end:])
         return text[start:end]
 
@@ -90,15 +70,72 @@ class TokenText:
         keeps its place. The beginning of the others' text may then be wrong; its end agrees with
         the whole.
         """
-        window = [self._window[0], *self._window[-CONTEXT:]]
-        text = self._decode(window)
+        tokens = [self.tokens[0], *self.tokens[-CONTEXT:]]
+        text = self._decode(tokens)
         if text.endswith(open_text):
-            self._window, self._text, self._num_given = window, text, len(text) - len(open_text)
-            self._backend = None  # its stream would go on decoding all of them
+            self.tokens, self._text, self._num_given = tokens, text, len(text) - len(open_text)
+            self.is_shortened = True
+
+    def restart(self, token_id: int) -> int:
+        """Begin again after a token that ends the open text, of which others return the rest.
+        Returns how many characters of the open text have been returned here.
+        """
+        num_given = self._num_given - self._begin
+        self.tokens, self._text, self._begin, self._num_given = [token_id], None, 0, 0
+        return num_given
 
     def rest(self) -> str:
         """The text that is not certain yet: incomplete bytes."""
         return (self._text or "")[self._num_given :]
+
+
+class StreamText:
+    """The text of tokens by `DecodeStream`, for tokenizers of the tokenizers library.
+
+    A stream returns nothing while the text ends in U+FFFD: then a `WindowText` returns the part of
+    it that is certain. It goes on alone when the stream cannot.
+
+    Args:
+        tokenizer, decode, skip, context: see `WindowText`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, decode: Callable[[list[int]], str], skip: bool, context: list[int]
+    ) -> None:
+        self._window = WindowText(tokenizer, decode, skip, context)
+        self._backend = tokenizer.backend_tokenizer
+        self._new_stream = partial(DecodeStream, skip_special_tokens=skip)
+        self._stream = self._begin_stream()
+
+    def _begin_stream(self) -> DecodeStream | None:
+        """A stream after the window; None if it would return the text of the window once more."""
+        self._num_left_out_before = self._window.num_left_out
+        stream, given = self._new_stream(), ""
+        for token_id in self._window.tokens:
+            given = stream.step(self._backend, token_id) or ""
+        return stream if given or not self._window.tokens else None
+
+    def step(self, token_id: int) -> str:
+        """Add a token. Returns the text that has become certain."""
+        if self._stream is None:
+            return self._window.step(token_id)
+        try:
+            text = self._stream.step(self._backend, token_id)
+        except Exception:  # it has no type of its own: the token changes text already returned
+            self._stream = None
+            return self._window.step(token_id)
+        if text is not None:
+            return text[self._window.restart(token_id) :]
+        certain = self._window.step(token_id)
+        if self._window.is_shortened:
+            self._stream = None  # it would go on decoding all of them
+        elif self._window.num_left_out > self._num_left_out_before + CONTEXT:
+            self._stream = self._begin_stream()  # the old one decodes again all that had no text
+        return certain
+
+    def rest(self) -> str:
+        """The text that is not certain yet: incomplete bytes."""
+        return self._window.rest()
 
 
 class ByteRun:
@@ -181,7 +218,9 @@ class Detokenizer:
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._decode = partial(as_text, tokenizer, skip_special_tokens=skip_special_tokens)
-        self._make_text = partial(TokenText, tokenizer, self._decode, skip_special_tokens)
+        has_backend = getattr(tokenizer, "backend_tokenizer", None) is not None
+        text = StreamText if has_backend else WindowText
+        self._make_text = partial(text, tokenizer, self._decode, skip_special_tokens)
         self._stop, self._stop_tokens = tuple(stop), stop_tokens or {}
         self._max_stop_len = max(map(len, self._stop), default=1)
         self._include_stop = include_stop_str_in_output

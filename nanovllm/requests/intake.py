@@ -148,20 +148,27 @@ class Intake:
         check_choice("on_error", on_error, get_args(OnError))
         spread = spread_sampling_params(params, len(prompts), self._default)
         read: dict[int, RequestControls | None] = {}  # by identity: most often all are one object
+
+        def controls_of(own: SamplingParams, params_name: str) -> RequestControls | None:
+            if id(own) not in read:
+                controls = self.read_params(own, params_name)
+                self._grammars(own, 1)  # raises if there is none
+                read[id(own)] = controls
+            return read[id(own)]
+
+        if prompts and (params is None or isinstance(params, SamplingParams)):
+            params_name, own = spread[0]
+            controls_of(own, params_name)  # a mistake in them is no single prompt's: it is raised
         checked: list[CheckedRequest | Refusal] = []
         for (name, given), (params_name, own) in zip(prompts.items(), spread, strict=True):
             try:
-                if id(own) not in read:
-                    controls = self.read_params(own, params_name)
-                    self._grammars(own, 1)  # raises if there is none
-                    read[id(own)] = controls
+                controls = controls_of(own, params_name)
                 prompt = given if render is None else render(given, name)
                 text, token_ids = self.read_prompt(prompt, name)
                 grammars = self._grammars(own, own.n)
-                checked.append(CheckedRequest(text, token_ids, own, read[id(own)], grammars))
+                checked.append(CheckedRequest(text, token_ids, own, controls, grammars))
             except (TypeError, ValueError) as error:
-                concerns_all = id(own) not in read and params_name == "sampling_params"
-                if on_error == "raise" or concerns_all:
+                if on_error == "raise":
                     raise
                 shown = given.get("prompt") if isinstance(given, Mapping) else given
                 checked.append(Refusal(shown if isinstance(shown, str) else None, str(error)))

@@ -69,46 +69,84 @@ def request_controls(
     Raises:
         ValueError: if they may leave no token.
     """
-    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
-    stops = set(params.stop_token_ids or ())
-    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
-        stops |= {token for token in eos_token_ids if token < vocab_size}
-    biases = dict(params.logit_bias or {})
-    biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
-    if params.allowed_token_ids is not None:
-        banned = {word[-1] for word in bad_words}
-        if params.min_tokens:
-            banned |= stops
-        if banned.issuperset(params.allowed_token_ids):
-            raise ValueError(
-                "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
-                f"forbid, got {params.allowed_token_ids!r}"
-            )
-    filters = NO_FILTERS if params.is_greedy else (top_k, params.top_p, params.min_p)
+    stops = _stop_tokens(params, vocab_size, eos_token_ids)
+    _check_allowed(params, stops, bad_words)
+    filters = _filters(params, vocab_size)
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-    is_guided = params.structured_outputs is not None
-    has_tokens = bool(biases or bad_words) or params.allowed_token_ids is not None
-    is_permanent = (
-        filters != NO_FILTERS
-        or penalties != NO_PENALTIES
-        or params.logprobs is not None
-        or has_tokens
-        or is_guided
-    )
+    is_permanent = _is_permanent(params, filters, penalties, bad_words)
     if not is_permanent and not (params.min_tokens and stops):
         return None
+    biases = _biases(params, bad_words)
     return RequestControls(
         filters=filters,
         penalties=penalties,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        bias_tokens=np.array(sorted(biases), np.int32),
-        biases=np.array([biases[token] for token in sorted(biases)], np.float32),
+        bias_tokens=np.array(list(biases), np.int32),
+        biases=np.array(list(biases.values()), np.float32),
         min_tokens=params.min_tokens if stops else 0,
         early_bans=np.array(sorted(stops), np.int32),
         bad_words=tuple(word for word in bad_words if len(word) > 1),
         allowed=token_mask(params.allowed_token_ids, vocab_size),
-        is_guided=is_guided,
+        is_guided=params.structured_outputs is not None,
         is_permanent=is_permanent,
+    )
+
+
+def _stop_tokens(
+    params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]
+) -> set[int]:
+    """The tokens that end a completion, banned before `min_tokens`."""
+    stops = set(params.stop_token_ids or ())
+    if not params.ignore_eos:  # a tokenizer may have some that the model cannot sample
+        stops |= {token for token in eos_token_ids if token < vocab_size}
+    return stops
+
+
+def _check_allowed(
+    params: SamplingParams, stops: Collection[int], bad_words: Collection[tuple[int, ...]]
+) -> None:
+    """Refuse `allowed_token_ids` all of which may be banned at some position."""
+    if params.allowed_token_ids is None:
+        return
+    banned = {word[-1] for word in bad_words}
+    if params.min_tokens:
+        banned.update(stops)
+    if banned.issuperset(params.allowed_token_ids):
+        raise ValueError(
+            "`allowed_token_ids` must have a token that bad_words and min_tokens do not "
+            f"forbid, got {params.allowed_token_ids!r}"
+        )
+
+
+def _filters(params: SamplingParams, vocab_size: int) -> tuple[int, float, float]:
+    """top_k (0: all), top_p, min_p."""
+    if params.is_greedy:
+        return NO_FILTERS
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return top_k, params.top_p, params.min_p
+
+
+def _biases(params: SamplingParams, bad_words: Collection[tuple[int, ...]]) -> dict[int, float]:
+    """Biases by token, in ascending order of the tokens. Bad words of one token are banned here."""
+    biases = dict(params.logit_bias or {})
+    biases |= {word[0]: BANNED for word in bad_words if len(word) == 1}
+    return dict(sorted(biases.items()))
+
+
+def _is_permanent(
+    params: SamplingParams,
+    filters: tuple[int, float, float],
+    penalties: tuple[float, float, float],
+    bad_words: Collection[tuple[int, ...]],
+) -> bool:
+    """Whether there are controls other than the early bans."""
+    return (
+        filters != NO_FILTERS
+        or penalties != NO_PENALTIES
+        or params.logprobs is not None
+        or params.allowed_token_ids is not None
+        or params.structured_outputs is not None
+        or bool(params.logit_bias or bad_words)
     )
 
 

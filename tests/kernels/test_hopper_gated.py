@@ -20,7 +20,7 @@ from nanovllm.kernels.activation import MANY, takes_hopper_kernel
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.products import hopper_gated as gated_hopper
 from nanovllm.layers.weights.fp8 import Fp8Weight
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight
 from nanovllm.tensors.fp8 import FP8, Codes
 
 SEED = 9
@@ -95,8 +95,7 @@ def test_hopper_gated(
 @needs_hopper
 def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many rows; and without it, the result agrees."""
-    weight = Weight(512, 256, torch.bfloat16, fused=True)
-    weight.data.data = randn(512, 256, seed=3, dtype=torch.bfloat16) / 16
+    weight = PlainWeight(randn(512, 256, seed=3, dtype=torch.bfloat16) / 16, fused=True)
     x = randn(MANY // 2, 256, seed=4, dtype=torch.bfloat16)
     calls, hopper_gated = [], gated_hopper.hopper_gated
 

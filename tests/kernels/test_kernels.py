@@ -62,7 +62,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight
 from nanovllm.models.qwen3 import Qwen3Attention
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache, dequantize, quantize, rounded
@@ -250,10 +250,8 @@ def test_a_matrix_of_unaligned_rows_is_not_described() -> None:
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=1e-2)
 
 
-def holding(numbers: torch.Tensor) -> Weight:
-    weight = Weight(*numbers.shape, numbers.dtype, True)
-    weight.data = torch.nn.Parameter(numbers, False)
-    return weight
+def holding(numbers: torch.Tensor) -> PlainWeight:
+    return PlainWeight(numbers, fused=True)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from checkpoints import (
 from nanovllm import LLM
 from nanovllm.checkpoint.files import INDEX
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.models.loader import checkpoint_shards, with_own_head
+from nanovllm.layers.weights.shard import Shard, UnheldShard
+from nanovllm.models.loader import EMBEDDING, HEAD, checkpoint_shards, match, with_own_head
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -55,6 +56,68 @@ def sharded_dir(sharded_source, tmp_path):
 
 def weight_map(path: Path) -> dict[str, str]:
     return json.loads((path / INDEX).read_text())["weight_map"]
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("needs", "saved", "is_part", "found", "missing", "unused"),
+    [
+        ([Q_PROJ], [Q_PROJ], False, {Q_PROJ: Q_PROJ}, [], []),
+        ([Q_PROJ, HEAD], ["x", "b"], False, None, [HEAD, Q_PROJ], ["b", "x"]),
+        ([Q_PROJ, HEAD], [Q_PROJ, HEAD, "a.rotary_emb.inv_freq"], False, None, [], []),
+        # A tied model: a head beside the embedding is a copy, a head alone takes its place.
+        ([EMBEDDING], [EMBEDDING, HEAD], False, {EMBEDDING: EMBEDDING}, [], []),
+        ([EMBEDDING], [HEAD], False, {EMBEDDING: HEAD}, [], []),
+        ([EMBEDDING, HEAD], [HEAD], False, None, [EMBEDDING], []),
+        # Other spellings.
+        ([EMBEDDING], ["embed_tokens.weight"], False, {EMBEDDING: "embed_tokens.weight"}, [], []),
+        (
+            [EMBEDDING, HEAD],
+            ["model.language_model.embed_tokens.weight", "language_model.lm_head.weight"],
+            True,
+            {
+                EMBEDDING: "model.language_model.embed_tokens.weight",
+                HEAD: "language_model.lm_head.weight",
+            },
+            [],
+            [],
+        ),
+        (
+            ["model.a.weight_scale"],
+            ["model.a.weight_scale_inv"],
+            False,
+            {"model.a.weight_scale": "model.a.weight_scale_inv"},
+            [],
+            [],
+        ),
+    ],
+)
+def test_a_models_tensors_are_found_by_their_names(
+    needs, saved, is_part, found, missing, unused
+) -> None:
+    """No file is read, and no model is built."""
+    shards = {name: Shard.whole(torch.empty(0)) for name in needs}
+    matching = match(shards, saved, is_part)
+    assert (matching.missing, matching.unused) == (missing, unused)
+    assert bool(matching.problems()) == bool(missing or unused)
+    if found is not None:
+        assert {name: matching.shards[found[name]] for name in needs} == shards
+
+
+def test_an_optional_tensor_may_be_missing() -> None:
+    shards = {"model.a.g_idx": UnheldShard.whole(torch.empty(0))}
+    assert match(shards, []).missing == []
+    assert match(shards, ["model.a.g_idx"]).unused == []
+
+
+@pytest.mark.parametrize("own", ["model.a.weight", "model.a.qweight"])
+def test_problems_say_when_codes_are_the_reason(own) -> None:
+    shards = {own: Shard.whole(torch.empty(0))}
+    *_, reason = match(shards, ["model.a.scales"]).problems()
+    assert ("must describe" in reason) == (own == "model.a.weight")
+    assert ("as `quantization_config` says" in reason) == (own == "model.a.qweight")
 
 
 # -- what loads -----------------------------------------------------------------------------------

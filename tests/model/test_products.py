@@ -10,9 +10,10 @@ import torch
 from checkpoints import SMALL, make_checkpoint
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.weights.onednn import OneDnnWeight
-from nanovllm.layers.weights.weight import Gate, Weight
+from nanovllm.layers.weights.weight import Gate, PlainWeight, Weight
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_kernels": False}], ids=["oneDNN", "plain"])
@@ -32,7 +33,7 @@ def test_every_product_passes_one_door(
             inside.pop()
 
     monkeypatch.setattr(Weight, "multiply", watched)
-    for kind in (Weight, OneDnnWeight):
+    for kind in (PlainWeight, OneDnnWeight):
 
         def product(weight: Weight, *args: Any, of: Any = kind.product) -> torch.Tensor:
             assert inside and inside[-1] is weight, "a product beside the door"
@@ -49,3 +50,22 @@ def test_every_product_passes_one_door(
     assert len(layers) == 4 * 2 + 1
     assert all(passed[id(layer.weight)] >= 3 for layer in layers)
     assert sum(gated[id(layer.weight)] > 0 for layer in layers) == 2, "the MLPs'"
+
+
+def test_every_product_of_experts_passes_one_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter of experts relies on it: what `multiply` returns is all that they add."""
+    path = make_checkpoint(tmp_path / "sparse", "qwen3_moe")
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+
+    def logprob() -> float:
+        with LLM(path, **SMALL) as llm:
+            [output] = llm.generate([[5, 7, 11, 2]], params, use_tqdm=False)
+        return output.outputs[0].cumulative_logprob
+
+    plain, multiply = logprob(), Experts.multiply
+    assert logprob() == plain
+    for factor, is_same in ((1.0, True), (0.0, False)):
+        monkeypatch.setattr(Experts, "multiply", lambda *args, by=factor: multiply(*args) * by)
+        assert (logprob() == plain) == is_same

@@ -22,7 +22,7 @@ from nanovllm.kernels import peers
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-from nanovllm.layers.spread import Owned, normalise_owned_rows
+from nanovllm.layers.spread import Owned
 from nanovllm.layers.weights.shard import Part
 from nanovllm.tensors.fp8 import Codes
 
@@ -187,14 +187,14 @@ def test_rows_of_large_steps(
 def test_steps_of_other_sizes_and_formats_follow(size: int, machine: Machine) -> None:
     """Numbers and codes lie in the same bytes, and the views of the step before are not taken."""
     exchanges = exchanges_of(size)
-    weight = randn(M, seed=1)
+    norm = RMSNorm(M, EPS, Build(DTYPE, True, Group(), TorchBackend(), 64))
+    weight = norm.weight.copy_(randn(M, seed=1))
     steps = ((130, 0), (130, 128), (17, 0), (130, None), (60, 128), (60, 0), (59, None), (59, 0))
     for turn, (num_rows, act_block) in enumerate(steps):
         x = randn(num_rows, M, seed=2 + turn)
         scattered = [exchange.scatter(num_rows, rows_of(x / size)) for exchange in exchanges]
-        gathered = [
-            normalise_owned_rows(each, None, weight, EPS, False, act_block)[0] for each in scattered
-        ]
+        norm.act_block = act_block
+        gathered = [norm.add_forward(each, None)[0] for each in scattered]
         wanted = torch.nn.functional.rms_norm(x.double(), (M,), weight.double(), EPS)
         for each in gathered:
             rows = each.rows.numbers() if isinstance(each.rows, Codes) else each.rows

@@ -100,7 +100,7 @@ class Fp8Weight(QuantizedWeight):
     def __init__(
         self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Fp8
     ) -> None:
-        super().__init__(num_cols, dtype, fused)
+        super().__init__(dtype, fused)
         rows, cols = quantization.block
         self.block = rows or 1, cols or num_cols
         self.quantization = quantization

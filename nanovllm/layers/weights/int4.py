@@ -169,7 +169,7 @@ class Int4Weight(QuantizedWeight):
     def __init__(
         self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool, quantization: Int4
     ) -> None:
-        super().__init__(num_cols, dtype, fused)
+        super().__init__(dtype, fused)
         self.quantization, group = quantization, quantization.group
         # `shards` refuses columns that are not whole groups.
         data = torch.empty(num_rows, -(-num_cols // group) * group // PLANES, dtype=torch.int16)

@@ -14,7 +14,7 @@ from nanovllm.checkpoint.quantization import WHILE_LOADING
 from nanovllm.layers.base import Build
 from nanovllm.layers.weights.fp8 import QuantizingShard
 from nanovllm.layers.weights.shard import Part, Shard
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 
 
@@ -27,8 +27,7 @@ class Int8Weight(Weight):
     """
 
     def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)
-        self.num_cols, self.dtype, self.fused = num_cols, dtype, True
+        super().__init__(dtype, fused=True)
         self.data = nn.Parameter(torch.zeros(num_rows, num_cols, dtype=torch.int8), False)
         self.scales = nn.Parameter(torch.zeros(num_rows, 1, dtype=torch.float32), False)
 
@@ -45,7 +44,7 @@ class Int8Weight(Weight):
 
     @property
     def codes(self) -> Codes:
-        return Codes(self.data, self.scales, (1, self.num_cols))
+        return Codes(self.data, self.scales, (1, self.data.shape[1]))
 
     def product(
         self,
@@ -75,13 +74,12 @@ def in_int8(num_rows: int, num_cols: int, build: Build) -> Int8Weight | None:
     return Int8Weight(num_rows, num_cols, build.dtype) if fits else None
 
 
-class TiedWeight(Weight):
+class TiedWeight(PlainWeight):
     """The weight of an embedding whose values fill the LM head's weight, too."""
 
     def __init__(self, embedding: Weight, head: Int8Weight) -> None:
-        nn.Module.__init__(self)
-        self.num_cols, self.dtype, self.fused = embedding.num_cols, embedding.dtype, False
-        self.data, self._of_head = embedding.data, head.shard
+        super().__init__(embedding.data, fused=False)
+        self._of_head = head.shard
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part

@@ -25,10 +25,9 @@ class OneDnnWeight(Weight):
     """
 
     def __init__(self, plain: Weight) -> None:
-        nn.Module.__init__(self)
+        super().__init__(plain.dtype, fused=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.data)
-        self.data, self.fused = nn.Parameter(packed, False), False
-        self.num_cols, self.dtype = plain.num_cols, plain.dtype
+        self.data = nn.Parameter(packed, False)
 
     def product(
         self,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from nanovllm.layers.weights.weight import Weight
+from nanovllm.layers.weights.weight import PlainWeight, Weight
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.tensors.int4 import Int4Codes
 
@@ -44,28 +44,20 @@ class QuantizedWeight(Weight):
 
     Attributes:
         name: name of the format.
-        dtype: torch.dtype of activations and results.
         kernels: kernels that multiply by the codes; None: none can.
     """
 
     name: ClassVar[str]
     kernels: Kernels | None = None
 
-    def __init__(self, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
-        nn.Module.__init__(self)
-        self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
-
     @property
     def codes(self) -> Codes | Int4Codes:
         """The whole matrix."""
         raise NotImplementedError
 
-    def plain(self) -> Weight:
+    def plain(self) -> PlainWeight:
         """The dequantised weight."""
-        numbers = self.codes.numbers(self.dtype)
-        weight = Weight(0, numbers.shape[1], self.dtype, self.fused)
-        weight.data = nn.Parameter(numbers, False)
-        return weight
+        return PlainWeight(self.codes.numbers(self.dtype), self.fused)
 
     def product(
         self,

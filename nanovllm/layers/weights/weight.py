@@ -1,8 +1,8 @@
 """`Weight`: the matrix of a product. It knows its format, its loading and its multiplication.
 
-Every product of a model goes through `Weight.multiply`. Another format is a subclass with its own
-`product` (`quantized.py`, `onednn.py`); a wrapper of a weight, which adds to each of its products,
-is a subclass with its own `multiply`.
+Every product of a model goes through `Weight.multiply`. A format is a subclass with its own
+`product`: `PlainWeight` here, others in `quantized.py` and `onednn.py`. A wrapper of a weight,
+which adds to each of its products, is a subclass with its own `multiply`.
 """
 
 from collections.abc import Iterator
@@ -47,25 +47,24 @@ class Gate(NamedTuple):
 
 
 class Weight(nn.Module):
-    """N x K values of the model's dtype, uninitialised until loaded.
+    """The matrix of a product: N x K values in some format.
 
     Args:
-        num_rows, num_cols: N and K on this rank.
-        dtype: torch.dtype of the values.
+        dtype: torch.dtype of activations and results.
         fused: whether to multiply by our kernels where they are faster than the library's.
 
     Attributes:
-        data: [N, K] of `dtype`.
+        data: values or codes, [N, K] unless the format says otherwise.
         act_block: group size of the FP8 activations (`Codes`) that this weight prefers, in columns;
             0: one scale per row; None: activations stay in `dtype`.
     """
 
+    data: nn.Parameter
     act_block: int | None = None
 
-    def __init__(self, num_rows: int, num_cols: int, dtype: torch.dtype, fused: bool) -> None:
+    def __init__(self, dtype: torch.dtype, fused: bool) -> None:
         super().__init__()
-        self.data = nn.Parameter(torch.empty(num_rows, num_cols, dtype=dtype), False)
-        self.num_cols, self.dtype, self.fused = num_cols, dtype, fused
+        self.dtype, self.fused = dtype, fused
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +74,7 @@ class Weight(nn.Module):
     @property
     def codes(self) -> torch.Tensor | Codes | Int4Codes:
         """The whole matrix, in the form that kernels accept."""
-        return self.data
+        raise NotImplementedError
 
     def shards(
         self, module: str, begin: int, rows: Part, cols: Part
@@ -83,8 +82,7 @@ class Weight(nn.Module):
         """The tensors of the checkpoint's `module` that fill our rows from `begin`, as
         `Layer.shards` does.
         """
-        target = self.data.data[begin : begin + len(rows.held)]
-        yield f"{module}.weight", Shard(target, (rows, cols))
+        raise NotImplementedError
 
     @overload
     def multiply(
@@ -117,7 +115,8 @@ class Weight(nn.Module):
         gate: Gate | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor | Codes:
-        """`x @ weight.T + bias`: every product of a model, in any format, except those of experts.
+        """`x @ weight.T + bias`: every product of a model, in any format, except those of experts
+        (`Experts.multiply`).
 
         Formats implement `product`, and may have a kernel of their own for `gated_row`.
 
@@ -167,7 +166,46 @@ class Weight(nn.Module):
         partial: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The product without a gate, see `multiply`; by the library if `out` is given."""
+        """The product without a gate, see `multiply`."""
+        raise NotImplementedError
+
+    def gated_row(
+        self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
+    ) -> torch.Tensor | None:
+        """The gated product of a single row by a kernel of its own, if there is one."""
+        return None
+
+
+class PlainWeight(Weight):
+    """N x K values of the model's dtype.
+
+    Args:
+        data: [N, K], may be uninitialised until loaded.
+        fused: see `Weight`.
+    """
+
+    def __init__(self, data: torch.Tensor, fused: bool) -> None:
+        super().__init__(data.dtype, fused)
+        self.data = nn.Parameter(data, False)
+
+    @property
+    def codes(self) -> torch.Tensor:
+        return self.data
+
+    def shards(
+        self, module: str, begin: int, rows: Part, cols: Part
+    ) -> Iterator[tuple[str, Shard]]:
+        target = self.data.data[begin : begin + len(rows.held)]
+        yield f"{module}.weight", Shard(target, (rows, cols))
+
+    def product(
+        self,
+        x: torch.Tensor | Codes,
+        bias: torch.Tensor | None,
+        partial: bool,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The product without a gate; by the library if `out` is given."""
         assert isinstance(x, torch.Tensor), NO_CODES
         if out is not None:
             if bias is None:
@@ -182,7 +220,6 @@ class Weight(nn.Module):
     def gated_row(
         self, x: torch.Tensor, bias: torch.Tensor | None, gelu: bool
     ) -> torch.Tensor | None:
-        """The gated product of a single row by a kernel of its own, if there is one."""
         from nanovllm.kernels.products.linear import HALF
         from nanovllm.kernels.products.row import one_row
 
