@@ -71,14 +71,21 @@ class WatchedModel(FakeModel):
 def test_defect_11_plans_are_bounded_and_send_what_is_new_once(seed: int, lookahead: int) -> None:
     """Random requests under preemption, prefix hits and chunks; the tokens stay right."""
     print("seed", seed)
+    num_resumed = watch(seed, lookahead, 60, ALL_LAYERS)
+    num_resumed += watch(seed, lookahead, 24, (BlockKind(), BlockKind(6, pages=3)))
+    assert num_resumed > 0, "no preempted sequence was told anew"
+
+
+def watch(seed: int, lookahead: int, pool_tokens: int, kinds: tuple[BlockKind, ...]) -> int:
+    """Run requests. Returns how often the ranks were told anew of a preempted sequence."""
     rng = random.Random(seed)
-    kinds = (BlockKind(), BlockKind(6, pages=3)) if seed % 2 else ALL_LAYERS
     block_size, max_num_seqs = rng.choice([1, 2, 4]), rng.randint(2, 9)
     budget = rng.randint(max_num_seqs, 40)
     scheduler = make_scheduler(
-        -(-(60 if len(kinds) == 1 else 20) // block_size), block_size, max_num_seqs=max_num_seqs,
+        -(-pool_tokens // block_size), block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget, max_model_len=48, kinds=kinds,
     )  # fmt: skip
+    longest = scheduler.max_model_len
     scheduler.lengths.remaining = lambda seq: 1  # type: ignore[method-assign]
     bound = max_plan_bytes(max_num_seqs, budget, -(-48 // block_size), len(kinds)) + OVERHEAD
     model = WatchedModel(scheduler, bound)
@@ -86,19 +93,17 @@ def test_defect_11_plans_are_bounded_and_send_what_is_new_once(seed: int, lookah
     for _ in range(120):
         if rng.random() < 0.4:
             prompt = [1, 2, 3, 4] * rng.randint(0, 6) + [rng.randint(5, 9)] * rng.randint(1, 20)
-            prompt = prompt[: scheduler.max_model_len - 1]
-            seqs.append(make_seq(prompt, max_tokens=rng.randint(1, 25), block_size=block_size))
+            prompt, most = prompt[: longest - 1], rng.randint(1, 25)
+            seqs.append(make_seq(prompt, max_tokens=most, block_size=block_size))
             scheduler.add(seqs[-1])
         loop.step()
     while not scheduler.is_finished():
         loop.step()
     for seq in seqs:
-        assert (seq.completion_token_ids, seq.finish_reason) == reference(
-            seq, scheduler.max_model_len, kinds
-        )
+        assert (seq.completion_token_ids, seq.finish_reason) == reference(seq, longest, kinds)
     assert model.num_sent > len(seqs) > 20
-    assert model.num_resumed > 0, "no preempted sequence was told anew"
     assert any(seq.num_cached_tokens for seq in seqs)
+    return model.num_resumed
 
 
 def worst_case(max_num_seqs: int, budget: int, max_blocks: int) -> list[ScheduledSequence]:
