@@ -407,7 +407,7 @@ class BlockManager:
         """
         missing = (self._missing(seq, seq.num_tokens if end is None else end) for seq in seqs)
         needs = [(kind.pages, count) for counts in missing for kind, count in counts]
-        return self.pages.has_room(needs, ())
+        return self.pages.has_room(needs)
 
     def may_append(self, seq: Sequence, end: int | None = None) -> None:
         """Take the blocks that `seq` lacks (see `can_append`).

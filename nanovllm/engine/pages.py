@@ -85,7 +85,9 @@ class Pages:
         slabs = len(self.empty) + len(self.idle)
         return slabs * self.ratio + len(self._spare) + len(self._spare_idle)
 
-    def has_room(self, needs: Iterable[tuple[int, int]], revived: Iterable[tuple[int, int]]) -> bool:
+    def has_room(
+        self, needs: Iterable[tuple[int, int]], revived: Iterable[tuple[int, int]] = ()
+    ) -> bool:
         """Whether blocks can be taken, in any order.
 
         Args:

@@ -29,8 +29,7 @@ from checkpoints import (
 )
 from faults import fail_at
 from nanovllm import LLM, TINY, AsyncLLM, SamplingParams
-from nanovllm.engine.in_flight import InFlightStep
-from nanovllm.engine.sequence import ScheduledSequence
+from nanovllm.engine.sequence import InFlightStep, ScheduledSequence
 from nanovllm.tracing import timeline, trace_file
 from nanovllm.tracing.step_timer import StepTimer
 from nanovllm.tracing.timeline import Timeline

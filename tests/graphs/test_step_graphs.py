@@ -16,12 +16,21 @@ import pytest
 import torch
 from host import FakeModel, make_scheduler, make_seq
 
-from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, tokens  # noqa: F401
+from checkpoints import (  # noqa: F401
+    SMALL,
+    checkpoint_fixture,
+    greedy,
+    make_checkpoint,
+    rare,
+    reference,
+    tokens,
+)
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine import step_layout
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.pages import ALL_LAYERS
 from nanovllm.engine.plan import FACTS, Batch, Fact, fact_dtype
 from nanovllm.engine.step_inputs import Computed, to_device
 from nanovllm.engine.step_layout import Array, divide, lay_out, num_words
@@ -255,9 +264,15 @@ class Unpinned(StaticInputs):
     """Full of numbers that mean nothing."""
 
     def __init__(
-        self, device: torch.device, max_num_seqs: int, width: int, members: int, most: int
+        self,
+        device: torch.device,
+        max_num_seqs: int,
+        width: int,
+        members: int,
+        most: int,
+        windowed: bool,
     ) -> None:
-        self._room, self._turn = (width, max_num_seqs, members), 0
+        self._room, self._turn = (width, max_num_seqs, members, windowed), 0
         words = num_words(self.size(Shape(max_num_seqs, most, members > 0)))
         self._device, *self._twins = torch.full((3, words), 7, dtype=torch.int32)
         self._copied, self._rooms = [Mock(), Mock()], {}
@@ -279,7 +294,15 @@ class OnCpu(StepGraphs):
         sizes = runner.config.max_num_seqs, 8
         with torch.inference_mode():
             built = runner.built
-            super().__init__(built.step.run_model, built.device, *sizes, members, most, spare)
+            super().__init__(
+                built.step.run_model,
+                built.device,
+                *sizes,
+                members,
+                most,
+                spare,
+                windowed=len(built.pool.kinds) > 1,
+            )
 
     def _capture(self, shape: Shape) -> None:
         graph = Replayed(lambda: self._compute(self._inputs.view(shape)))
@@ -297,15 +320,24 @@ class OnCpu(StepGraphs):
 
 @pytest.mark.parametrize("max_prompt_tokens", [0, 24], ids=["decodes", "prompts"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("budget", [3, 64])
-def test_padded_steps_are_right(budget, overlap, max_prompt_tokens, checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    ("budget", "family"), [(3, "qwen3"), (64, "qwen3"), rare(3, "exaone4"), (64, "exaone4")]
+)
+def test_padded_steps_are_right(
+    budget, family, overlap, max_prompt_tokens, checkpoint, tmp_path, monkeypatch
+):
     """Also beside chunks of one token, which fill the budget and take the other path."""
     set_tokens(monkeypatch, 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (RESERVE, 0))
     prompts = [[9, 8, 7], list(range(20)), [5] * 6, [1, 2], [40, 3, 77, 21], list(range(70, 90))]
     prompts, lengths = 2 * prompts, [18, 9, 25, 1, 12, 7, 3, 8, 2, 11, 5, 4]
+    if family == "exaone4":  # half of its layers slide over 20 tokens
+        checkpoint = make_checkpoint(
+            tmp_path / "model", family, sliding_window=20, sliding_window_pattern=2
+        )
     options = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": budget, "overlap": overlap}
     with LLM(checkpoint, **options) as llm:
+        assert len(llm.model_runner.built.pool.kinds) == 1 + (family == "exaone4")
         llm.model_runner.graphs = graphs = OnCpu(llm.model_runner, max_prompt_tokens, monkeypatch)
         outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
         assert llm.metrics()["num_graph_replays"] > 5
@@ -574,7 +606,7 @@ def test_steps_with_prompts_have_graphs_on_one_rank_by_backends_that_can(
     own.model_config = ModelConfig.from_pretrained(str(tmp_path))
     own.group, own.device = Mock(size=num_ranks), torch.device("cuda")
     found = own.max_prompt_tokens(Mock(backend=Mock(captures_prompts=captures)))
-    own.capture_cudagraph(step, 7, 2, found, 99)
+    own.capture_cudagraph(step, Mock(kinds=ALL_LAYERS), 7, 2, found, 99)
     assert made.call_args.args == (step.run_model, own.device, 4, 7, 2, most, 99)
 
 

@@ -231,8 +231,8 @@ def test_tokens_are_those_of_transformers(path: Path, monkeypatch: pytest.Monkey
             assert_greedy(path, PROMPTS, outputs)
             metrics = llm.metrics()
         seen = {key: count + metrics[key] for key, count in seen.items()}
-    if ModelConfig.from_pretrained(str(path)).window:
-        del seen["num_preemptions"]  # blocks come back, so the pool is large enough
+    if any(layer.window for layer in ModelConfig.from_pretrained(str(path)).layers):
+        del seen["num_preemptions"]  # blocks come back, so the pool may be large enough
     assert min(seen.values()) > 0, seen
 
 
