@@ -267,18 +267,14 @@ class BlockManager:
 
     def _missing(self, seq: Sequence, end: int) -> list[tuple[BlockKind, int]]:
         """The kinds, and how many more blocks of each a sequence needs for its first `end` tokens.
-        Those that have no window are needed for all its tokens.
+        Those of a table for all kinds, or for layers without a window, are needed for all tokens.
         """
-        num_blocks = cdiv(end, self.block_size)
-        return [
-            (
-                kind,
-                max(
-                    0, (num_blocks if table is seq.kv.window_table else seq.num_blocks) - len(table)
-                ),
-            )
-            for kind, table, _ in self._tables(seq.kv)
-        ]
+        missing, kv = [], seq.kv
+        for kind, table, _ in self._tables(kv):
+            by_chunks = table is kv.window_table
+            num_blocks = cdiv(end, self.block_size) if by_chunks else seq.num_blocks
+            missing.append((kind, max(0, num_blocks - len(table))))
+        return missing
 
     def _take(self, kind: BlockKind) -> int:
         block = self.blocks[self.pages.take(kind.pages)]

@@ -1,7 +1,10 @@
 """The pool: each layer has its own part, and the device says how many blocks fit."""
 
+import random
+
 import pytest
 import torch
+from host import make_seq
 from torch import nn
 
 from checkpoints import checkpoint_fixture  # noqa: F401
@@ -9,7 +12,9 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.kv_pool import KVCachePool, divide_pages
+from nanovllm.engine.pages import BlockKind
 from nanovllm.layers.base import Build, Per, State, StatefulLayer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sizing import memory
@@ -103,6 +108,81 @@ def test_a_layer_keeps_what_it_declares(checkpoint, make_pool, monkeypatch):
     assert with_states.how_many_fit(64, 0, 0) == (2000 * pool.block_bytes - states) // (
         2 * pool.block_bytes
     )
+
+
+WHOLE, SLIDING = State((16, 2), torch.float16), State((16, 2), torch.float16, window=20)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kinds", "num_places"),
+    [
+        ("wwww", [(0, 1)], 4),
+        ("sss", [(20, 1)], 3),
+        ("wsws", [(0, 1), (20, 1)], 2),
+        ("sssws", [(0, 1), (20, 4)], 1),
+        ("wwswww", [(0, 5), (20, 1)], 1),
+        (5 * "sssssw" + "ssss", [(0, 1), (20, 6)], 5),  # Gemma 3 4B: one place of 35 stays empty
+        (10 * "sssssw" + "ss", [(0, 1), (20, 4)], 13),  # 27B: pages of 10 would waste 8 of 70
+        ("www.", [(0, 1)], 3),
+    ],
+)
+def test_pages_have_places_for_layers(pattern, kinds, num_places):
+    """Whole and sliding layers, and one without blocks: no two share a place and a page."""
+    states = {"w": {"k": WHOLE}, "s": {"k": SLIDING}, ".": {}}
+    plan = divide_pages([states[letter] for letter in pattern])
+    assert [tuple(kind) for kind in plan.kinds] == kinds
+    assert plan.num_places == num_places
+    assert [where is None for where in plan.places] == [letter == "." for letter in pattern]
+    for letter, (_, pages) in zip("ws", (kinds[0], kinds[-1]), strict=True):
+        found = [where for where, x in zip(plan.places, pattern, strict=True) if x == letter]
+        assert len(set(found)) == len(found)
+        assert all(where[0] < num_places and where[1] < pages for where in found if where)
+
+
+def test_layers_of_other_shapes_share_no_pages():
+    plan = divide_pages([{"k": WHOLE}, {"k": SLIDING._replace(shape=(16, 4))}])
+    assert plan.kinds == (BlockKind(),) and plan.num_places == 2
+
+
+def layers_like(pattern, checkpoint, cache_dtype=None):
+    """Attention layers that see all tokens ("w"), or slide over 20 ("s")."""
+    model = nn.ModuleList(attentions(checkpoint, cache_dtype=cache_dtype)[0] for _ in pattern)
+    for layer, letter in zip(model, pattern, strict=True):
+        layer.scoring = layer.scoring._replace(window=20 if letter == "s" else 0)
+    return model
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("pattern", ["sws", "ssswsss", "wsww"])
+def test_blocks_of_layers_that_slide_lie_beside_others(pattern, cache_dtype, checkpoint, make_pool):
+    """Sequences fill a pool; each writes its blocks in all layers, and finds them again."""
+    model = layers_like(pattern, checkpoint, cache_dtype)
+    pool = make_pool(model)
+    pool.allocate(13)
+    manager = BlockManager(13, 16, kinds=pool.kinds)
+    rng, written, value = random.Random(1), [], 0
+    while manager.can_allocate(seq := make_seq(rng.randint(1, 60), block_size=16)):
+        manager.allocate(seq)
+        for layer, letter in zip(model, pattern, strict=True):
+            table = seq.kv.window_table if letter == "s" else seq.kv.table
+            for block_id in table:
+                for part in filter(None.__ne__, layer.cache):
+                    value = value % 250 + 1
+                    part[block_id].view(torch.uint8).fill_(value)
+                    written.append((part[block_id].view(torch.uint8), value))
+    assert len(written) > 13 * len(pattern)
+    for part, wanted in written:
+        assert part.unique().tolist() == [wanted]
+
+
+def test_the_longest_sequence_has_a_window_in_layers_that_slide(checkpoint, make_pool):
+    """One layer of four sees all tokens: 6,048 fit, where all layers would hold 1,600."""
+    model = layers_like("wsss", checkpoint)
+    pool = make_pool(model, max_num_batched_tokens=64, max_num_seqs=4)
+    most = pool.max_tokens(100)
+    # 134 slabs of 3 pages: 8 for layers that slide, and the rest for the other.
+    assert most == (134 - 8) * 3 * 16
+    assert pool.max_tokens(8) == 8 * 16
 
 
 def test_states_are_counted_once_and_rehearsed_by_a_row(checkpoint, make_pool, monkeypatch):

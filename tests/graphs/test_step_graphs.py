@@ -270,7 +270,7 @@ class Unpinned(StaticInputs):
         width: int,
         members: int,
         most: int,
-        windowed: bool,
+        windowed: bool = False,
     ) -> None:
         self._room, self._turn = (width, max_num_seqs, members, windowed), 0
         words = num_words(self.size(Shape(max_num_seqs, most, members > 0)))

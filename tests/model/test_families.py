@@ -5,6 +5,7 @@ Small random checkpoints in which each special feature matters, on one rank and 
 
 import json
 import math
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,29 @@ def test_blocks_behind_the_window_of_all_layers_are_given_back(
     with LLM(path, **{**SMALL, "num_kvcache_blocks": 14}) as llm:
         assert_greedy(path, prompts, llm.generate(prompts, greedy(65), use_tqdm=False))
         assert llm.metrics()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_layers_that_slide_keep_a_window(
+    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of five sees all tokens. Six sequences of up to 79 tokens, 5 blocks each, run side
+    by side in a pool of 22; a pool for 96 tokens in all layers computes one of 182.
+    """
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+    family, config = CHECKPOINTS["olmo 3"]
+    path = make_checkpoint(tmp_path / "model", family, **config)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(127) for _ in range(9 + i)] for i in range(6)]
+    long = [rng.randrange(127) for _ in range(170)]
+    options = {**SMALL, "max_model_len": 256, "max_num_batched_tokens": 16, "overlap": overlap}
+    with LLM(path, **{**options, "num_kvcache_blocks": 22}) as llm:
+        assert_greedy(path, prompts, llm.generate(prompts, greedy(65), use_tqdm=False))
+        assert llm.metrics()["num_preemptions"] == 0
+    with LLM(path, **{**options, "num_kvcache_blocks": 6}) as llm:
+        for num_cached in (0, 160):
+            assert_greedy(path, [long], llm.generate([long], greedy(12), use_tqdm=False))
+            assert llm.metrics()["num_cached_tokens"] == num_cached
 
 
 def test_logprobs_are_those_of_transformers(path: Path) -> None:
