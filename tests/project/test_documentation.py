@@ -42,7 +42,6 @@ SMALL = {
     "benchmarks/cpu_vs_transformers.py": (
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
-    "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
     "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
@@ -72,7 +71,6 @@ NOT_HERE = {
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
 SLOW = (
-    "job_overhead",
     "timeline.py",
     "streams.py",
     "startup",
