@@ -43,7 +43,6 @@ SMALL = {
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
-    "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
@@ -71,7 +70,6 @@ NOT_HERE = {
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
 SLOW = (
-    "timeline.py",
     "streams.py",
     "startup",
     "workloads",
