@@ -23,12 +23,11 @@ from typing import IO, Any
 from typing_extensions import Self
 
 from nanovllm.batch.identity import differences
-from nanovllm.batch.keys import KEY_BYTES, KeySet
 from nanovllm.batch.lines import Lines, sync_directory, temporary_path
 from nanovllm.batch.parts import Parts
 from nanovllm.batch.reading import format_of
 from nanovllm.batch.results import Result
-from nanovllm.batch.rows import CONTENT_BYTES, Row, as_rows
+from nanovllm.batch.rows import CONTENT_BYTES, KEY_BYTES, Row, as_rows
 from nanovllm.utils.checks import check_choice
 
 UNKNOWN = bytes(CONTENT_BYTES)  # content of a row whose key covers it, or of an older result
@@ -118,13 +117,15 @@ class ResumableSink:
 
     def _recover(self) -> None:
         """Read back which rows are finished."""
-        self._found, self._written = KeySet(CONTENT_BYTES), KeySet()
+        self._found: dict[bytes, bytes] = {}  # contents by the keys of rows
+        self._written: set[bytes] = set()  # keys of rows
         self.num_finished = self.num_errors = self._num_met = 0
         self._knows_contents = False
         for result_id, has_failed in self._store.recover():
             key, content = result_id[:KEY_BYTES], result_id[KEY_BYTES:] or UNKNOWN
-            if not self._found.add(key, content):
+            if key in self._found:
                 raise ValueError(f"{self.path} must have a row once, got {key.hex()} twice")
+            self._found[key] = content
             self.num_finished += 1
             self.num_errors += has_failed
             self._knows_contents |= content != UNKNOWN
@@ -157,11 +158,10 @@ class ResumableSink:
         """Remove the results of rows that have changed under their `custom_id` from the output, so
         that they are computed again. Returns their number. To be called before `write`.
         """
-        changed = KeySet()
+        changed: set[bytes] = set()
         if self._knows_contents:
-            for row in filter(self._has_changed, as_rows(rows)):
-                changed.add(row.key)
-        if len(changed):
+            changed = {row.key for row in as_rows(rows) if self._has_changed(row)}
+        if changed:
             self._store.drop(lambda result_id, _: result_id[:KEY_BYTES] not in changed)
             self._recover()
         return len(changed)
@@ -170,7 +170,7 @@ class ResumableSink:
         """Whether a row has changed since its result. False for a result without a content hash."""
         if not row.content or row.key not in self._found:
             return False
-        return self._found.value(row.key) not in (UNKNOWN, row.content)
+        return self._found[row.key] not in (UNKNOWN, row.content)
 
     def _check_content(self, row: Row) -> None:
         if self._has_changed(row):
