@@ -5,7 +5,7 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -373,26 +373,6 @@ def facts(whole: CompletionOutput) -> tuple[Any, ...]:
     logprobs = None if whole.logprobs is None else list(whole.logprobs)
     reasons = (whole.finish_reason, whole.stop_reason)
     return (whole.index, whole.text, whole.token_ids, *reasons, logprobs)
-
-
-@pytest.fixture(name="llm")
-def llm_fixture(checkpoint: Path) -> Iterator[LLM]:
-    """A fresh engine."""
-    with LLM(checkpoint, **SMALL) as llm:
-        yield llm
-
-
-@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"], name="llm")
-def either_llm_fixture(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """A fresh engine without and with overlap; with it most faults find a step under way."""
-    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="session", name="checkpoint")
-def checkpoint_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without tokenizer. Test files import it; they copy it to change it."""
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3")
 
 
 def generate_checked(

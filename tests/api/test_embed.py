@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from invariants import check_scheduler
-from ranks_in_threads import threads_fixture  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from checkpoints import (
     SMALL,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     greedy,
     make_checkpoint,
     rare,
@@ -26,7 +24,6 @@ from checkpoints import (
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
 SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
@@ -110,11 +107,11 @@ def test_ranks_agree(size: int, pooling: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.usefixtures("low_guesses")
 def test_preempted_prompts(
     pooling: str, overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside sequences that grow, prompts lose their blocks, and their slots, half-way."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     computed = []  # tokens of the preempted prompts
     preempt = Scheduler.preempt
 

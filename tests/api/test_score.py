@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_in_threads import threads_fixture  # noqa: F401
 
 from checkpoints import (
     SMALL,
     TINY,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     generate_checked,
     greedy,
     make_checkpoint,
@@ -28,7 +26,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
 from nanovllm.sampling import prompt_logprobs
-from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
 SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
@@ -137,13 +134,13 @@ def test_workers_take_part(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.usefixtures("low_guesses")
 def test_preempted_prompts_have_each_place_once(
     overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted in the middle of their prompt they go on with it; later they keep what they have
     and may use the cache.
     """
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     known = []  # of the preempted: places that they have, and tokens of the prompt
     whole = []  # and whether they must compute it all again
     preempt = Scheduler.preempt

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config

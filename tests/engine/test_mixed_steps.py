@@ -14,13 +14,12 @@ from host import (
     step,
 )
 
-from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
+from checkpoints import SMALL, greedy, tokens
 from checkpoints import reference as continuation
 from nanovllm import LLM
 from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.plan import build_batch
 from nanovllm.layers.base import Build
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.startup import build as choices
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
@@ -90,9 +89,9 @@ def test_decodes_wait_for_every_prompt_that_can_start_and_for_no_other():
 @both
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("budget", [9, 64], ids=["chunked", "whole"])
+@pytest.mark.usefixtures("low_guesses")
 def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypatch):
     """Under chunks, prefix hits and, with a small pool and a wrong guess, preemption."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     kinds = set()
 
     def build(*args):
@@ -116,11 +115,11 @@ def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypa
 
 
 @pytest.mark.parametrize("most", [3, 5])
+@pytest.mark.usefixtures("low_guesses")
 def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkeypatch):
     """The scheduler alone knows: what is left of chunks and after preemptions takes several rows.
     Nine sequences share twelve rows, so that some get fewer than they could use.
     """
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     monkeypatch.setattr(scheduler, "DECODE_TOKENS", most)
     widest, rows = 0, 0
 

@@ -27,7 +27,6 @@ from faults import (
     LOAD,
     PROMISE,
     SIZE,
-    inject_fixture,  # noqa: F401
     nccl_threads,
     shared_memory,
     traces,

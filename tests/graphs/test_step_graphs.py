@@ -16,7 +16,7 @@ import pytest
 import torch
 from host import FakeModel, make_scheduler, make_seq
 
-from checkpoints import SMALL, checkpoint_fixture, greedy, rare, reference, tokens  # noqa: F401
+from checkpoints import SMALL, greedy, rare, reference, tokens
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig

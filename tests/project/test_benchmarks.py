@@ -31,7 +31,6 @@ from benchmarks import (
     streams,
     workloads,
 )
-from checkpoints import checkpoint_fixture  # noqa: F401
 from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from tiny_reference import GREEDY, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
@@ -24,7 +24,6 @@ from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.layers.embed_head import local_vocab
 from nanovllm.ranks.channel import Channel
 from nanovllm.ranks.workers import OVERHEAD
-from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 17
 
@@ -83,12 +82,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return built[name]
 
     return build
-
-
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
 
 
 def run(path: Path, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:

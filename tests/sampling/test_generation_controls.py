@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from sampling_oracle import Completion, Oracle
 
 from checkpoints import (
@@ -36,7 +36,6 @@ from nanovllm.engine import executor
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling import control_table
 from nanovllm.sampling.controlled_sampler import ControlledSampler
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.device import host_array
 
 VOCAB = 131  # the last of two ranks has fewer tokens, the last of four has none
@@ -106,12 +105,6 @@ def wanted(oracle: Oracle) -> list[Completion]:
     assert sum(reason == ("stop", None) for reason in reasons) > 3
     assert any(stop is not None for _, stop in reasons)
     return found
-
-
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
 
 
 @pytest.fixture(name="llm", params=[rare(False), True], ids=["synchronous", "overlap"])

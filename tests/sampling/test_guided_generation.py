@@ -15,13 +15,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from ranks_in_threads import threads_fixture  # noqa: F401
 
 from checkpoints import (
     SMALL,
     TINY,
     assert_idle,
-    checkpoint_fixture,  # noqa: F401
     generate_checked,
     rare,
     run_steps,
@@ -33,7 +31,6 @@ from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling import control_table
 from nanovllm.sampling.structured_output import GrammarCompiler, accept_tokens, fill_masks
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.startup.builder import Builder
 
 llguidance = pytest.importorskip("llguidance")
@@ -108,12 +105,6 @@ def llm_fixture() -> Iterator[LLM]:
     with LLM(TINY, overlap=False, **OPTIONS) as llm:
         yield llm
         assert_idle(llm)
-
-
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
 
 
 # A workload with all kinds of forms, the unguided among them. Seeds, so that draws do not depend

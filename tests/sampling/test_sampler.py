@@ -13,7 +13,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
 from nanovllm.sampling_params import NO_TOKEN
-from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 3
 
@@ -151,10 +150,10 @@ def test_a_request_draws_the_same_whatever_runs_beside_it(
 
 
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
+@pytest.mark.usefixtures("low_guesses")
 def test_a_preempted_request_draws_the_same(
-    flat: Path, alone: list[list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    flat: Path, alone: list[list[int]], overlap: bool
 ) -> None:
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     drawn, metrics = run(flat, num_kvcache_blocks=9, overlap=overlap)
     assert metrics["num_preemptions"] > 0
     assert drawn == alone
