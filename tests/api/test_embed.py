@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from invariants import check_scheduler
+from modes import PREFIXED as PROMPTS
+from modes import Mode, engine_in, in_every_mode
 from safetensors.torch import load_file, save_file
 
 from checkpoints import (
@@ -19,25 +21,12 @@ from checkpoints import (
     reference,
     reference_hidden,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 
 TOLERANCE = 1e-4
-SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
-PROMPTS = [
-    [*SHARED, 9],
-    [5],
-    [*range(16)],
-    SHARED[:32],
-    [*SHARED, 1, 2, 3],
-    [*range(90, 0, -1)],
-    [1, 2],
-    SHARED[:32],
-    [*SHARED, *range(8)],  # three blocks
-]
 
 
 def pooled(path: Any, token_ids: list[int], pooling: str) -> torch.Tensor:
@@ -60,26 +49,18 @@ def embed(llm: LLM, pooling: str, prompts: Any = PROMPTS) -> Any:
     return llm.embed(prompts, pooling, normalize=False, use_tqdm=False)
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "whole": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "chunks": {},
-    "chunks-of-7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "chunks-of-1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-    "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
-    "overlap": {"max_num_batched_tokens": 9, "overlap": True},
-    "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
-}
-
-
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "whole", "chunks-of-1", "prefill-first"))
-def test_vectors_are_those_of_transformers(name: str, pooling: str, checkpoint: Any) -> None:
+@in_every_mode(
+    *("chunks", "chunks-of-7", "chunks-beside-decodes-overlap", "no-cache"),
+    pools=False,
+)
+def test_vectors_are_those_of_transformers(mode: Mode, pooling: str, checkpoint: Any) -> None:
     """Slots, which sums of chunks go by, are used again and again; so is what is cached."""
-    with LLM(checkpoint, **{**SMALL, **CIRCUMSTANCES[name]}) as llm:
+    with engine_in(mode, checkpoint) as llm:
         for prompts in (PROMPTS, PROMPTS[::-1]):
             assert_right(checkpoint, embed(llm, pooling, prompts), prompts, pooling)
         cached = llm.metrics()["num_cached_tokens"]
-        assert (cached > 0) == (pooling == "last" and name != "no-cache")
+        assert (cached > 0) == (pooling == "last" and mode.caches)
         assert_usable(llm, checkpoint)
 
 

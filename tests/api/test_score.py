@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from modes import PREFIXED as PROMPTS
+from modes import SHARED, Mode, in_every_mode, run_in
 
 from checkpoints import (
     SMALL,
@@ -19,7 +21,6 @@ from checkpoints import (
     reference,
     reference_logprobs,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
@@ -28,26 +29,22 @@ from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
 from nanovllm.sampling import prompt_logprobs
 
 TOLERANCE = 1e-4
-SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
-
-# Prompts of one token, of whole blocks and beside them, with and without a common prefix; how many
-# log-probabilities of their tokens are wanted; tokens to generate.
-WORKLOAD: list[tuple[list[int], int | None, int]] = [
-    ([*SHARED, 9], None, 5),
-    ([*SHARED, 9], 0, 3),
-    ([5], 5, 4),
-    ([*range(16)], 5, 1),
-    ([*SHARED[:32]], 0, 6),
-    ([*SHARED, 1, 2, 3], None, 4),
-    ([*range(90, 0, -1)], 20, 2),
-    ([*SHARED[:32]], 5, 2),
-    ([1, 2], 0, 1),
-    ([3, *SHARED[:16]], 3, 3),
-    ([*SHARED, *range(8)], 1, 1),  # three blocks
-    ([*SHARED, 9], None, 5),
+# How many log-probabilities of each prompt's tokens are wanted; tokens to generate.
+WANTED: list[tuple[int | None, int]] = [
+    (None, 5),
+    (0, 3),
+    (5, 4),
+    (5, 1),
+    (0, 6),
+    (None, 4),
+    (20, 2),
+    (5, 2),
+    (0, 1),
+    (3, 3),
+    (1, 1),
+    (None, 5),
 ]
-PROMPTS = [prompt for prompt, _, _ in WORKLOAD]
-PARAMS = [greedy(length, prompt_logprobs=count) for _, count, length in WORKLOAD]
+PARAMS = [greedy(length, prompt_logprobs=count) for count, length in WANTED]
 
 
 def run(path: Any, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -84,29 +81,17 @@ def assert_prompt_is_right(path: Any, output: Any, count: int) -> None:
         assert len(place) == len(top)
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "whole": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "chunks": {},
-    "chunks-of-7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "chunks-of-1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-    "chunks-beside-decodes": {"max_num_batched_tokens": 9},
-    "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
-    "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
-}
-RARE = ("whole", "chunks-of-1", "chunks-beside-decodes", "prefill-first")
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, *RARE))
-def test_prompts_have_the_log_probabilities_of_transformers(
-    name: str, overlap: bool, checkpoint: Any
-) -> None:
+@in_every_mode(
+    *("chunks", "chunks-overlap", "chunks-of-7", "chunks-of-7-overlap"),
+    *("no-cache", "no-cache-overlap"),
+    pools=False,
+)
+def test_prompts_have_the_log_probabilities_of_transformers(mode: Mode, checkpoint: Any) -> None:
     """Chunks cut prompts anywhere, and requests with and without share prefixes."""
-    options = CIRCUMSTANCES[name]
-    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, overlap=overlap, **options)
+    outputs, metrics = run_in(mode, checkpoint, PROMPTS, PARAMS)
     assert_right(checkpoint, outputs, PARAMS)
     cached = [output.num_cached_tokens for output in outputs]
-    assert any(cached) == options.get("enable_prefix_caching", True)
+    assert any(cached) == mode.caches
     assert metrics["num_cached_tokens"] == sum(cached)
 
 

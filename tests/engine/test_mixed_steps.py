@@ -13,6 +13,7 @@ from host import (
     run_to_end,
     step,
 )
+from modes import MODES, SMALL_POOLS, in_every_mode, run_in
 
 from checkpoints import SMALL, greedy, tokens
 from checkpoints import reference as continuation
@@ -86,11 +87,11 @@ def test_decodes_wait_for_every_prompt_that_can_start_and_for_no_other():
     assert ids[:4] == [[first, second], [first, second], [third], [second, third]]
 
 
-@both
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("budget", [9, 64], ids=["chunked", "whole"])
-@pytest.mark.usefixtures("low_guesses")
-def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypatch):
+@in_every_mode(
+    *(f"{name}-overlap" for name in (*MODES, *SMALL_POOLS)),
+    *("small-pool", "small-pool-prefill-first"),
+)
+def test_greedy_tokens_are_the_same(mode, checkpoint, monkeypatch):
     """Under chunks, prefix hits and, with a small pool and a wrong guess, preemption."""
     kinds = set()
 
@@ -103,15 +104,16 @@ def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypa
     shared = list(range(33))
     prompts = [[*shared, 50 + i] for i in range(3)] + [[i + 1] * (11 * i + 1) for i in range(5)]
     lengths = [20, 9, 30, 30, 1, 25, 12, 6]
-    options = {**SMALL, "max_num_batched_tokens": budget, "num_kvcache_blocks": 9}
-    with LLM(checkpoint, overlap=overlap, mixed_steps=mixed, **options) as llm:
-        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
-        assert llm.metrics()["num_preemptions"] > 0
+    outputs, metrics = run_in(mode, checkpoint, prompts, [greedy(n) for n in lengths])
     assert tokens(outputs) == [
         continuation(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
     ]
-    assert sum(output.num_cached_tokens for output in outputs) > 0
-    assert kinds == {(True, False), (False, True)} | ({(True, True)} if mixed else set())
+    assert (metrics["num_cached_tokens"] > 0) == mode.caches
+    if mode.name == "chunks-of-1":  # which look like decodes
+        assert kinds == {(True, False)}
+    else:
+        mixed = {(True, True)} if mode.options.get("mixed_steps", True) else set()
+        assert kinds == {(True, False), (False, True)} | mixed
 
 
 @pytest.mark.parametrize("most", [3, 5])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from modes import Mode, in_every_mode, run_in
 from numpy.typing import NDArray
 from ranks_in_threads import ranks_of
 from sampling_oracle import Completion, Oracle
@@ -154,47 +155,18 @@ def check_all(outputs: list[RequestOutput], wanted: list[Completion]) -> None:
 
 # -- every control in every mode ------------------------------------------------------------------
 
-CHUNKED = {"max_num_seqs": 4, "max_num_batched_tokens": 5}
 SMALL_POOL = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 24}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": False},
-        {**CHUNKED, "overlap": True},
-        rare({"enable_prefix_caching": False, "mixed_steps": False}),
-        {"kvcache_block_size": 32, "num_kvcache_blocks": 6, "mixed_steps": False},
-    ],
-    ids=repr,
-)
-def test_tokens_do_not_depend_on_the_batch(
-    path: Path, wanted: list[Completion], options: dict[str, Any]
-) -> None:
-    with LLM(path, **{**SMALL, **options}) as llm:
-        check_all(generate(llm, REQUESTS), wanted)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": True},
-        rare({"mixed_steps": False}),
-        rare({"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16}),
-    ],
-    ids=repr,
-)
-@pytest.mark.usefixtures("low_guesses")
-def test_tokens_do_not_depend_on_preemption(
-    path: Path, wanted: list[Completion], options: dict[str, Any]
-) -> None:
+@in_every_mode("chunks", "chunks-of-7-overlap", "large-blocks", "small-pool-overlap")
+def test_tokens_are_those_of_the_oracle(path: Path, wanted: list[Completion], mode: Mode) -> None:
     """Counts of tokens begin anew on the device when a request resumes, maybe in another slot."""
-    with LLM(path, **{**SMALL, **SMALL_POOL, **options}) as llm:
-        outputs = generate(llm, REQUESTS)
-        preempted = [output.metrics.num_preemptions for output in outputs if output.metrics]
-        assert sum(preempted) == llm.metrics()["num_preemptions"] > 4
+    prompts, params = zip(*REQUESTS, strict=True)
+    outputs, metrics = run_in(mode, path, prompts, params)
+    preempted = [output.metrics.num_preemptions for output in outputs]
+    assert sum(preempted) == metrics["num_preemptions"]
     penalised = [params.frequency_penalty != 0 for _, params in REQUESTS]
-    assert any(map(min, preempted, penalised)), "no counts were lost"
+    assert any(map(min, preempted, penalised)) or not mode.preempts, "no counts were lost"
     check_all(outputs, wanted)
 
 

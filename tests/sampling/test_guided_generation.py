@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from modes import Mode, in_every_mode, run_in
 
 from checkpoints import (
     SMALL,
@@ -25,7 +26,6 @@ from checkpoints import (
     run_steps,
     run_until,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -384,20 +384,13 @@ def test_streams(overlap: bool, expected: list[list[int]]) -> None:
 # -- whatever the engine does ---------------------------------------------------------------------
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 6, "overlap": True},
-    "prefill-first": {"max_num_batched_tokens": 64, "mixed_steps": False},
-    "no-cache": {"enable_prefix_caching": False, "max_num_seqs": 3, "overlap": True},
-}
-
-
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, *CIRCUMSTANCES.keys() - {"chunks"}))
-def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
+@in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
+def test_draws_are_the_same(mode: Mode, expected: list[list[int]]) -> None:
     """Those of the guided, and of the others, which draw as if they were alone."""
-    outputs, _ = run(MIXED_PROMPTS, MIXED, **CIRCUMSTANCES[name])
+    outputs, _ = run_in(mode, TINY, MIXED_PROMPTS, MIXED)
     assert tokens(outputs) == expected
+    preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
+    assert any(preempted) or mode.name != "small-pool", "none of the guided"
     for output, params in zip(outputs, MIXED, strict=True):
         if params.structured_outputs and output.outputs[0].finish_reason == "stop":
             assert_ended(output)
@@ -413,17 +406,6 @@ def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     count = len(MIXED) // size
     outputs, _ = run(MIXED_PROMPTS[-count:], MIXED[-count:], tensor_parallel_size=size)
     assert tokens(outputs) == expected[-count:]
-
-
-@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
-@pytest.mark.usefixtures("low_guesses")
-def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None:
-    options = {"num_kvcache_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 24}
-    outputs, metrics = run(MIXED_PROMPTS, MIXED, overlap=overlap, **options)
-    assert metrics["num_preemptions"] > 2
-    preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
-    assert any(preempted), "none of the guided"
-    assert tokens(outputs) == expected
 
 
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
