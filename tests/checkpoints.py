@@ -212,9 +212,11 @@ LENGTHS = [6, 1, 12, 9, 4]
 PARAMS = [greedy(n) for n in LENGTHS]
 
 
-def references(path: Path) -> list[list[int]]:
-    """The right tokens for PROMPTS and PARAMS."""
-    return [reference(path, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+def references(
+    path: Path, prompts: list[list[int]] = PROMPTS, lengths: list[int] = LENGTHS
+) -> list[list[int]]:
+    """The greedy continuations of prompts by transformers, of these lengths."""
+    return [reference(path, p, n) for p, n in zip(prompts, lengths, strict=True)]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -375,14 +377,19 @@ def facts(whole: CompletionOutput) -> tuple[Any, ...]:
     return (whole.index, whole.text, whole.token_ids, *reasons, logprobs)
 
 
+def outputs_of(llm: LLM, prompts: Any, params: Any) -> list[Any]:
+    """The outputs of requests. The engine's books are right after each step."""
+    ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+    found = {}
+    while not llm.is_finished():
+        found.update((output.request_id, output) for output in llm.step())
+        check_scheduler(llm.scheduler)
+    return [found[i] for i in ids]
+
+
 def generate_checked(
     path: Any, prompts: Any, params: Any, **options: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Outputs and metrics. The engine's books are right after each step."""
-    with LLM(path, **options) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = {}
-        while not llm.is_finished():
-            found.update((output.request_id, output) for output in llm.step())
-            check_scheduler(llm.scheduler)
-        return [found[i] for i in ids], llm.metrics()
+    """`outputs_of` and metrics of a SMALL engine with these options."""
+    with LLM(path, **{**SMALL, **options}) as llm:
+        return outputs_of(llm, prompts, params), llm.metrics()

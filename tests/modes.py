@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from invariants import check_scheduler
 
-from checkpoints import SMALL, assert_idle, rare
+from checkpoints import SMALL, assert_idle, outputs_of, rare
 from nanovllm import LLM
 from nanovllm.scheduling.admission import LengthEstimator
 
@@ -116,11 +115,6 @@ def engine_in(mode: Mode, path: Any) -> Iterator[LLM]:
 
 
 def run_in(mode: Mode, path: Any, prompts: Any, params: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Outputs of requests and metrics. The engine's books are right after each step."""
+    """`outputs_of` requests, and metrics."""
     with engine_in(mode, path) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = {}
-        while not llm.is_finished():
-            found.update((output.request_id, output) for output in llm.step())
-            check_scheduler(llm.scheduler)
-        return [found[i] for i in ids], llm.metrics()
+        return outputs_of(llm, prompts, params), llm.metrics()

@@ -47,10 +47,6 @@ WANTED: list[tuple[int | None, int]] = [
 PARAMS = [greedy(length, prompt_logprobs=count) for count, length in WANTED]
 
 
-def run(path: Any, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    return generate_checked(path, prompts, params, **{**SMALL, **options})
-
-
 def assert_right(path: Any, outputs: Any, params: Any) -> None:
     """All log-probabilities of prompts are there and right, and the greedy tokens too."""
     for output, own in zip(outputs, params, strict=True):
@@ -105,7 +101,9 @@ def test_ranks_put_their_logits_together(
     monkeypatch.setattr(prompt_logprobs, "ROWS", 5)
     prompts = [*PROMPTS, [130, 129, 64, 63, 0, 130]]
     params = [*PARAMS, greedy(3, prompt_logprobs=20)]
-    outputs, _ = run(path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24)
+    outputs, _ = generate_checked(
+        path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24
+    )
     assert_right(path, outputs, params)
 
 
@@ -113,7 +111,7 @@ def test_ranks_put_their_logits_together(
 def test_workers_take_part(checkpoint: Any) -> None:
     """Ranks in processes: the plan says what they compute."""
     options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "overlap": True}
-    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, **options)
+    outputs, metrics = generate_checked(checkpoint, PROMPTS, PARAMS, **options)
     assert metrics["tensor_parallel_size"] == 2
     assert_right(checkpoint, outputs, PARAMS)
 
@@ -141,7 +139,7 @@ def test_preempted_prompts_have_each_place_once(
     prompts += [[100 - i for i in range(60)], [*range(50, 80)], [*range(40)], [8] * 33]
     params = [greedy(40, prompt_logprobs=i % 3) for i in range(3)]
     params += [greedy(9, prompt_logprobs=2) for _ in range(4)]
-    outputs, metrics = run(
+    outputs, metrics = generate_checked(
         checkpoint, prompts, params, overlap=overlap, num_kvcache_blocks=9,
         max_num_seqs=5, max_num_batched_tokens=6,
     )  # fmt: skip
@@ -193,7 +191,7 @@ def test_completions_share_the_prompt(checkpoint: Any) -> None:
     scored = SamplingParams(2.0, 8, n=3, seed=4, prompt_logprobs=2)
     plain = SamplingParams(2.0, 8, n=3, seed=4)
     for options in ({}, {"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}):
-        outputs, metrics = run(checkpoint, [prompt] * 2, [scored, plain], **options)
+        outputs, metrics = generate_checked(checkpoint, [prompt] * 2, [scored, plain], **options)
         assert_right(checkpoint, outputs, [scored, plain])
         drawn = [[c.token_ids for c in output.outputs] for output in outputs]
         assert drawn[0] == drawn[1]
@@ -216,10 +214,10 @@ def test_beside_other_wishes(checkpoint: Any) -> None:
     for budget in (64, 10):
         options = {"max_num_batched_tokens": budget}
         params = [SamplingParams(**common, **wish) for wish in wishes]
-        alone, _ = run(checkpoint, prompts, params, **options)
+        alone, _ = generate_checked(checkpoint, prompts, params, **options)
         params = [SamplingParams(**common, **wish, prompt_logprobs=i + 1)
                   for i, wish in enumerate(wishes)]  # fmt: skip
-        outputs, _ = run(checkpoint, prompts, params, **options)
+        outputs, _ = generate_checked(checkpoint, prompts, params, **options)
         assert_right(checkpoint, outputs, params)
         assert tokens(outputs) == tokens(alone)
         for output, wish in zip(outputs, wishes, strict=True):

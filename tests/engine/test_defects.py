@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import train_tiny
-from tiny_reference import GREEDY, assert_greedy, likeliest, tokens
+from tiny_reference import GREEDY, assert_greedy, likeliest
 
-from checkpoints import rare
+from checkpoints import rare, tokens
 from nanovllm import LLM, SamplingParams
 
 SEED = 5

@@ -15,8 +15,7 @@ from host import (
 )
 from modes import MODES, SMALL_POOLS, in_every_mode, run_in
 
-from checkpoints import SMALL, greedy, tokens
-from checkpoints import reference as continuation
+from checkpoints import SMALL, greedy, references, tokens
 from nanovllm import LLM
 from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.plan import build_batch
@@ -105,9 +104,7 @@ def test_greedy_tokens_are_the_same(mode, checkpoint, monkeypatch):
     prompts = [[*shared, 50 + i] for i in range(3)] + [[i + 1] * (11 * i + 1) for i in range(5)]
     lengths = [20, 9, 30, 30, 1, 25, 12, 6]
     outputs, metrics = run_in(mode, checkpoint, prompts, [greedy(n) for n in lengths])
-    assert tokens(outputs) == [
-        continuation(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
-    ]
+    assert tokens(outputs) == references(checkpoint, prompts, lengths)
     assert (metrics["num_cached_tokens"] > 0) == mode.caches
     if mode.name == "chunks-of-1":  # which look like decodes
         assert kinds == {(True, False)}
@@ -140,6 +137,6 @@ def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkey
     with LLM(checkpoint, **options) as llm:
         outputs = llm.generate(prompts, greedy(18), use_tqdm=False)
         assert llm.metrics()["num_preemptions"] > 0
-    assert tokens(outputs) == [continuation(checkpoint, prompt, 18) for prompt in prompts]
+    assert tokens(outputs) == references(checkpoint, prompts, [18] * len(prompts))
     assert widest == most and rows <= 12
     assert [how["decode_tokens"] for how in built] == [most], "kernels know"

@@ -15,10 +15,10 @@ import torch
 import train_tiny
 from draws import chi_square_p
 from invariants import check_scheduler
-from tiny_reference import GREEDY, SEED, assert_greedy, make_prompts, tokens
+from tiny_reference import GREEDY, SEED, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import make_checkpoint, rare, with_rare
+from checkpoints import make_checkpoint, rare, tokens, with_rare
 from nanovllm import LLM, RequestOutput, SamplingParams
 
 

@@ -123,10 +123,6 @@ MIXED = [
 ]
 
 
-def run(prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    return generate_checked(TINY, prompts, params, **{**OPTIONS, **options})
-
-
 @pytest.fixture(scope="module", name="expected")
 def expected_fixture() -> list[list[int]]:
     """The tokens of MIXED, drawn one request after another."""
@@ -404,7 +400,8 @@ def test_draws_are_the_same(mode: Mode, expected: list[list[int]]) -> None:
 def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     """Rank 0 has the grammars; the others are told the tokens."""
     count = len(MIXED) // size
-    outputs, _ = run(MIXED_PROMPTS[-count:], MIXED[-count:], tensor_parallel_size=size)
+    options = {**OPTIONS, "tensor_parallel_size": size}
+    outputs, _ = generate_checked(TINY, MIXED_PROMPTS[-count:], MIXED[-count:], **options)
     assert tokens(outputs) == expected[-count:]
 
 
