@@ -387,6 +387,20 @@ def outputs_of(llm: LLM, prompts: Any, params: Any) -> list[Any]:
     return [found[i] for i in ids]
 
 
+def run_past_a_failure(llm: LLM) -> dict[int, Any]:
+    """Step until nothing is left; one step raises RuntimeError. Returns outputs by request id."""
+    found: dict[int, Any] = {}
+    failures = 0
+    while not llm.is_finished():
+        try:
+            found.update((output.request_id, output) for output in llm.step())
+        except RuntimeError:
+            failures += 1
+        check_scheduler(llm.scheduler)
+    assert failures == 1
+    return found
+
+
 def generate_checked(
     path: Any, prompts: Any, params: Any, **options: Any
 ) -> tuple[list[Any], dict[str, Any]]:

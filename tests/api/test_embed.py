@@ -20,6 +20,7 @@ from checkpoints import (
     rare,
     reference,
     reference_hidden,
+    run_past_a_failure,
     tokens,
 )
 from faults import fail_at
@@ -135,13 +136,7 @@ def test_failed_launch_is_repeated(
         fail_at(
             monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
         )
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
+        found = run_past_a_failure(llm)
     for i, prompt in zip(ids, PROMPTS, strict=True):
         vector, expected = torch.tensor(found[i].embedding), pooled(checkpoint, prompt, pooling)
         torch.testing.assert_close(vector, expected, atol=TOLERANCE, rtol=TOLERANCE)

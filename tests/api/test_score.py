@@ -20,6 +20,7 @@ from checkpoints import (
     rare,
     reference,
     reference_logprobs,
+    run_past_a_failure,
     tokens,
 )
 from faults import fail_at
@@ -161,13 +162,7 @@ def test_failed_launch_is_repeated(
         fail_at(
             monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
         )
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
+        found = run_past_a_failure(llm)
     assert_right(checkpoint, [found[i] for i in ids], PARAMS)
 
 

@@ -23,6 +23,7 @@ from checkpoints import (
     assert_idle,
     generate_checked,
     rare,
+    run_past_a_failure,
     run_steps,
     run_until,
     tokens,
@@ -415,14 +416,8 @@ def test_failed_launch_is_repeated(
         prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
         fail_at(monkeypatch, llm.model_runner, "launch", k, RuntimeError("no memory"), after=after)
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output["token_ids"]) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
-    assert [found[i] for i in ids] == expected[4:]
+        found = run_past_a_failure(llm)
+    assert tokens([found[i] for i in ids]) == expected[4:]
 
 
 @pytest.mark.parametrize(
