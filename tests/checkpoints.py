@@ -5,7 +5,7 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +212,11 @@ LENGTHS = [6, 1, 12, 9, 4]
 PARAMS = [greedy(n) for n in LENGTHS]
 
 
-def references(path: Path) -> list[list[int]]:
-    """The right tokens for PROMPTS and PARAMS."""
-    return [reference(path, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+def references(
+    path: Path, prompts: list[list[int]] = PROMPTS, lengths: list[int] = LENGTHS
+) -> list[list[int]]:
+    """The greedy continuations of prompts by transformers, of these lengths."""
+    return [reference(path, p, n) for p, n in zip(prompts, lengths, strict=True)]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -375,34 +377,33 @@ def facts(whole: CompletionOutput) -> tuple[Any, ...]:
     return (whole.index, whole.text, whole.token_ids, *reasons, logprobs)
 
 
-@pytest.fixture(name="llm")
-def llm_fixture(checkpoint: Path) -> Iterator[LLM]:
-    """A fresh engine."""
-    with LLM(checkpoint, **SMALL) as llm:
-        yield llm
+def outputs_of(llm: LLM, prompts: Any, params: Any) -> list[Any]:
+    """The outputs of requests. The engine's books are right after each step."""
+    ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+    found = {}
+    while not llm.is_finished():
+        found.update((output.request_id, output) for output in llm.step())
+        check_scheduler(llm.scheduler)
+    return [found[i] for i in ids]
 
 
-@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"], name="llm")
-def either_llm_fixture(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """A fresh engine without and with overlap; with it most faults find a step under way."""
-    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="session", name="checkpoint")
-def checkpoint_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without tokenizer. Test files import it; they copy it to change it."""
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3")
+def run_past_a_failure(llm: LLM) -> dict[int, Any]:
+    """Step until nothing is left; one step raises RuntimeError. Returns outputs by request id."""
+    found: dict[int, Any] = {}
+    failures = 0
+    while not llm.is_finished():
+        try:
+            found.update((output.request_id, output) for output in llm.step())
+        except RuntimeError:
+            failures += 1
+        check_scheduler(llm.scheduler)
+    assert failures == 1
+    return found
 
 
 def generate_checked(
     path: Any, prompts: Any, params: Any, **options: Any
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Outputs and metrics. The engine's books are right after each step."""
-    with LLM(path, **options) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = {}
-        while not llm.is_finished():
-            found.update((output.request_id, output) for output in llm.step())
-            check_scheduler(llm.scheduler)
-        return [found[i] for i in ids], llm.metrics()
+    """`outputs_of` and metrics of a SMALL engine with these options."""
+    with LLM(path, **{**SMALL, **options}) as llm:
+        return outputs_of(llm, prompts, params), llm.metrics()

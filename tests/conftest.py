@@ -1,10 +1,14 @@
-"""Shared set-up: devices, markers, the embedded checkpoint and its reference in transformers."""
+"""Shared set-up: devices, markers, checkpoints, their engines, and their reference in transformers.
+
+Fixtures import what they need: most tests need no transformers.
+"""
 
 import contextlib
 import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +114,57 @@ def reference() -> Any:
     from transformers import Qwen3ForCausalLM
 
     return Qwen3ForCausalLM.from_pretrained(TINY, torch_dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint without tokenizer. Tests copy it to change it."""
+    from checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3")
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> Iterator[Any]:
+    """A fresh engine."""
+    from checkpoints import SMALL
+    from nanovllm import LLM
+
+    with LLM(checkpoint, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "overlap"])
+def either_llm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A fresh engine without and with overlap; with it most faults find a step under way."""
+    from checkpoints import SMALL
+    from nanovllm import LLM
+
+    with LLM(checkpoint, overlap=request.param, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have their ranks in threads."""
+    from ranks_in_threads import ThreadedExecutor
+
+    from nanovllm.engine import llm_engine
+
+    monkeypatch.setattr(llm_engine, "Executor", ThreadedExecutor)
+
+
+@pytest.fixture
+def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission that expects one token of everybody, so that preemption has work."""
+    from nanovllm.scheduling.admission import LengthEstimator
+
+    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
+
+
+@pytest.fixture
+def inject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes calls in worker processes fail, see `faults.injector`."""
+    from faults import injector
+
+    return injector(tmp_path, monkeypatch)

@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
 import tqdm
 
 import nanovllm
@@ -161,20 +160,24 @@ FAULTS = {  # what happens: exit code and what the error says
 PROMISE = 5.0  # seconds from a worker's death to the error
 
 
-@pytest.fixture(name="inject")
-def inject_fixture(tmp_path, monkeypatch):
-    """Makes the k-th call of a function fail in workers that start from now on (rank None: all)."""
+def injector(folder, monkeypatch):
+    """A function that makes the k-th call of another fail in workers that start from now on (rank
+    None: all).
+
+    Args:
+        folder: directory of the test.
+    """
 
     def inject(where, what, *, rank=1, call=1, after=False):
         module, _, where = where.partition(":")
-        folder = tmp_path / "injected"
-        folder.mkdir(exist_ok=True)
-        died = folder / "died"
+        own = folder / "injected"
+        own.mkdir(exist_ok=True)
+        died = own / "died"
         code = SITECUSTOMIZE.format(
             died=str(died), what=what, module=module, where=where, rank=rank, call=call, after=after
         )
-        (folder / "sitecustomize.py").write_text(code)
-        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        (own / "sitecustomize.py").write_text(code)
+        path = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         return died
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from unittest import mock
 
-import pytest
 import torch
 from torch import distributed as dist
 
@@ -16,7 +15,6 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed import gloo
 from nanovllm.distributed.group import Group
-from nanovllm.engine import llm_engine
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import mark_sent, plan_step
@@ -121,9 +119,3 @@ def ranks_of(llm: LLM) -> ThreadedExecutor:
     """The ranks of an engine that was built under `threads`."""
     assert isinstance(llm.executor, ThreadedExecutor)
     return llm.executor
-
-
-@pytest.fixture(name="threads")
-def threads_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines have their ranks in threads."""
-    monkeypatch.setattr(llm_engine, "Executor", ThreadedExecutor)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import train_tiny
 
-from nanovllm import RequestOutput, SamplingParams
+from nanovllm import SamplingParams
 
 SEED = 7
 MAX_TOKENS = 16
@@ -50,7 +50,3 @@ def likeliest(reference: Any, ids: tuple[int, ...]) -> list[int]:
     """Behind each of the tokens."""
     with torch.inference_mode():
         return reference(torch.tensor([ids])).logits[0].argmax(-1).tolist()
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output["token_ids"] for output in outputs]

@@ -132,7 +132,7 @@ class Generate:
             TypeError, ValueError: if it is not a batch, or lacks a column.
             RuntimeError: if the engine is closed; and whatever ends the engine.
         """
-        return self._finish(batch, self._submit(batch).result())
+        return self._finish(batch, self._submit(batch))
 
     def map(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches with their answers, in order, as `mapInPandas` and `mapInArrow` of Spark need
@@ -141,17 +141,15 @@ class Generate:
         Raises:
             TypeError, ValueError, RuntimeError: as for a call.
         """
-        held: deque[tuple[Batch, Future[list[Result]]]] = deque()
+        held: deque[tuple[Batch, list[Future[Result]]]] = deque()
         for batch in batches:
             held.append((batch, self._submit(batch)))
             while sum(_num_rows(each) for each, _ in itertools.islice(held, 1, None)) >= self._most:
-                done, answers = held.popleft()
-                yield self._finish(done, answers.result())
+                yield self._finish(*held.popleft())
         while held:
-            done, answers = held.popleft()
-            yield self._finish(done, answers.result())
+            yield self._finish(*held.popleft())
 
-    def _submit(self, batch: Any) -> "Future[list[Result]]":
+    def _submit(self, batch: Any) -> "list[Future[Result]]":
         """Give the engine the rows of a batch."""
         names = columns_of(batch)
         for name in (self._column, self._id_column):
@@ -165,8 +163,9 @@ class Generate:
         rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return self._engine.add([_read_row(values) for values in rows])
 
-    def _finish(self, batch: Batch, results: list[Result]) -> Batch:
-        answers = [result.answer() for result in results]
+    def _finish(self, batch: Batch, results: "list[Future[Result]]") -> Batch:
+        """The batch with its answers, once all results are there."""
+        answers = [result.result().answer() for result in results]
         names = ["generated_text", "finish_reason", "num_prompt_tokens", "num_generated_tokens"]
         added = {name: [answer[name] for answer in answers] for name in (*names, "error")}
         if self._has_outputs:
@@ -195,9 +194,9 @@ class RayGenerate(Generate):
     """
 
     async def __call__(self, batch: Batch) -> AsyncGenerator[Batch, None]:  # type: ignore[override]
-        answers = self._submit(batch)
+        results = self._submit(batch)
         try:
-            results = await asyncio.wrap_future(answers)
+            await asyncio.gather(*map(asyncio.wrap_future, results))
         except Exception:
             traceback.print_exc()
             os._exit(1)
@@ -210,32 +209,31 @@ class _Engine:
 
     Attributes:
         rows: rows to be answered; None ends the thread.
-        waiting: answers that wait for a row, by the row's number.
+        waiting: results to come, by the numbers of their rows.
         error: reason why it accepts no more rows; None: it does.
         ended: event, set once its memory is free.
     """
 
     rows: "queue.SimpleQueue[Row | None]" = field(default_factory=queue.SimpleQueue)
-    waiting: "dict[int, _Answers]" = field(default_factory=dict)
+    waiting: "dict[int, Future[Result]]" = field(default_factory=dict)
     error: BaseException | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_rows: int = 0
 
-    def add(self, rows: list[Row]) -> "Future[list[Result]]":
-        """Queue the rows of a batch."""
+    def add(self, rows: list[Row]) -> "list[Future[Result]]":
+        """Queue the rows of a batch. Returns their results to come."""
+        results: list[Future[Result]] = [Future() for _ in rows]
         with self._lock:
-            answers = _Answers(self._num_rows, [None] * len(rows), len(rows))
-            if self.error is not None:
-                answers.future.set_exception(self.error)
-            elif not rows:
-                answers.future.set_result([])
-            else:
-                for number, row in enumerate(rows, self._num_rows):
-                    self.waiting[number] = answers
-                    self.rows.put(replace(row, number=number))
-                self._num_rows += len(rows)
-        return answers.future
+            for row, result in zip(rows, results, strict=True):
+                result.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+                if self.error is not None:
+                    result.set_exception(self.error)
+                    continue
+                self.waiting[self._num_rows] = result
+                self.rows.put(replace(row, number=self._num_rows))
+                self._num_rows += 1
+        return results
 
     def serve(self, llm: "LLM", params: SamplingParams, job: dict[str, Any]) -> None:
         """Answer rows until None comes, or the engine fails."""
@@ -243,41 +241,15 @@ class _Engine:
         try:
             with llm:
                 for result in run(llm, Ahead(iter(self.rows.get, None)), params, **job):
-                    self.waiting.pop(result.row.number).take(result)
+                    self.waiting.pop(result.row.number).set_result(result)
         except BaseException as failure:
             error = failure
         with self._lock:
             self.error = error
-        for answers in set(self.waiting.values()):
-            answers.future.set_exception(error)
+        for waiting in self.waiting.values():
+            waiting.set_exception(error)
         self.waiting.clear()
         self.ended.set()
-
-
-@dataclass(eq=False)
-class _Answers:
-    """The answers of a batch.
-
-    Attributes:
-        first: number of its first row.
-        results: results by place in the batch.
-        num_left: number of rows without a result.
-        future: future of all results.
-    """
-
-    first: int
-    results: list[Any]
-    num_left: int
-    future: "Future[list[Result]]" = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
-
-    def take(self, result: Result) -> None:
-        self.results[result.row.number - self.first] = result
-        self.num_left -= 1
-        if not self.num_left:
-            self.future.set_result(self.results)
 
 
 def _read_row(values: dict[str, Any]) -> Row:

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 HEAD = re.compile(rb'\{"(?:_key|id)": "(?:batch_req_)?((?:[0-9a-f]{16}){2,3})", ')
 ANSWERED, FAILED = b', "error": null}\n', b"}\n"
-FAILED_ROW = b', "error": true}\n'
 SYNC_SECONDS = 10.0
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # on a network file system, say
 
@@ -35,8 +34,6 @@ class Lines:
     Raises:
         BlockingIOError: if another process writes to it.
     """
-
-    ordered = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,9 +83,7 @@ class Lines:
         Raises:
             OSError: if it cannot be written; the file is as it was before.
         """
-        self._append(result.to_line())
-
-    def _append(self, line: bytes) -> None:
+        line = result.to_line()
         if self._due is None:
             self._due = time.monotonic() + SYNC_SECONDS
         try:
@@ -139,84 +134,6 @@ class Lines:
             self.sync()
         finally:
             os.close(self._fd)
-
-
-class Texts(Lines):
-    """A file of generated texts, a line for each row, in the order of the rows.
-
-    Line breaks in a text are written as `\\n` and `\\r`, a backslash as two. A row that failed has
-    an empty line. A text cannot show the row's key and whether it failed: lines of
-    `OUTPUT.job.rows` do, which are written first. As many rows are finished as both files have
-    lines.
-    """
-
-    ordered = True
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        rows = path.with_name(f"{path.name}.job.rows")
-        try:
-            if self._size and not rows.exists():
-                raise ValueError(
-                    f"{path} already exists and is not the output of such a job (there is no "
-                    f"{rows}): choose another output, or remove it"
-                )
-            self._rows = Lines(rows)
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def recover(self) -> Iterator[tuple[bytes, bool]]:
-        """The ids and errors, as in `Lines`. Cuts off lines that only one of the files has.
-
-        Raises:
-            ValueError: for a line of `OUTPUT.job.rows` that does not belong to this job.
-        """
-        size = size_of_rows = 0
-        with self.path.open("rb") as file:
-            for line, row in zip(file, self._rows.recover(), strict=False):
-                if not line.endswith(b"\n"):
-                    break
-                size, size_of_rows = size + len(line), size_of_rows + len(_row_line(*row))
-                yield row
-        self._cut(size)
-        self._rows._cut(size_of_rows)
-
-    def append(self, result: Result) -> None:
-        """Write the text of a result; see `Lines.append`."""
-        size = self._rows._size
-        self._rows._append(_row_line(result.row.result_id, result.error is not None))
-        try:
-            self._append(text_line(result))
-        except BaseException:
-            self._rows._cut(size)
-            raise
-
-    def sync(self) -> None:
-        """Sync to disk."""
-        self._rows.sync()
-        super().sync()
-
-    def close(self) -> None:
-        """Sync the files, and let others write to them."""
-        try:
-            self._rows.close()
-        finally:
-            super().close()
-
-
-def _row_line(result_id: bytes, has_failed: bool) -> bytes:
-    """A line from which `Lines.recover` reads the same values back."""
-    error = FAILED_ROW if has_failed else ANSWERED
-    return b'{"_key": "%b"%b' % (result_id.hex().encode(), error)
-
-
-def text_line(result: Result) -> bytes:
-    """The generated text of a result on one line."""
-    text = result.answer()["generated_text"] or ""
-    for plain, escaped in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r")):
-        text = text.replace(plain, escaped)
-    return text.encode(errors="replace") + b"\n"
 
 
 def temporary_path(path: Path) -> Path:

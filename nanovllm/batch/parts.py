@@ -46,8 +46,6 @@ class Parts:
         ValueError: if it is not a directory, or pyarrow is missing.
     """
 
-    ordered = False
-
     def __init__(self, path: Path) -> None:
         self._pyarrow, self._parquet = import_pyarrow()
         if path.exists() and not path.is_dir():

@@ -78,3 +78,12 @@ class Result:
             return as_json(values, ensure_ascii=False).encode() + b"\n"
         except UnicodeEncodeError:
             return as_json(values).encode() + b"\n"
+
+    def to_text_line(self) -> bytes:
+        """The generated text on one line: line breaks are written as `\\n` and `\\r`, a backslash
+        as two. A row that failed has an empty line.
+        """
+        text = self.answer()["generated_text"] or ""
+        for plain, escaped in (("\\", "\\\\"), ("\n", "\\n"), ("\r", "\\r")):
+            text = text.replace(plain, escaped)
+        return text.encode(errors="replace") + b"\n"

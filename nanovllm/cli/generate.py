@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input", required=True, metavar="FILE", help="rows; - for standard input")
     add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
     add("--input-format", choices=INPUT_FORMATS, help="default: by the name, for - jsonl")
-    add("--output-format", choices=OUTPUT_FORMATS, help="default: by the name, for - jsonl")
+    add(
+        "--output-format",
+        choices=OUTPUT_FORMATS,
+        help="default: by the name, for - jsonl; text: only for -",
+    )
     add(
         "--ordered",
         action="store_true",
@@ -223,7 +227,7 @@ def _read_call(args: argparse.Namespace, kind: str) -> _Call:
         is_piped=args.input == STANDARD,
         read_again=again,
         recomputes=args.recompute_changed,
-        ordered=args.ordered or sink.ordered,
+        ordered=args.ordered or args.output_format == "text",
         sink=sink,
     )
 

@@ -72,7 +72,7 @@ class Report:
         if not is_complete:
             say("the same command continues from here")
             return
-        if sink.num_errors and not sink.ordered:
+        if sink.num_errors:
             say("with --retry-errors, the same command computes rows with errors again")
         if sink.num_strangers:
             say(f"{sink.num_strangers:,} results belong to rows that are no longer in the input")

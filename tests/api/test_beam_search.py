@@ -23,11 +23,9 @@ from checkpoints import (
     TINY,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     greedy,
-    llm_fixture,  # noqa: F401
     make_checkpoint,
     reference,
     reference_model,

@@ -15,7 +15,6 @@ from checkpoints import (
     SMALL,
     TINY,
     assert_idle,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     greedy,

@@ -22,7 +22,6 @@ from checkpoints import (
     PROMPTS,
     SMALL,
     TINY,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     rare,

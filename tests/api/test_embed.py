@@ -7,40 +7,27 @@ from typing import Any
 import pytest
 import torch
 from invariants import check_scheduler
-from ranks_in_threads import threads_fixture  # noqa: F401
+from modes import PREFIXED as PROMPTS
+from modes import Mode, engine_in, in_every_mode
 from safetensors.torch import load_file, save_file
 
 from checkpoints import (
     SMALL,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     greedy,
     make_checkpoint,
     rare,
     reference,
     reference_hidden,
+    run_past_a_failure,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
-SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
-PROMPTS = [
-    [*SHARED, 9],
-    [5],
-    [*range(16)],
-    SHARED[:32],
-    [*SHARED, 1, 2, 3],
-    [*range(90, 0, -1)],
-    [1, 2],
-    SHARED[:32],
-    [*SHARED, *range(8)],  # three blocks
-]
 
 
 def pooled(path: Any, token_ids: list[int], pooling: str) -> torch.Tensor:
@@ -63,26 +50,18 @@ def embed(llm: LLM, pooling: str, prompts: Any = PROMPTS) -> Any:
     return llm.embed(prompts, pooling, normalize=False, use_tqdm=False)
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "whole": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "chunks": {},
-    "chunks-of-7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "chunks-of-1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-    "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
-    "overlap": {"max_num_batched_tokens": 9, "overlap": True},
-    "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
-}
-
-
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, "whole", "chunks-of-1", "prefill-first"))
-def test_vectors_are_those_of_transformers(name: str, pooling: str, checkpoint: Any) -> None:
+@in_every_mode(
+    *("chunks", "chunks-of-7", "chunks-beside-decodes-overlap", "no-cache"),
+    pools=False,
+)
+def test_vectors_are_those_of_transformers(mode: Mode, pooling: str, checkpoint: Any) -> None:
     """Slots, which sums of chunks go by, are used again and again; so is what is cached."""
-    with LLM(checkpoint, **{**SMALL, **CIRCUMSTANCES[name]}) as llm:
+    with engine_in(mode, checkpoint) as llm:
         for prompts in (PROMPTS, PROMPTS[::-1]):
             assert_right(checkpoint, embed(llm, pooling, prompts), prompts, pooling)
         cached = llm.metrics()["num_cached_tokens"]
-        assert (cached > 0) == (pooling == "last" and name != "no-cache")
+        assert (cached > 0) == (pooling == "last" and mode.caches)
         assert_usable(llm, checkpoint)
 
 
@@ -110,11 +89,11 @@ def test_ranks_agree(size: int, pooling: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.usefixtures("low_guesses")
 def test_preempted_prompts(
     pooling: str, overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside sequences that grow, prompts lose their blocks, and their slots, half-way."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     computed = []  # tokens of the preempted prompts
     preempt = Scheduler.preempt
 
@@ -157,13 +136,7 @@ def test_failed_launch_is_repeated(
         fail_at(
             monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
         )
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
+        found = run_past_a_failure(llm)
     for i, prompt in zip(ids, PROMPTS, strict=True):
         vector, expected = torch.tensor(found[i].embedding), pooled(checkpoint, prompt, pooling)
         torch.testing.assert_close(vector, expected, atol=TOLERANCE, rtol=TOLERANCE)

@@ -17,11 +17,9 @@ from checkpoints import (
     add_all,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     greedy,
-    llm_fixture,  # noqa: F401
     rare,
     reference,
     references,

@@ -23,7 +23,6 @@ from checkpoints import (
     TINY,
     VOCAB,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     greedy,
     reference,
 )

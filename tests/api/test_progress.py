@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoints import SMALL, checkpoint_fixture, edit_tensors, make_checkpoint  # noqa: F401
+from checkpoints import SMALL, make_checkpoint
 from nanovllm import LLM
 from nanovllm.graphs import step_graphs as graph_runner
 from nanovllm.utils import progress

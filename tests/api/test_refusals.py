@@ -9,10 +9,8 @@ from checkpoints import (
     SMALL,
     TINY,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     greedy,
-    llm_fixture,  # noqa: F401
     reference,
     tokens,
 )

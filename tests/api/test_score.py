@@ -7,54 +7,45 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_in_threads import threads_fixture  # noqa: F401
+from modes import PREFIXED as PROMPTS
+from modes import SHARED, Mode, in_every_mode, run_in
 
 from checkpoints import (
     SMALL,
     TINY,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     generate_checked,
     greedy,
     make_checkpoint,
     rare,
     reference,
     reference_logprobs,
+    run_past_a_failure,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import Logprob, ScoreOutput, TokenLogprobs
 from nanovllm.sampling import prompt_logprobs
-from nanovllm.scheduling.admission import LengthEstimator
 
 TOLERANCE = 1e-4
-SHARED = [(7 * i + 3) % 128 for i in range(40)]  # two blocks and a half
-
-# Prompts of one token, of whole blocks and beside them, with and without a common prefix; how many
-# log-probabilities of their tokens are wanted; tokens to generate.
-WORKLOAD: list[tuple[list[int], int | None, int]] = [
-    ([*SHARED, 9], None, 5),
-    ([*SHARED, 9], 0, 3),
-    ([5], 5, 4),
-    ([*range(16)], 5, 1),
-    ([*SHARED[:32]], 0, 6),
-    ([*SHARED, 1, 2, 3], None, 4),
-    ([*range(90, 0, -1)], 20, 2),
-    ([*SHARED[:32]], 5, 2),
-    ([1, 2], 0, 1),
-    ([3, *SHARED[:16]], 3, 3),
-    ([*SHARED, *range(8)], 1, 1),  # three blocks
-    ([*SHARED, 9], None, 5),
+# How many log-probabilities of each prompt's tokens are wanted; tokens to generate.
+WANTED: list[tuple[int | None, int]] = [
+    (None, 5),
+    (0, 3),
+    (5, 4),
+    (5, 1),
+    (0, 6),
+    (None, 4),
+    (20, 2),
+    (5, 2),
+    (0, 1),
+    (3, 3),
+    (1, 1),
+    (None, 5),
 ]
-PROMPTS = [prompt for prompt, _, _ in WORKLOAD]
-PARAMS = [greedy(length, prompt_logprobs=count) for _, count, length in WORKLOAD]
-
-
-def run(path: Any, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    return generate_checked(path, prompts, params, **{**SMALL, **options})
+PARAMS = [greedy(length, prompt_logprobs=count) for count, length in WANTED]
 
 
 def assert_right(path: Any, outputs: Any, params: Any) -> None:
@@ -87,29 +78,17 @@ def assert_prompt_is_right(path: Any, output: Any, count: int) -> None:
         assert len(place) == len(top)
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "whole": {"max_num_batched_tokens": 512, "max_num_seqs": 16},
-    "chunks": {},
-    "chunks-of-7": {"max_num_batched_tokens": 7, "max_num_seqs": 3},
-    "chunks-of-1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-    "chunks-beside-decodes": {"max_num_batched_tokens": 9},
-    "prefill-first": {"max_num_batched_tokens": 13, "mixed_steps": False},
-    "no-cache": {"max_num_batched_tokens": 24, "enable_prefix_caching": False},
-}
-RARE = ("whole", "chunks-of-1", "chunks-beside-decodes", "prefill-first")
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, *RARE))
-def test_prompts_have_the_log_probabilities_of_transformers(
-    name: str, overlap: bool, checkpoint: Any
-) -> None:
+@in_every_mode(
+    *("chunks", "chunks-overlap", "chunks-of-7", "chunks-of-7-overlap"),
+    *("no-cache", "no-cache-overlap"),
+    pools=False,
+)
+def test_prompts_have_the_log_probabilities_of_transformers(mode: Mode, checkpoint: Any) -> None:
     """Chunks cut prompts anywhere, and requests with and without share prefixes."""
-    options = CIRCUMSTANCES[name]
-    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, overlap=overlap, **options)
+    outputs, metrics = run_in(mode, checkpoint, PROMPTS, PARAMS)
     assert_right(checkpoint, outputs, PARAMS)
     cached = [output.num_cached_tokens for output in outputs]
-    assert any(cached) == options.get("enable_prefix_caching", True)
+    assert any(cached) == mode.caches
     assert metrics["num_cached_tokens"] == sum(cached)
 
 
@@ -123,7 +102,9 @@ def test_ranks_put_their_logits_together(
     monkeypatch.setattr(prompt_logprobs, "ROWS", 5)
     prompts = [*PROMPTS, [130, 129, 64, 63, 0, 130]]
     params = [*PARAMS, greedy(3, prompt_logprobs=20)]
-    outputs, _ = run(path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24)
+    outputs, _ = generate_checked(
+        path, prompts, params, tensor_parallel_size=size, max_num_batched_tokens=24
+    )
     assert_right(path, outputs, params)
 
 
@@ -131,19 +112,19 @@ def test_ranks_put_their_logits_together(
 def test_workers_take_part(checkpoint: Any) -> None:
     """Ranks in processes: the plan says what they compute."""
     options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "overlap": True}
-    outputs, metrics = run(checkpoint, PROMPTS, PARAMS, **options)
+    outputs, metrics = generate_checked(checkpoint, PROMPTS, PARAMS, **options)
     assert metrics["tensor_parallel_size"] == 2
     assert_right(checkpoint, outputs, PARAMS)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
+@pytest.mark.usefixtures("low_guesses")
 def test_preempted_prompts_have_each_place_once(
     overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted in the middle of their prompt they go on with it; later they keep what they have
     and may use the cache.
     """
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     known = []  # of the preempted: places that they have, and tokens of the prompt
     whole = []  # and whether they must compute it all again
     preempt = Scheduler.preempt
@@ -159,7 +140,7 @@ def test_preempted_prompts_have_each_place_once(
     prompts += [[100 - i for i in range(60)], [*range(50, 80)], [*range(40)], [8] * 33]
     params = [greedy(40, prompt_logprobs=i % 3) for i in range(3)]
     params += [greedy(9, prompt_logprobs=2) for _ in range(4)]
-    outputs, metrics = run(
+    outputs, metrics = generate_checked(
         checkpoint, prompts, params, overlap=overlap, num_kvcache_blocks=9,
         max_num_seqs=5, max_num_batched_tokens=6,
     )  # fmt: skip
@@ -181,13 +162,7 @@ def test_failed_launch_is_repeated(
         fail_at(
             monkeypatch, llm.model_runner, "launch", k, RuntimeError("out of memory"), after=True
         )
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
+        found = run_past_a_failure(llm)
     assert_right(checkpoint, [found[i] for i in ids], PARAMS)
 
 
@@ -211,7 +186,7 @@ def test_completions_share_the_prompt(checkpoint: Any) -> None:
     scored = SamplingParams(2.0, 8, n=3, seed=4, prompt_logprobs=2)
     plain = SamplingParams(2.0, 8, n=3, seed=4)
     for options in ({}, {"max_num_batched_tokens": 9}, {"enable_prefix_caching": False}):
-        outputs, metrics = run(checkpoint, [prompt] * 2, [scored, plain], **options)
+        outputs, metrics = generate_checked(checkpoint, [prompt] * 2, [scored, plain], **options)
         assert_right(checkpoint, outputs, [scored, plain])
         drawn = [[c.token_ids for c in output.outputs] for output in outputs]
         assert drawn[0] == drawn[1]
@@ -234,10 +209,10 @@ def test_beside_other_wishes(checkpoint: Any) -> None:
     for budget in (64, 10):
         options = {"max_num_batched_tokens": budget}
         params = [SamplingParams(**common, **wish) for wish in wishes]
-        alone, _ = run(checkpoint, prompts, params, **options)
+        alone, _ = generate_checked(checkpoint, prompts, params, **options)
         params = [SamplingParams(**common, **wish, prompt_logprobs=i + 1)
                   for i, wish in enumerate(wishes)]  # fmt: skip
-        outputs, _ = run(checkpoint, prompts, params, **options)
+        outputs, _ = generate_checked(checkpoint, prompts, params, **options)
         assert_right(checkpoint, outputs, params)
         assert tokens(outputs) == tokens(alone)
         for output, wish in zip(outputs, wishes, strict=True):

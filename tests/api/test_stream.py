@@ -12,8 +12,6 @@ from checkpoints import (
     TINY,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
-    either_llm_fixture,  # noqa: F401
     facts,
     gather,
     greedy,
@@ -27,6 +25,13 @@ from checkpoints import (
 from faults import FAULT_POINTS, fail_at
 from nanovllm import LLM, SamplingParams
 from nanovllm.sampling_params import StructuredOutputsParams
+
+
+@pytest.fixture
+def llm(either_llm):
+    """Without and with overlap."""
+    return either_llm
+
 
 # -- what it gives --------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import re
 from typing import get_type_hints
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from nanovllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from nanovllm.batch import Result, read_rows
-from nanovllm.batch.keys import KeySet
 from nanovllm.batch.openai_batch import read_request
 from nanovllm.batch.params import parameter_like
 from nanovllm.batch.rows import CHAT_FIELDS, as_rows, read_ask
@@ -28,29 +26,6 @@ def rows_of(*lines: bytes, **options):
 
 def request(body, url=CHAT, **fields):
     return {"custom_id": "a", "method": "POST", "url": url, "body": body, **fields}
-
-
-@given(st.lists(st.integers(1, 2**128 - 1), max_size=3000))
-def test_key_set_is_a_set(numbers):
-    """With keys that begin alike, too, which look for their place side by side."""
-    keys = [number.to_bytes(16, "big") for number in numbers]
-    known, expected = KeySet(), set()
-    for key in keys:
-        assert known.add(key) == (key not in expected)
-        expected.add(key)
-    assert len(known) == len(expected)
-    assert all(key in known for key in keys)
-    assert bytes([255] * 15 + [254]) in known or bytes([255] * 15 + [254]) not in expected
-
-
-def test_values_stay_with_their_keys():
-    """In a table that grows."""
-    numbers, known = random.Random(0), KeySet(3)
-    values = {numbers.randbytes(16): numbers.randbytes(3) for _ in range(5000)}
-    for key, value in values.items():
-        assert known.add(key, value)
-    for key, value in values.items():
-        assert not known.add(key, b"new") and known.value(key) == value
 
 
 def test_parameters_stand_in_a_row_or_in_an_object_of_their_own():

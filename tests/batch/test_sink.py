@@ -1,5 +1,6 @@
 """The output of a job that is killed, and comes back. No engine here: results are made up."""
 
+import io
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from nanovllm.batch.parts import Parts
 from nanovllm.batch.rows import as_rows
 from nanovllm.batch.sink import StreamSink
 
-FORMATS = ("jsonl", "parquet", "text")
+FORMATS = ("jsonl", "parquet")
 SEVERAL = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -50,15 +51,13 @@ def numbers(path):
     """Which rows the output has, by its own words."""
     if path.suffix == ".jsonl":
         return [json.loads(line)["_row"] for line in path.read_text("utf-8").splitlines()]
-    if path.suffix == ".txt":
-        return [int(line[1:].split("\\n")[0]) for line in path.read_text("utf-8").splitlines()]
     import pyarrow.parquet
 
     return pyarrow.parquet.read_table(path).column("_row").to_pylist() if [*path.iterdir()] else []
 
 
 def output(directory, kind):
-    return directory / {"jsonl": "out.jsonl", "parquet": "out.parquet", "text": "out.txt"}[kind]
+    return directory / f"out.{kind}"
 
 
 @SEVERAL
@@ -68,20 +67,13 @@ def test_cut_at_any_byte_the_output_is_completed(tmp_path_factory, data):
     with zeros behind it.
     """
     directory = tmp_path_factory.mktemp("cut")
-    kind = data.draw(st.sampled_from(["jsonl", "text"]))
-    rows, path = rows_of(directory, 6), output(directory, kind)
+    rows, path = rows_of(directory, 6), output(directory, "jsonl")
     finish(path, rows)
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
-    zeros = data.draw(st.sampled_from([0, 1, 100])) if kind == "jsonl" else 0
+    zeros = data.draw(st.sampled_from([0, 1, 100]))
     path.write_bytes(whole[:cut] + bytes(zeros))
-    kept = whole[:cut].count(b"\n")
-    if kind == "text":  # the lines that say which rows these are may have been lost, too
-        beside = directory / "out.txt.job.rows"
-        known = beside.read_bytes()[: data.draw(st.integers(0, 6 * 64))]
-        beside.write_bytes(known)
-        kept = min(kept, known.count(b"\n"))
-    assert finish(path, rows) == 6 - kept
+    assert finish(path, rows) == 6 - whole[:cut].count(b"\n")
     assert numbers(path) == [*range(6)]
     assert path.read_bytes() == whole
 
@@ -113,7 +105,7 @@ def test_a_part_that_was_being_written_is_written_anew(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_errors_are_kept_and_tried_again_when_that_is_asked_for(tmp_path, kind):
     rows, path = rows_of(tmp_path, 8, fails=(2, 5)), output(tmp_path, kind)
     finish(path, rows)
@@ -127,8 +119,6 @@ def test_errors_are_kept_and_tried_again_when_that_is_asked_for(tmp_path, kind):
         sink.write(answer(left[0]))  # and it is killed before the other
     assert finish(path, rows) == 1
     assert sorted(numbers(path)) == [*range(8)]
-    with pytest.raises(ValueError, match="`retry_errors`"):
-        ResumableSink(tmp_path / "out.txt", retry_errors=True)
 
 
 def named_rows(directory, prompts, is_openai=False):
@@ -148,10 +138,8 @@ def contents(path):
     return [file.read_bytes() for file in files]
 
 
-CASES = [(kind, is_openai) for kind in FORMATS for is_openai in (False, True)][:-1]
-
-
-@pytest.mark.parametrize(("kind", "is_openai"), CASES)
+@pytest.mark.parametrize("is_openai", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
     """Under the same `custom_id`. The old result stayed, and nothing was said."""
     path = output(tmp_path, kind)
@@ -165,7 +153,7 @@ def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
             said = str(caught.value)
             assert said.startswith("row 1 (the first is 0) must be as it was when its result in ")
             assert "got another under the `custom_id` 'r1': choose another output" in said
-            assert said.endswith("`drop_changed`") == (kind != "text")
+            assert said.endswith("`drop_changed`")
         sink.check(named_rows(tmp_path, "abcD", is_openai))  # which has no result yet
     assert contents(path) == before
     same = [json.dumps(dict(reversed(row.fields.items()))) + "\n" for row in edited]
@@ -175,7 +163,7 @@ def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_rows_that_were_edited_are_computed_again(tmp_path, kind, is_openai, monkeypatch):
     monkeypatch.setattr("nanovllm.batch.parts.PART_ROWS", 2)
     path, answered = output(tmp_path, kind), []
@@ -196,15 +184,6 @@ def test_rows_that_were_edited_are_computed_again(tmp_path, kind, is_openai, mon
         assert sorted(numbers(path)) == [*range(5)]
 
 
-def test_texts_have_no_results_taken_out(tmp_path):
-    path = output(tmp_path, "text")
-    finish(path, named_rows(tmp_path, "ab"))
-    before = contents(path)
-    with ResumableSink(path) as sink, pytest.raises(ValueError, match="write JSON lines"):
-        sink.drop_changed(named_rows(tmp_path, "aB"))
-    assert contents(path) == before
-
-
 def test_a_row_that_failed_may_be_mended(tmp_path):
     """Its result is taken out before rows are compared."""
     path = output(tmp_path, "jsonl")
@@ -218,7 +197,8 @@ def test_a_row_that_failed_may_be_mended(tmp_path):
     assert finish(path, mended, retry_errors=True) == 1
 
 
-@pytest.mark.parametrize(("kind", "is_openai"), CASES)
+@pytest.mark.parametrize("is_openai", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_results_without_a_hash_of_their_rows_go_on(tmp_path, kind, is_openai):
     """As they were written before there was one: what they were made of, nobody can say."""
     path, rows = output(tmp_path, kind), named_rows(tmp_path, "abc", is_openai)
@@ -232,11 +212,10 @@ def test_results_without_a_hash_of_their_rows_go_on(tmp_path, kind, is_openai):
         table = table.set_column(table.schema.get_field_index("_key"), "_key", keys)
         pyarrow.parquet.write_table(table, file)
     else:
-        file = path if kind == "jsonl" else path.with_name("out.txt.job.rows")
-        text = file.read_text("utf-8")
+        text = path.read_text("utf-8")
         short = re.sub(r'(?<=_key": ")(\w{32})\w{16}|(?<=batch_req_)(\w{32})\w{16}', r"\1\2", text)
         assert len(short) == len(text) - 32
-        file.write_text(short, "utf-8")
+        path.write_text(short, "utf-8")
     with ResumableSink(path) as sink:
         assert [row.number for row in sink.unfinished(named_rows(tmp_path, "aBc", is_openai))] == [
             2
@@ -357,29 +336,12 @@ def test_rows_are_what_run_takes(tmp_path):
     assert finish(path, ["a", {"prompt": "b"}, "c"]) == 1
 
 
-def test_texts_remember_which_rows_they_are_of_and_which_failed(tmp_path):
-    rows, path = rows_of(tmp_path, 6, fails=(1,)), output(tmp_path, "text")
-    finish(path, rows, 4)
-    assert path.read_text("utf-8").splitlines()[1] == ""
-    with ResumableSink(path) as sink:
-        assert (sink.num_finished, sink.num_errors) == (4, 1)
-        assert [row.number for row in sink.unfinished(iter(rows))] == [4, 5]
-        assert sink.num_strangers == 0
-        with pytest.raises(ValueError, match="got row 5 too early"):
-            sink.write(answer(rows[5]))
-    before = path.read_bytes()
-    for changed, says in (
-        ([rows[0], rows[2], rows[1], *rows[3:]], "row 1 of the input .* line 2 .*got another"),
-        (rows[:3], "row 3 of the input .*got none"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            finish(path, changed)
-    assert path.read_bytes() == before
-    beside = tmp_path / "out.txt.job.rows"
-    beside.unlink()
-    with pytest.raises(ValueError, match="is not the output of such a job"):
-        ResumableSink(path)
-    assert path.read_bytes() == before and not beside.exists()
+@pytest.mark.parametrize("given", [None, "text"])
+def test_texts_are_for_streams_alone(tmp_path, given):
+    """A line of text cannot say whose it is, so no job could go on over such a file."""
+    with pytest.raises(ValueError, match=r"`output_format` must be .*got text .*write JSON lines"):
+        ResumableSink(tmp_path / ("out.jsonl" if given else "out.txt"), output_format=given)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path):
@@ -421,11 +383,10 @@ ResumableSink(sys.argv[1])
     assert "ValueError" in done.stderr and "must be written on Linux or macOS" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_a_disk_that_is_full_leaves_whole_results(tmp_path, kind):
+def test_a_disk_that_is_full_leaves_whole_results(tmp_path):
     """A limit of the size of files stands for it: the call that reaches it writes a part, too."""
     rows_of(tmp_path, 60)
-    path = output(tmp_path, kind)
+    path = output(tmp_path, "jsonl")
     command = [sys.executable, "-c", FULL, str(tmp_path / "in.jsonl"), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     written, errno = map(int, done.stdout.split())
@@ -434,15 +395,12 @@ def test_a_disk_that_is_full_leaves_whole_results(tmp_path, kind):
     assert data.endswith(b"\n") and data.count(b"\n") == written
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text"])
-def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch, kind):
+def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
     """The disk has room again: the same sink goes on behind the last whole line."""
-    rows, path = rows_of(tmp_path, 3), output(tmp_path, kind)
+    rows, path = rows_of(tmp_path, 3), output(tmp_path, "jsonl")
     write, parts = os.write, []
 
     def fails_in_the_middle(fd, data):
-        if data[:1] == b"{" and kind == "text":  # which row it is comes first
-            return write(fd, data)
         if len(parts) == 1:
             raise OSError(28, "No space left on device")
         parts.append(write(fd, data[:5]))
@@ -713,6 +671,16 @@ def test_a_stream_has_lines_at_once(tmp_path):
             sink.write(answer(rows[1]))
         assert sink.num_finished == 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # or closing it fails, too
+
+
+def test_a_stream_has_texts_on_one_line_each():
+    first, second = as_rows(["a", "b"])
+    file = io.BytesIO()
+    with StreamSink(file, "text") as sink:
+        sink.write(answer(first))
+        sink.write(answer(second, "bad"))
+    assert file.getvalue().decode() == "a0\\n\\\\ü\n\n"
+    assert (sink.num_finished, sink.num_errors) == (2, 1)
 
 
 def test_a_directory_is_not_closed_twice(tmp_path):

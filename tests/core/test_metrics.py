@@ -17,8 +17,6 @@ from checkpoints import (
     PROMPTS,
     SMALL,
     assert_idle,
-    checkpoint_fixture,  # noqa: F401
-    either_llm_fixture,  # noqa: F401
     greedy,
     rare,
 )
@@ -32,6 +30,13 @@ RESOLUTION = 1.048  # of a percentile, as documented
 REQUEST_TIMES = ("queue_seconds", "first_token_seconds", "seconds_per_token", "total_seconds")
 STOP = 7
 TWICE = SamplingParams(max_tokens=3, n=2)
+
+
+@pytest.fixture
+def llm(either_llm):
+    """Without and with overlap."""
+    return either_llm
+
 
 # -- the histogram --------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ from checkpoints import (
     TINY,
     add_all,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
-    either_llm_fixture,  # noqa: F401
     greedy,
     in_threads,
     make_checkpoint,
@@ -35,6 +33,13 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.requests.request import Request
+
+
+@pytest.fixture
+def llm(either_llm):
+    """Without and with overlap."""
+    return either_llm
+
 
 # -- faults ---------------------------------------------------------------------------------------
 

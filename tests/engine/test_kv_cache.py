@@ -7,7 +7,6 @@ import torch
 from host import make_seq
 from torch import nn
 
-from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config

@@ -13,14 +13,13 @@ from host import (
     run_to_end,
     step,
 )
+from modes import MODES, SMALL_POOLS, in_every_mode, run_in
 
-from checkpoints import SMALL, checkpoint_fixture, greedy, tokens  # noqa: F401
-from checkpoints import reference as continuation
+from checkpoints import SMALL, greedy, references, tokens
 from nanovllm import LLM
 from nanovllm.engine import model_runner, scheduler
 from nanovllm.engine.plan import build_batch
 from nanovllm.layers.base import Build
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.startup import build as choices
 
 both = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill-first"])
@@ -87,12 +86,12 @@ def test_decodes_wait_for_every_prompt_that_can_start_and_for_no_other():
     assert ids[:4] == [[first, second], [first, second], [third], [second, third]]
 
 
-@both
-@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
-@pytest.mark.parametrize("budget", [9, 64], ids=["chunked", "whole"])
-def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypatch):
+@in_every_mode(
+    *(f"{name}-overlap" for name in (*MODES, *SMALL_POOLS)),
+    *("small-pool", "small-pool-prefill-first"),
+)
+def test_greedy_tokens_are_the_same(mode, checkpoint, monkeypatch):
     """Under chunks, prefix hits and, with a small pool and a wrong guess, preemption."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     kinds = set()
 
     def build(*args):
@@ -104,23 +103,22 @@ def test_greedy_tokens_are_the_same(budget, overlap, mixed, checkpoint, monkeypa
     shared = list(range(33))
     prompts = [[*shared, 50 + i] for i in range(3)] + [[i + 1] * (11 * i + 1) for i in range(5)]
     lengths = [20, 9, 30, 30, 1, 25, 12, 6]
-    options = {**SMALL, "max_num_batched_tokens": budget, "num_kvcache_blocks": 9}
-    with LLM(checkpoint, overlap=overlap, mixed_steps=mixed, **options) as llm:
-        outputs = llm.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
-        assert llm.metrics()["num_preemptions"] > 0
-    assert tokens(outputs) == [
-        continuation(checkpoint, p, n) for p, n in zip(prompts, lengths, strict=True)
-    ]
-    assert sum(output.num_cached_tokens for output in outputs) > 0
-    assert kinds == {(True, False), (False, True)} | ({(True, True)} if mixed else set())
+    outputs, metrics = run_in(mode, checkpoint, prompts, [greedy(n) for n in lengths])
+    assert tokens(outputs) == references(checkpoint, prompts, lengths)
+    assert (metrics["num_cached_tokens"] > 0) == mode.caches
+    if mode.name == "chunks-of-1":  # which look like decodes
+        assert kinds == {(True, False)}
+    else:
+        mixed = {(True, True)} if mode.options.get("mixed_steps", True) else set()
+        assert kinds == {(True, False), (False, True)} | mixed
 
 
 @pytest.mark.parametrize("most", [3, 5])
+@pytest.mark.usefixtures("low_guesses")
 def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkeypatch):
     """The scheduler alone knows: what is left of chunks and after preemptions takes several rows.
     Nine sequences share twelve rows, so that some get fewer than they could use.
     """
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     monkeypatch.setattr(scheduler, "DECODE_TOKENS", most)
     widest, rows = 0, 0
 
@@ -139,6 +137,6 @@ def test_a_sequence_may_decode_several_tokens_in_a_step(most, checkpoint, monkey
     with LLM(checkpoint, **options) as llm:
         outputs = llm.generate(prompts, greedy(18), use_tqdm=False)
         assert llm.metrics()["num_preemptions"] > 0
-    assert tokens(outputs) == [continuation(checkpoint, prompt, 18) for prompt in prompts]
+    assert tokens(outputs) == references(checkpoint, prompts, [18] * len(prompts))
     assert widest == most and rows <= 12
     assert [how["decode_tokens"] for how in built] == [most], "kernels know"

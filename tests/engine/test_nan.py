@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from invariants import check_scheduler
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from safetensors.torch import load_file
 
 from checkpoints import assert_idle, copy_checkpoint, edit_tensors, rare

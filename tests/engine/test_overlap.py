@@ -18,10 +18,8 @@ from checkpoints import (
     add_all,
     assert_idle,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
-    either_llm_fixture,  # noqa: F401
     greedy,
     interrupt_after_launch,
     rare,
@@ -31,6 +29,13 @@ from checkpoints import (
 )
 from faults import Interrupt
 from nanovllm import LLM
+
+
+@pytest.fixture
+def llm(either_llm):
+    """Without and with overlap."""
+    return either_llm
+
 
 # -- one step late --------------------------------------------------------------------------------
 

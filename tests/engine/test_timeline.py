@@ -22,7 +22,6 @@ from checkpoints import (
     PARAMS,
     PROMPTS,
     SMALL,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     greedy,
     rare,

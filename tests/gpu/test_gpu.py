@@ -26,12 +26,12 @@ from draws import chi_square_p
 from int4_checkpoints import checkpoints as int4_checkpoints
 from process_groups import num_running
 from stand_in import CONTROLS
-from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
 from tqdm import TMonitor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from triton.runtime.jit import JITFunction
 
-from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config
+from checkpoints import LLAMA3, make_checkpoint, qwen3_06b_config, tokens
 from nanovllm import LLM, CompletionOutput, SamplingParams
 from nanovllm.compiling import compiler
 from nanovllm.compiling.rehearsal import Rehearsal

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts, tokens
+from tiny_reference import MAX_TOKENS, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import qwen3_06b_config
+from checkpoints import qwen3_06b_config, tokens
 from faults import (
     CONNECT,
     CONNECT_NCCL,
@@ -27,7 +27,6 @@ from faults import (
     LOAD,
     PROMISE,
     SIZE,
-    inject_fixture,  # noqa: F401
     nccl_threads,
     shared_memory,
     traces,

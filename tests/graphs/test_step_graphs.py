@@ -16,15 +16,7 @@ import pytest
 import torch
 from host import FakeModel, make_scheduler, make_seq
 
-from checkpoints import (  # noqa: F401
-    SMALL,
-    checkpoint_fixture,
-    greedy,
-    make_checkpoint,
-    rare,
-    reference,
-    tokens,
-)
+from checkpoints import SMALL, greedy, make_checkpoint, rare, reference, tokens
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from attention_cases import HAS_CUDA
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -46,7 +46,6 @@ from nanovllm.layers.weights.quantized import dequantize
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.context import Context, use_context
@@ -221,9 +220,9 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def test_tokens_are_those_of_transformers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("low_guesses")
+def test_tokens_are_those_of_transformers(path: Path) -> None:
     """In chunks, after preemptions, with prefix hits, and in blocks of 16 and 256."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     seen = dict.fromkeys(("num_preemptions", "num_cached_tokens"), 0)
     for n, options in zip((8, 20, 8), MODES, strict=True):  # only small pools need time to preempt
         with LLM(path, **{**SMALL, **options}) as llm:
@@ -237,11 +236,9 @@ def test_tokens_are_those_of_transformers(path: Path, monkeypatch: pytest.Monkey
     assert min(seen.values()) > 0, seen
 
 
-def test_blocks_behind_the_window_of_all_layers_are_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("low_guesses")
+def test_blocks_behind_the_window_of_all_layers_are_given_back(tmp_path: Path) -> None:
     """Four sequences of up to 77 tokens, 5 blocks each, end side by side in a pool of 14."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     path = make_checkpoint(tmp_path / "model", "mistral", **SLIDES)
     prompts = [[7 * i + j for j in range(9 + i)] for i in range(4)]
     with LLM(path, **{**SMALL, "num_kvcache_blocks": 14}) as llm:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from transformers import DynamicCache
 
 from checkpoints import (
@@ -18,7 +18,6 @@ from checkpoints import (
     tokens,
 )
 from nanovllm import LLM, RequestOutput
-from nanovllm.scheduling.admission import LengthEstimator
 
 # All numbers of e4m3, by its definition.
 NUMBERS = [m / 8 * 2.0**-6 for m in range(8)]
@@ -85,11 +84,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_tokens_are_those_of_rounded_keys_and_values(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("low_guesses")
+def test_tokens_are_those_of_rounded_keys_and_values(path: Path) -> None:
     """In chunks, after preemptions, with prefix hits: what a step computes changes nothing."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     seen = dict.fromkeys(("num_preemptions", "num_cached_tokens"), 0)
     for mode, options in MODES.items():
         with LLM(path, kv_cache_dtype="fp8", **{**SMALL, **options}) as llm:

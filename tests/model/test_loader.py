@@ -14,7 +14,6 @@ from checkpoints import (
     PROMPT,
     SMALL,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_json,
     edit_tensors,

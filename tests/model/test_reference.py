@@ -15,12 +15,11 @@ import torch
 import train_tiny
 from draws import chi_square_p
 from invariants import check_scheduler
-from tiny_reference import GREEDY, SEED, assert_greedy, make_prompts, tokens
+from tiny_reference import GREEDY, SEED, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import make_checkpoint, rare, with_rare
+from checkpoints import make_checkpoint, rare, tokens, with_rare
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.scheduling.admission import LengthEstimator
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +126,7 @@ def test_the_last_layer_computes_no_rows_that_nobody_wants(tiny: str) -> None:
         pytest.param(False, id="no-prefix-cache", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("low_guesses")
 def test_preemption_does_not_change_tokens(
     tiny: str,
     prompts: list[list[int]],
@@ -134,10 +134,8 @@ def test_preemption_does_not_change_tokens(
     caching: bool,
     overlap: bool,
     mixed: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Admission that expects one token of everybody overfills the pool."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     short = [prompt for prompt in prompts if len(prompt) < 200]
     assert len(short) >= 64
     outputs, metrics = run(

@@ -29,10 +29,8 @@ from benchmarks import (
     sampling_controls,
     startup,
     streams,
-    timeline,
     workloads,
 )
-from checkpoints import checkpoint_fixture  # noqa: F401
 from faults import wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import harness, limits
@@ -323,28 +321,6 @@ def test_workloads_are_measured_and_saved(
         assert result["roofline_share"] == pytest.approx(share, rel=1e-3, abs=1e-4)
         assert ("flops_per_s" in result) == (name == "timed")
         assert ("bytes_per_s" in result) == (name != "timed")
-
-
-def test_timelines_are_compared_with_metrics(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tiny: str,
-    tmp_path: Path,
-) -> None:
-    prompts = [[1, 2, 3], [4] * 20], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 3)]
-    monkeypatch.setattr(harness, "workload", lambda *args: prompts)
-    file = tmp_path / "results.jsonl"
-    args = ("--model", tiny, "--device", "cpu", "--kvcache-block-size", "16", "--repeat", "2")
-    run(timeline.main, monkeypatch, *args, "--save", str(file))
-    (record,) = saved(file)
-    assert record["largest_difference"] < 1e-4 and record["trace_bytes"] > 1000
-    assert len(record["tok_per_s_on"]) == len(record["tok_per_s_off"]) == 2
-    recorded = timeline.recorded
-    off = {"num_steps": 8}  # of 7
-    monkeypatch.setattr(timeline, "recorded", lambda summary: recorded(summary) | off)
-    with pytest.raises(SystemExit, match="1"):
-        run(timeline.main, monkeypatch, *args)
-    assert "num_steps" in capsys.readouterr().out
 
 
 def test_streams_are_measured_beside_generate(

@@ -1,5 +1,5 @@
 """README.md, CONTRIBUTING.md and docs/ say what is so: Python blocks and shell commands run, here
-at small size; flags, extras, links, quoted errors and drawings are as they are in the code.
+at small size; flags, extras, links and quoted errors are as they are in the code.
 
 `mkdocs build --strict`, which CI runs, looks at the site as a whole.
 """
@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import drawings
 import pytest
 import torch
 from documentation import problems
@@ -43,16 +42,13 @@ SMALL = {
     "benchmarks/cpu_vs_transformers.py": (
         "--num-seqs 2 --longest 17 --layers 1 --batch-sizes 2 --repeat 1 --threads 1"
     ),
-    "benchmarks/job_overhead.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/streams.py": "--model DIR --num-requests 1 --max-tokens 8 --repeat 1",
-    "benchmarks/timeline.py": "--model DIR --num-seqs 1 --repeat 1",
     "benchmarks/sampling_controls.py": "--model DIR --num-seqs 1 --repeat 1 --only one",
     "scripts/check_install.py": "",
 }
 NEED_CUDA = {
     *("benchmarks/decode_attention.py", "benchmarks/prefill_attention.py"),
-    *("benchmarks/decode_layer.py", "benchmarks/gated_product.py"),
-    "benchmarks/late_rank.py",
+    "benchmarks/decode_layer.py",
     *("benchmarks/profile_step.py", "scripts/short_run.py"),
 }
 # What .ci/run runs, in new virtual environments, and what it is made of; and what downloads, or
@@ -60,7 +56,6 @@ NEED_CUDA = {
 NOT_HERE = {
     "python scripts/train_text.py --out DIR --compile --max-minutes 3",
     "python benchmarks/page.py",  # test_benchmarks.py, with other tables
-    "python scripts/drawings.py",  # test_drawings_are_those_of_the_script
     "python benchmarks/accuracy.py --model DIR --text DIR/held-out.txt",
     "pytest tests/gpu -k eight_bits",
     "ruff check . && ruff format --check . && mypy && lint-imports",
@@ -75,8 +70,6 @@ NOT_HERE = {
 SMALL_COMMANDS = ("python b", "python example.py", "python s", "pip ", "pytest ", "ruff ", "bash ")
 # Of these the default tests run the same at smaller size, in test_benchmarks.py, or with less.
 SLOW = (
-    "job_overhead",
-    "timeline.py",
     "streams.py",
     "startup",
     "workloads",
@@ -308,13 +301,10 @@ def test_metrics_are_all_explained(tiny: str) -> None:
     assert given <= generated
 
 
-def test_drawings_are_those_of_the_script() -> None:
-    """`python scripts/drawings.py` writes them."""
-    made = drawings.draw_all()
-    there = {path.name: path.read_text("utf-8") for path in (DOCS / "drawings").glob("*.svg")}
-    assert made == there
+def test_every_drawing_is_on_a_page() -> None:
     pages = "".join(page.read_text("utf-8") for page in PAGES)
-    assert [name for name in made if f"drawings/{name}" not in pages] == []
+    made = [path.name for path in (DOCS / "drawings").glob("*.svg")]
+    assert made and [name for name in made if f"drawings/{name}" not in pages] == []
 
 
 # -- links ----------------------------------------------------------------------------------------

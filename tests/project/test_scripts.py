@@ -19,7 +19,6 @@ import train_tiny
 import example
 import nanovllm
 from benchmarks import accuracy
-from checkpoints import checkpoint_fixture  # noqa: F401
 from nanovllm import LLM
 from nanovllm.benchmark import harness
 from nanovllm.checkpoint.model_config import ModelConfig

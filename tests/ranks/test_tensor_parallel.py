@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from tiny_reference import GREEDY, assert_greedy, make_prompts
 from transformers import Qwen3ForCausalLM
 
-from checkpoints import SMALL, greedy, make_checkpoint, rare, run_steps, tokens
+from checkpoints import SMALL, generate_checked, greedy, make_checkpoint, rare, references, tokens
 from checkpoints import assert_greedy as assert_continued
-from checkpoints import reference as continuation
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.engine.model_runner import ModelRunner
@@ -24,7 +23,6 @@ from nanovllm.engine.plan import max_plan_bytes
 from nanovllm.layers.embed_head import local_vocab
 from nanovllm.ranks.channel import Channel
 from nanovllm.ranks.workers import OVERHEAD
-from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 17
 
@@ -42,7 +40,8 @@ PARAMS = [greedy(n) for n in LENGTHS[:NUM_GREEDY]] + [
 # Two with a common block of 256, two that outgrow their first.
 LONG_PROMPTS = [[*(7 * i % 100 for i in range(260)), 50 + i] for i in range(2)]
 LONG_PROMPTS += [[(5 * i + j) % 90 for i in range(250)] for j in (1, 2)]
-LONG_PARAMS = [greedy(n) for n in (24, 24, 12, 12)]
+LONG_LENGTHS = [24, 24, 12, 12]
+LONG_PARAMS = [greedy(n) for n in LONG_LENGTHS]
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     # The last of two ranks has fewer tokens than the first, the last of four has none.
@@ -85,26 +84,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build
 
 
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
-
-
-def run(path: Path, prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Generate. The engine's books are right after each step."""
-    with LLM(path, **{**SMALL, **options}) as llm:
-        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
-        found = run_steps(llm)
-        return [found[i] for i in ids], llm.metrics()
-
-
-def wanted(path: Path, prompts: Any, params: Any) -> list[list[int]]:
-    return [
-        continuation(path, prompt, p.max_tokens) for prompt, p in zip(prompts, params, strict=True)
-    ]
-
-
 # -- tokens, under pressure -----------------------------------------------------------------------
 
 
@@ -128,14 +107,15 @@ def test_tokens_do_not_depend_on_the_number_of_ranks(
     path = make(name)
     options = {"max_num_batched_tokens": 24, "num_kvcache_blocks": 9, **options}
     assert max(map(len, PROMPTS)) > 24
-    found, metrics = run(path, PROMPTS, PARAMS, tensor_parallel_size=size, **options)
+    outputs, metrics = generate_checked(path, PROMPTS, PARAMS, tensor_parallel_size=size, **options)
+    found = tokens(outputs)
     assert metrics["tensor_parallel_size"] == size
     assert metrics["all_reduce"] == "gloo"
     assert metrics["num_preemptions"] > 0
     assert metrics["num_cached_tokens"] > 0
-    greedy_tokens = wanted(path, PROMPTS, PARAMS)
+    greedy_tokens = references(path, PROMPTS, LENGTHS)
     assert found[:NUM_GREEDY] == greedy_tokens[:NUM_GREEDY]
-    assert found == run(path, PROMPTS, PARAMS, **options)[0]
+    assert found == tokens(generate_checked(path, PROMPTS, PARAMS, **options)[0])
     sampled = zip(found[NUM_GREEDY:-1], greedy_tokens[NUM_GREEDY:-1], strict=True)
     assert all(len(set(drawn)) > 8 and drawn != best for drawn, best in sampled), "no chance"
 
@@ -149,14 +129,14 @@ def test_defect_8_a_preempted_sequence_has_its_tokens_on_all_ranks(
     path = make("uneven")
     prompts = [[9 * i + j for i in range(14)] for j in range(6)]  # distinct: nothing is cached
     params = [greedy(30)] * 6
-    found, metrics = run(
+    outputs, metrics = generate_checked(
         path, prompts, params, tensor_parallel_size=2, num_kvcache_blocks=7, overlap=overlap,
         enable_prefix_caching=False,
     )  # fmt: skip
     assert metrics["overlap"] == overlap
     assert metrics["num_preemptions"] > 1
     assert metrics["num_prefill_tokens"] > sum(map(len, prompts)), "nothing was computed again"
-    assert found == wanted(path, prompts, params)
+    assert tokens(outputs) == references(path, prompts, [30] * 6)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +155,9 @@ def test_defect_9_every_rank_has_the_block_size_of_the_engine(
     """Workers kept a default of their own and wrote keys and values into other slots."""
     path = make("long")
     options = {"max_model_len": 640, "max_num_batched_tokens": 100, **options}
-    found, metrics = run(path, LONG_PROMPTS, LONG_PARAMS, tensor_parallel_size=size, **options)
-    assert found == wanted(path, LONG_PROMPTS, LONG_PARAMS)
+    options = {"tensor_parallel_size": size, **options}
+    outputs, metrics = generate_checked(path, LONG_PROMPTS, LONG_PARAMS, **options)
+    assert tokens(outputs) == references(path, LONG_PROMPTS, LONG_LENGTHS)
     assert metrics["num_cached_tokens"] >= 256
     assert metrics["num_preemptions"] > 0
     assert metrics["num_steps"] > sum(map(len, LONG_PROMPTS)) // 100

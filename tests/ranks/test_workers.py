@@ -27,7 +27,6 @@ from checkpoints import (
     SMALL,
     add_all,
     assert_usable,
-    checkpoint_fixture,  # noqa: F401
     copy_checkpoint,
     edit_tensors,
     rare,
@@ -48,7 +47,6 @@ from faults import (
     SIZE,
     children,
     fds,
-    inject_fixture,  # noqa: F401
     listeners,
     shared_memory,
     traces,

@@ -16,12 +16,11 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoints import SMALL, checkpoint_fixture, with_rare  # noqa: F401
+from checkpoints import SMALL, with_rare
 from faults import (
     DEADLINE,
     FAULTS,
     children,
-    inject_fixture,  # noqa: F401
     traces,
     wait_until,
     within_deadline,

@@ -11,7 +11,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 from traces import CPU, H200, MadeTrace, browse, chromium, write_trace
 
-from checkpoints import PARAMS, PROMPTS, SMALL, checkpoint_fixture, greedy, rare  # noqa: F401
+from checkpoints import PARAMS, PROMPTS, SMALL, greedy, rare
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark import limits
 from nanovllm.cli.main import main

@@ -464,7 +464,7 @@ def test_counts_begin_anew_when_a_launched_step_was_not_booked() -> None:
         assert counts_of(step_controls(table, step)) == {0: {3: PROMPT_ONLY, 4: 1}}
 
 
-def test_counts_end_at_their_type() -> None:
+def test_counts_of_a_long_text_end_at_their_type() -> None:
     table = ControlTable(1, VOCAB_SIZE)
     seq = make([3, 4], slot=0, **PENALTIES)
     seq.token_ids += [3] * 40_000 + [5] * 32_768 + [6] * 32_767

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from modes import Mode, in_every_mode, run_in
 from numpy.typing import NDArray
-from ranks_in_threads import ranks_of, threads_fixture  # noqa: F401
+from ranks_in_threads import ranks_of
 from sampling_oracle import Completion, Oracle
 
 from checkpoints import (
@@ -36,7 +37,6 @@ from nanovllm.engine import executor
 from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling import control_table
 from nanovllm.sampling.controlled_sampler import ControlledSampler
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.utils.device import host_array
 
 VOCAB = 131  # the last of two ranks has fewer tokens, the last of four has none
@@ -108,12 +108,6 @@ def wanted(oracle: Oracle) -> list[Completion]:
     return found
 
 
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
-
-
 @pytest.fixture(name="llm", params=[rare(False), True], ids=["synchronous", "overlap"])
 def llm_fixture(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """A fresh engine without and with overlap."""
@@ -161,47 +155,18 @@ def check_all(outputs: list[RequestOutput], wanted: list[Completion]) -> None:
 
 # -- every control in every mode ------------------------------------------------------------------
 
-CHUNKED = {"max_num_seqs": 4, "max_num_batched_tokens": 5}
 SMALL_POOL = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 24}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": False},
-        {**CHUNKED, "overlap": True},
-        rare({"enable_prefix_caching": False, "mixed_steps": False}),
-        {"kvcache_block_size": 32, "num_kvcache_blocks": 6, "mixed_steps": False},
-    ],
-    ids=repr,
-)
-def test_tokens_do_not_depend_on_the_batch(
-    path: Path, wanted: list[Completion], options: dict[str, Any]
-) -> None:
-    with LLM(path, **{**SMALL, **options}) as llm:
-        check_all(generate(llm, REQUESTS), wanted)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": True},
-        rare({"mixed_steps": False}),
-        rare({"enable_prefix_caching": False, "max_num_seqs": 16, "max_num_batched_tokens": 16}),
-    ],
-    ids=repr,
-)
-@pytest.mark.usefixtures("low_guesses")
-def test_tokens_do_not_depend_on_preemption(
-    path: Path, wanted: list[Completion], options: dict[str, Any]
-) -> None:
+@in_every_mode("chunks", "chunks-of-7-overlap", "large-blocks", "small-pool-overlap")
+def test_tokens_are_those_of_the_oracle(path: Path, wanted: list[Completion], mode: Mode) -> None:
     """Counts of tokens begin anew on the device when a request resumes, maybe in another slot."""
-    with LLM(path, **{**SMALL, **SMALL_POOL, **options}) as llm:
-        outputs = generate(llm, REQUESTS)
-        preempted = [output.metrics.num_preemptions for output in outputs if output.metrics]
-        assert sum(preempted) == llm.metrics()["num_preemptions"] > 4
+    prompts, params = zip(*REQUESTS, strict=True)
+    outputs, metrics = run_in(mode, path, prompts, params)
+    preempted = [output.metrics.num_preemptions for output in outputs]
+    assert sum(preempted) == metrics["num_preemptions"]
     penalised = [params.frequency_penalty != 0 for _, params in REQUESTS]
-    assert any(map(min, preempted, penalised)), "no counts were lost"
+    assert any(map(min, preempted, penalised)) or not mode.preempts, "no counts were lost"
     check_all(outputs, wanted)
 
 

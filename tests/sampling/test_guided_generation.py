@@ -15,25 +15,23 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from ranks_in_threads import threads_fixture  # noqa: F401
+from modes import Mode, in_every_mode, run_in
 
 from checkpoints import (
     SMALL,
     TINY,
     assert_idle,
-    checkpoint_fixture,  # noqa: F401
     generate_checked,
     rare,
+    run_past_a_failure,
     run_steps,
     run_until,
     tokens,
-    with_rare,
 )
 from faults import fail_at
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.sampling import control_table
 from nanovllm.sampling.structured_output import GrammarCompiler, accept_tokens, fill_masks
-from nanovllm.scheduling.admission import LengthEstimator
 from nanovllm.startup.builder import Builder
 
 llguidance = pytest.importorskip("llguidance")
@@ -110,12 +108,6 @@ def llm_fixture() -> Iterator[LLM]:
         assert_idle(llm)
 
 
-@pytest.fixture
-def low_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission that expects one token of everybody, so that preemption has work."""
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
-
-
 # A workload with all kinds of forms, the unguided among them. Seeds, so that draws do not depend
 # on the place in a batch.
 FORMS: list[dict[str, Any]] = [{"json": schema} for schema in SCHEMAS]
@@ -130,10 +122,6 @@ MIXED = [
     guided(40, seed=i, **OF_EACH_KIND[i // 2]) if i % 2 else SamplingParams(1.0, 20, True, seed=i)
     for i in range(2 * len(OF_EACH_KIND))
 ]
-
-
-def run(prompts: Any, params: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    return generate_checked(TINY, prompts, params, **{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module", name="expected")
@@ -393,20 +381,13 @@ def test_streams(overlap: bool, expected: list[list[int]]) -> None:
 # -- whatever the engine does ---------------------------------------------------------------------
 
 
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 6, "overlap": True},
-    "prefill-first": {"max_num_batched_tokens": 64, "mixed_steps": False},
-    "no-cache": {"enable_prefix_caching": False, "max_num_seqs": 3, "overlap": True},
-}
-
-
-@pytest.mark.parametrize("name", with_rare(CIRCUMSTANCES, *CIRCUMSTANCES.keys() - {"chunks"}))
-def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
+@in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
+def test_draws_are_the_same(mode: Mode, expected: list[list[int]]) -> None:
     """Those of the guided, and of the others, which draw as if they were alone."""
-    outputs, _ = run(MIXED_PROMPTS, MIXED, **CIRCUMSTANCES[name])
+    outputs, _ = run_in(mode, TINY, MIXED_PROMPTS, MIXED)
     assert tokens(outputs) == expected
+    preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
+    assert any(preempted) or mode.name != "small-pool", "none of the guided"
     for output, params in zip(outputs, MIXED, strict=True):
         if params.structured_outputs and output.outputs[0].finish_reason == "stop":
             assert_ended(output)
@@ -420,19 +401,9 @@ def test_draws_are_the_same(name: str, expected: list[list[int]]) -> None:
 def test_ranks_draw_the_same(size: int, expected: list[list[int]]) -> None:
     """Rank 0 has the grammars; the others are told the tokens."""
     count = len(MIXED) // size
-    outputs, _ = run(MIXED_PROMPTS[-count:], MIXED[-count:], tensor_parallel_size=size)
+    options = {**OPTIONS, "tensor_parallel_size": size}
+    outputs, _ = generate_checked(TINY, MIXED_PROMPTS[-count:], MIXED[-count:], **options)
     assert tokens(outputs) == expected[-count:]
-
-
-@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
-@pytest.mark.usefixtures("low_guesses")
-def test_preempted_texts_go_on(overlap: bool, expected: list[list[int]]) -> None:
-    options = {"num_kvcache_blocks": 12, "max_num_seqs": 8, "max_num_batched_tokens": 24}
-    outputs, metrics = run(MIXED_PROMPTS, MIXED, overlap=overlap, **options)
-    assert metrics["num_preemptions"] > 2
-    preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
-    assert any(preempted), "none of the guided"
-    assert tokens(outputs) == expected
 
 
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
@@ -445,14 +416,8 @@ def test_failed_launch_is_repeated(
         prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
         fail_at(monkeypatch, llm.model_runner, "launch", k, RuntimeError("no memory"), after=after)
-        found, failures = {}, 0
-        while not llm.is_finished():
-            try:
-                found.update((output.request_id, output["token_ids"]) for output in llm.step())
-            except RuntimeError:
-                failures += 1
-        assert failures == 1
-    assert [found[i] for i in ids] == expected[4:]
+        found = run_past_a_failure(llm)
+    assert tokens([found[i] for i in ids]) == expected[4:]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from draws import chi_square_p, metadata, take
+from modes import Mode, in_every_mode, run_in
 
 from checkpoints import SMALL, make_checkpoint, rare, tokens
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.layers.sampler import Sampler, SamplingMetadata, sample_on_cpu
 from nanovllm.sampling_params import NO_TOKEN
-from nanovllm.scheduling.admission import LengthEstimator
 
 SEED = 3
 
@@ -133,31 +133,13 @@ def alone(flat: Path) -> list[list[int]]:
         return [llm.generate(*request, use_tqdm=False)[0]["token_ids"] for request in requests]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": False},
-        rare({"max_num_seqs": 1}),
-        {"max_num_seqs": 4, "max_num_batched_tokens": 5, "overlap": True},
-        {"kvcache_block_size": 32, "num_kvcache_blocks": 6},
-    ],
-    ids=repr,
-)
+@in_every_mode("chunks", "chunks-of-7-overlap", "large-blocks", "small-pool-overlap")
 def test_a_request_draws_the_same_whatever_runs_beside_it(
-    flat: Path, alone: list[list[int]], options: dict[str, Any]
+    flat: Path, alone: list[list[int]], mode: Mode
 ) -> None:
     assert all(len(set(drawn)) > 8 for drawn in alone), "nothing was left to chance"
-    assert run(flat, **options)[0] == alone
-
-
-@pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
-def test_a_preempted_request_draws_the_same(
-    flat: Path, alone: list[list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
-    drawn, metrics = run(flat, num_kvcache_blocks=9, overlap=overlap)
-    assert metrics["num_preemptions"] > 0
-    assert drawn == alone
+    outputs, _ = run_in(mode, flat, PROMPTS, PARAMS)
+    assert tokens(outputs) == alone
 
 
 def test_another_seed_draws_otherwise(flat: Path, alone: list[list[int]]) -> None:

@@ -1,4 +1,8 @@
-"""Which tokens the forms allow: against lists of all texts, `regex`, jsonschema, a parser."""
+"""Forms as llguidance gets them, what its masks become, ends, and what is kept of compiled forms.
+
+That llguidance keeps to regular expressions, schemas and grammars is for its own tests to prove;
+here a few texts of each show that a form has reached it whole.
+"""
 
 import functools
 import json
@@ -141,39 +145,19 @@ def walk(
 # -- masks ----------------------------------------------------------------------------------------
 
 CHOICES = ["yes", "yellow", "ye", "no", 'a "b"\\c\n/', "größer", "grö", "😀", "<|im_end|>", " y"]
-COMPACT = {"whitespace_pattern": None, "whitespace_flexible": False}
-PAIRS = [json.dumps([a, b], separators=(",", ":")) for a in (True, False) for b in ("no", 1, None)]
 
 
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
         rare({"choice": CHOICES}, CHOICES),
-        rare({"regex": r"(ab|abab)?\.?|(?i:no)|ö[äß😀]"}, None),
         ({"regex": "yes|yellow|ye|"}, ["yes", "yellow", "ye", ""]),
-        rare({"grammar": 'start: "y" x?\nx: "e" ("s" | "llow")'}, ["y", "yes", "yellow"]),
-        pytest.param(
-            {
-                "json": {
-                    "prefixItems": [{"type": "boolean"}, {"enum": ["no", 1, None]}],
-                    "items": False,
-                    "minItems": 2,
-                    "type": "array",
-                    "x-guidance": COMPACT,
-                }
-            },
-            PAIRS,
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["choice", "regex", "words", "grammar", "json"],
+    ids=["choice", "words"],
 )
 @pytest.mark.parametrize("name", ["byte_level", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_masks_of_finite_forms_are_exact(form, texts, name):
     """A token is in the mask if and only if some text goes on with it, and refused otherwise."""
-    if texts is None:
-        stems = ["", "ab", "abab"]
-        texts = [*stems, *(stem + "." for stem in stems), "no", "nO", "No", "NO", "öä", "öß", "ö😀"]
     language = [text.encode() for text in texts]
     pieces, refused = get_pieces(name), set()
 
@@ -192,42 +176,6 @@ def test_masks_of_finite_forms_are_exact(form, texts, name):
 
     for seed in range(6):
         assert walk(name, form, seed, check) in texts
-
-
-PATTERNS = [  # without classes that grow with Unicode
-    r"[A-Z][a-z]{1,6} [0-9]{4}-[0-9][0-9]",
-    r"(ab){1,3}c?|[^a]{2,5}",
-    r"[A-ZÄÖÜ]?[a-zäöüß]{0,4} [Α-Ωα-ω日本😀-😎]{1,3}!?",
-    r"(?:(?:25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])\.){3}[0-9]{1,9}",
-    r"[a-z0-9.é]{1,9}@(?i:[a-z]{1,9})\.(com|org)",
-    r"^.{0,20}/\x41\n$",
-]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_masks_of_regular_expressions_are_exact(pattern, name):
-    """`regex` tells whether a text can still become one that matches."""
-    regex = pytest.importorskip("regex")
-    pieces = get_pieces(name)
-
-    def check(text: bytes, tokens: set[int]) -> None:
-        for token, piece in pieces.items():
-            try:
-                candidate = (text + piece).decode()
-            except UnicodeDecodeError:
-                continue
-            partial = regex.fullmatch(pattern.replace("$", ""), candidate, partial=True)
-            assert (token in tokens) == bool(partial), candidate
-        try:
-            complete = regex.fullmatch(pattern, text.decode()) is not None
-        except UnicodeDecodeError:
-            complete = False
-        assert tokens & ends(name) == (ends(name) if complete else set()), text
-        assert tokens <= pieces.keys() | ends(name)
-
-    for seed in range(3):
-        text = walk(name, {"regex": pattern}, seed, check, free=12)
-        assert regex.fullmatch(pattern, text), text
 
 
 def every_mask(compiler: GrammarCompiler, ignore_eos: bool = False, **form: Any) -> dict:
@@ -271,32 +219,11 @@ SCHEMAS: list[dict[str, Any]] = [
         "required": ["b"],
     },
     {"enum": ["red", 'gr"ün', 3, -1.5, None, True, {"a": [1]}, "\n😀"]},
-    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
-    {"type": "array", "items": NAME, "minItems": 2, "maxItems": 4},
-    {"type": "integer", "minimum": -17, "exclusiveMaximum": 1234},
-    {"type": "number", "exclusiveMinimum": -0.25, "maximum": 7.5},
-    {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 9999},
-    {"type": "string", "minLength": 2, "maxLength": 12},
-    {"anyOf": [NAME, {"type": "integer"}, {**OBJECT, "properties": {"n": NAME}}]},
-    {**OBJECT, "properties": {"d": {"type": "string", "format": "ipv4"}}, "required": ["d"]},
-    {"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1},
-    {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]},
     {
         **OBJECT,
         "properties": {"value": NAME, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
         "required": ["value", "next"],
     },
-    {
-        **OBJECT,
-        "$defs": {"point": {"type": "array", "items": {"type": "number"}, "minItems": 2}},
-        "properties": {
-            "name": {"allOf": [NAME, {"maxLength": 4}]},
-            "at": {"$ref": "#/$defs/point"},
-            "inner": {**OBJECT, "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]},
-        },
-        "required": ["name", "inner"],
-    },
-    {"oneOf": [{"type": "integer"}, NAME], "title": "disjoint"},
     {},
 ]
 
@@ -358,36 +285,6 @@ def test_blanks_in_json_are_bounded():
     assert ord(" ") not in allowed("tiny", grammar)
     accept_bytes("tiny", grammar, b"1")
     assert ord(" ") in allowed("tiny", grammar)
-
-
-SUM = r"""
-?start: sum
-?sum: product (("+" | "-") product)*
-?product: factor (("*" | "/") factor)*
-?factor: NUMBER | "(" sum ")"
-NUMBER: /[0-9]{1,3}(\.[0-9])?/
-%ignore / {1,2}/
-"""
-
-
-def is_sum(text: str) -> bool:
-    """Innermost parentheses give way to a number, until a plain sum is left."""
-    number = r" *\d{1,3}(?:\.\d)? *"
-    plain = rf"{number}(?:[-+*/]{number})*"
-    while "(" in text:
-        shorter = re.sub(rf"\({plain}\)", " 0 ", text)
-        if shorter == text:
-            return False
-        text = shorter
-    return re.fullmatch(plain, text) is not None
-
-
-def test_grammars_give_their_sentences(name):
-    assert is_sum("1 + (2*( 3)/45.6)")
-    assert not any(map(is_sum, ["", "1+", "(1", "1)", "()", "12 3", "1.", "1(2)"]))
-    texts = [walk(name, {"grammar": SUM}, seed, free=25) for seed in range(30)]
-    assert all(map(is_sum, texts)), [text for text in texts if not is_sum(text)]
-    assert any("(" in text for text in texts)
 
 
 # The form of vLLM's examples, before which comments may have quotes.
@@ -558,18 +455,6 @@ def test_one_of_many_choices_comes_and_any_can(num, name):
         assert ends(name) <= allowed(name, grammar), text
 
 
-def test_masks_of_many_choices_are_exact():
-    choices = sorted(text.encode() for text in many(2500))
-
-    def check(text: bytes, tokens: set[int]) -> None:
-        after = [choice[len(text) :] for choice in choices if choice.startswith(text)]
-        follow = {choice[0] for choice in after if choice}
-        assert tokens == (follow | ends("tiny") if b"" in after else follow), text
-
-    for seed in range(20):
-        walk("tiny", {"choice": many(2500)}, seed, check)
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -693,9 +578,7 @@ def test_each_thread_has_a_matcher(compiled, monkeypatch):
     ("form", "message"),
     [
         ({"regex": "("}, "'(': regex parse error: unclosed group"),
-        ({"regex": r"a\b"}, "lookarounds not supported yet"),
         ({"regex": "(?=a)"}, "'(?=a)': regex parse error: look-around, including look-ahead"),
-        ({"regex": r"(a)\1"}, "regex parse error: backreferences are not supported"),
         ({"regex": "[a&&b]"}, "'[a&&b]': no text matches it"),
         ({"regex": "\ud800"}, "surrogates not allowed"),
         ({"regex": "a\\"}, "'a\\\\': a backslash at the end escapes nothing"),
@@ -705,19 +588,13 @@ def test_each_thread_has_a_matcher(compiled, monkeypatch):
         ({"choice": ["\ud800"]}, "error parsing string"),
         ({"json": {"type": "foo"}}, """'{"type": "foo"}': Invalid type: foo"""),
         ({"json": '{"maximum": NaN}'}, 'failed to parse "%json"'),
-        ({"json": {"uniqueItems": True}}, """'{"uniqueItems": true}': Unimplemented keys: ["uni"""),
-        ({"json": {"oneOf": [{}, {}]}}, "oneOf constraints are not supported"),
-        ({"json": {"$ref": "#/nope"}}, "Pointer '/nope' does not exist"),
         ({"json": {"$ref": "https://x.org/y"}}, "retriever does not fetch"),
-        ({"json": {"minimum": 3, "maximum": 2, "type": "integer"}}, "Unsatisfiable schema"),
-        ({"json": {"pattern": "(", "type": "string"}}, "regex parse error: unclosed group"),
         ({"json": {"x-guidance": 5}}, "'int' object is not a mapping"),
         ({"grammar": ""}, "'': no start rule found"),
         ({"grammar": 'a: "a"\nstart: b'}, 'line 2, column 8: unknown name: "b"'),
         ({"grammar": "start: A\nA: /(/"}, "line 2, column 4: invalid regex"),
         ({"grammar": "root ::= x"}, "'root ::= x': Rule 'x' not found"),
         ({"grammar": 'root ::= "a'}, "Unexpected end of input at line 1"),
-        ({"grammar": "root ::= [b-a]"}, "'root ::= [b-a]': regex parse error: invalid character"),
         ({"grammar": "root ::= root"}, "'root ::= root': no text matches it"),
         ({"grammar": "start: start"}, "'start: start': no text matches it"),
     ],
