@@ -16,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.distributed.group import Group
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan, mark_sent, plan_step
-from nanovllm.engine.sequence import InFlightStep, ScheduledSequence
+from nanovllm.engine.sequence import InFlightStep, Pending, ScheduledSequence
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.ranks.meeting import Meeting
 from nanovllm.ranks.processes import WorkerError, clear_frames
@@ -144,7 +144,7 @@ class Executor:
         if self.model_runner is not None:
             self.model_runner.time_steps(on)
 
-    def wait(self, tokens: PendingTokens) -> list[int]:
+    def wait(self, tokens: Pending) -> list[int]:
         """The tokens that a step has sampled.
 
         Raises:

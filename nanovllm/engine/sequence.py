@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -16,7 +16,6 @@ from nanovllm.outputs import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.step_inputs import PendingTokens
     from nanovllm.requests.detokenizer import Detokenizer
     from nanovllm.sampling.request_controls import RequestControls
     from nanovllm.sampling.structured_output import Grammar
@@ -234,6 +233,19 @@ class ScheduledSequence(NamedTuple):
         return self.num_tokens == 1 and self.start >= self.seq.num_prompt_tokens
 
 
+class Pending(Protocol):
+    """Sampled tokens on their way to the host: `PendingTokens`.
+
+    Attributes:
+        extras: results that come with them.
+    """
+
+    extras: Any
+
+    def wait(self) -> list[int]: ...
+    def device_seconds(self) -> tuple[float, float] | None: ...
+
+
 class InFlightStep(NamedTuple):
     """A step that has been launched and not been booked yet.
 
@@ -245,7 +257,7 @@ class InFlightStep(NamedTuple):
     """
 
     scheduled: list[ScheduledSequence]
-    tokens: PendingTokens
+    tokens: Pending
     launched_at: float
     noted: Any = None
 

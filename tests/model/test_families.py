@@ -246,14 +246,12 @@ def test_blocks_behind_the_window_of_all_layers_are_given_back(tmp_path: Path) -
         assert llm.metrics()["num_preemptions"] == 0
 
 
+@pytest.mark.usefixtures("low_guesses")
 @pytest.mark.parametrize("overlap", [False, True])
-def test_layers_that_slide_keep_a_window(
-    overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_slide_keep_a_window(overlap: bool, tmp_path: Path) -> None:
     """One layer of five sees all tokens. Six sequences of up to 79 tokens, 5 blocks each, run side
     by side in a pool of 22; a pool for 96 tokens in all layers computes one of 182.
     """
-    monkeypatch.setattr(LengthEstimator, "remaining", lambda self, seq: 1)
     family, config = CHECKPOINTS["olmo 3"]
     path = make_checkpoint(tmp_path / "model", family, **config)
     rng = random.Random(3)
