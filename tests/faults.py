@@ -209,7 +209,7 @@ FAULT_POINTS = {
     "allocate": lambda llm: (llm.scheduler.block_manager, "allocate"),
     "publish": lambda llm: (llm.scheduler.block_manager, "publish"),
     "deallocate": lambda llm: (llm.scheduler.block_manager, "deallocate"),
-    "take": lambda llm: (llm.scheduler.block_manager, "_take"),
+    "take": lambda llm: (llm.scheduler.block_manager, "_take_free_block"),
     "wait": lambda llm: (llm.executor, "wait"),
     "output": lambda llm: (Request, "output"),
 }

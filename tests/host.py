@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, Protocol
 from invariants import check_scheduler
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
-from nanovllm.engine.pages import ALL_LAYERS, BlockKind, max_blocks_of_one
 from nanovllm.engine.plan import Batch, SlotTable, build_batch, mark_sent, plan_step
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import PENDING, ScheduledSequence, Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.windows.pages import ALL_LAYERS, BlockKind, max_blocks_of_one
+from nanovllm.windows.sliding_blocks import SlidingBlockManager, make_block_manager
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 6
@@ -65,7 +66,7 @@ def make_scheduler(
     most = -(-(kinds[-1].window + max_num_batched_tokens) // block_size) + 2
     pool_tokens = max_blocks_of_one(num_blocks, kinds, most) * block_size
     return Scheduler(
-        BlockManager(num_blocks, block_size, enable_prefix_caching, kinds),
+        make_block_manager(num_blocks, block_size, enable_prefix_caching, kinds),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=min(max_model_len or pool_tokens, pool_tokens),
@@ -76,14 +77,11 @@ def make_scheduler(
 
 def manager_state(manager: BlockManager) -> object:
     """Everything the manager knows, comparable."""
-    fields = ("ref_count", "is_published", "hash", "token_ids", "chain_id", "parent_chain_id")
-    pages = manager.pages
+    fields = ("ref_count", "hash", "token_ids", "chain_id", "parent_chain_id")
     return (
-        *(list(each) for each in (pages.empty, pages.idle, pages._spare, pages._spare_idle)),
-        sorted(pages._content),
-        list(pages._num_used),
+        list(manager.free_block_ids),
+        list(manager.cached_block_ids),
         dict(manager.hash_to_block_id),
-        dict(manager.parts),
         dict(manager._computing),
         manager._last_chain_id,
         [[getattr(block, name) for name in fields] for block in manager.blocks],
@@ -117,6 +115,13 @@ def layers_of(kinds: Iterable[BlockKind]) -> list[tuple[int, int, int]]:
     return [(i, page, k.window) for i, k in enumerate(kinds) for page in range(k.pages)]
 
 
+def kinds_of(manager: BlockManager) -> tuple[BlockKind, ...]:
+    """The kinds that a manager was made with."""
+    if isinstance(manager, SlidingBlockManager):
+        return manager.whole, manager.sliding
+    return (BlockKind(manager.window),)
+
+
 class FakeModel:
     """Deterministic: the state of a token is the sum of all KV up to it that each layer sees, read
     from the slots. All layers' KV lies in the same pages.
@@ -124,11 +129,11 @@ class FakeModel:
 
     def __init__(self, scheduler: Scheduler) -> None:
         manager = scheduler.block_manager
-        self.block_size, self.layers = manager.block_size, layers_of(manager.kinds)
-        self.kv = [0] * (manager.pages.num_pages * self.block_size)
+        self.block_size, self.layers = manager.block_size, layers_of(kinds_of(manager))
+        self.kv = [0] * (manager.num_pages * self.block_size)
         self.last_tokens = [0] * (scheduler.max_num_seqs + 1)
         self.table = SlotTable(
-            scheduler.max_num_seqs + 1, len(manager.blocks), num_tables=len(manager.kinds)
+            scheduler.max_num_seqs + 1, len(manager.blocks), num_tables=len(kinds_of(manager))
         )
 
     def lay_out(self, scheduled: list[ScheduledSequence]) -> Batch:
@@ -272,7 +277,7 @@ class Loop:
         decodes = ids & (running - prefilling)
         assert decodes in (set(), ids), "mixed"
         # Layers that slide may have no block for a prompt.
-        may_wait = self.scheduler.block_manager.has_parts
+        may_wait = isinstance(self.scheduler.block_manager, SlidingBlockManager)
         assert may_wait or not (decodes and prefilling), "decodes before a prompt"
         plan = plan_step(scheduled)  # the model's table is left alone
         table = FakeModel(self.scheduler).table

@@ -2,58 +2,83 @@
 
 from collections.abc import Iterable
 
-from nanovllm.engine.block_manager import NO_HASH, BlockManager
+from nanovllm.engine.block_manager import NO_HASH, ROOT_CHAIN, BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.windows.sliding_blocks import SlidingBlockManager
 
 
 def check_blocks(manager: BlockManager, holders: Iterable[Sequence]) -> None:
     """Verify the books against `holders`, all sequences that hold blocks."""
     holders = list(holders)
-    counts, used = [0] * len(manager.blocks), dict[int, int]()
+    slides = isinstance(manager, SlidingBlockManager)
+    counts = [0] * len(manager.blocks)
     for seq in holders:
+        num_dropped = 0 if slides else seq.kv.num_dropped
+        held = seq.kv.table[num_dropped:]
+        assert len(set(held)) == len(held), f"{seq!r} holds a block twice"
         assert seq.num_computed_tokens < seq.num_tokens, f"{seq!r} has nothing to compute"
-        for kind, table, num_dropped in manager._tables(seq.kv):
-            held = table[num_dropped:]
-            assert len(set(held)) == len(held), f"{seq!r} holds a block twice"
-            for i, block_id in enumerate(held, num_dropped):
-                counts[block_id] += 1
-                used[block_id] = kind.pages
-                if i >= seq.num_computed_tokens // manager.block_size:  # will be written
-                    block = manager.blocks[block_id]
-                    assert block.ref_count == 1, f"{seq!r} would write shared block {block_id}"
-                    assert not block.is_published, f"{seq!r} would write published {block_id}"
-            if kind.window and num_dropped:  # what the next token sees is there
-                seen = max(0, seq.num_computed_tokens - kind.window + 1) // manager.block_size
-                assert num_dropped <= seen, f"{seq!r} has given back what it sees"
+        for i, block_id in enumerate(held, num_dropped):
+            counts[block_id] += 1
+            if i >= seq.num_computed_tokens // manager.block_size:  # will be written
+                block = manager.blocks[block_id]
+                assert block.ref_count == 1, f"{seq!r} would write shared block {block_id}"
+                assert block.hash == NO_HASH, f"{seq!r} would write published block {block_id}"
+        if manager.window:  # what the next token sees is there
+            seen = max(0, seq.num_computed_tokens - manager.window + 1) // manager.block_size
+            assert seq.kv.num_dropped <= seen, f"{seq!r} has given back what it sees"
     assert counts == [block.ref_count for block in manager.blocks], "wrong reference counts"
-    check_pages(manager, used)
-    published = [block for block in manager.blocks if block.is_published]
-    for block in published:
-        if block.hash == NO_HASH:
-            assert manager.parts[block.chain_id] == block.block_id, "a part is lost"
-        else:
+    for block in manager.blocks:
+        if block.hash != NO_HASH:
             assert manager.hash_to_block_id[block.hash] == block.block_id, "lost from the index"
             assert len(block.token_ids) == manager.block_size, "published before it is full"
-    assert len(manager.hash_to_block_id) == sum(block.hash != NO_HASH for block in published)
-    assert len(manager.parts) == sum(block.hash == NO_HASH for block in published)
-    chains = {manager.blocks[i].chain_id for i in manager.hash_to_block_id.values()}
-    assert manager.parts.keys() <= chains, "a part cannot be found without its block"
+    assert len(manager.hash_to_block_id) == sum(b.hash != NO_HASH for b in manager.blocks)
     computing = {h for seq in holders for h in seq.kv.hashes}
     assert set(manager._computing) <= computing, "nobody computes this block any more"
+    if isinstance(manager, SlidingBlockManager):
+        check_parts(manager, holders)
+        check_pages(manager)
+        return
+    free, cached = set(manager.free_block_ids), set(manager.cached_block_ids)
+    assert len(free) == len(manager.free_block_ids), "a block is free twice"
+    for block in manager.blocks:
+        is_cached = block.ref_count == 0 and block.hash != NO_HASH
+        assert (block.block_id in cached) == is_cached, f"block {block.block_id}: cached?"
+        is_free = block.ref_count == 0 and block.hash == NO_HASH
+        assert (block.block_id in free) == is_free, f"block {block.block_id}: free?"
 
 
-def check_pages(manager: BlockManager, used: dict[int, int]) -> None:
-    """Verify the books of the pages.
+def check_parts(manager: SlidingBlockManager, holders: Iterable[Sequence]) -> None:
+    """Verify the books of the parts."""
+    counts = [0] * len(manager.parts)
+    for seq in holders:
+        held = seq.kv.window_table[seq.kv.num_dropped :]
+        assert len(set(held)) == len(held), f"{seq!r} holds a part twice"
+        for i, part_id in enumerate(held, seq.kv.num_dropped):
+            counts[part_id] += 1
+            if i >= seq.num_computed_tokens // manager.block_size:  # will be written
+                part = manager.parts[part_id]
+                assert part.ref_count == 1, f"{seq!r} would write shared part {part_id}"
+                assert part.chain_id == ROOT_CHAIN, f"{seq!r} would write published {part_id}"
+    assert counts == [part.ref_count for part in manager.parts], "wrong reference counts"
+    published = {part.chain_id: part.block_id for part in manager.parts if part.chain_id}
+    assert manager.published_parts == published, "a part is lost"
+    chains = {manager.blocks[i].chain_id for i in manager.hash_to_block_id.values()}
+    assert published.keys() <= chains, "a part cannot be found without its block"
 
-    Args:
-        used: sizes of the blocks that are in use, by first page.
-    """
+
+def check_pages(manager: SlidingBlockManager) -> None:
+    """Verify the books of the pages."""
     pages = manager.pages
+    used = {b.block_id: manager.whole.pages for b in manager.blocks if b.ref_count}
+    in_parts = {p.block_id: manager.sliding.pages for p in manager.parts if p.ref_count}
+    assert not used.keys() & in_parts.keys(), "a page is a block and a part"
+    used |= in_parts
     in_use = [page for first, size in used.items() for page in range(first, first + size)]
     assert len(set(in_use)) == len(in_use), "blocks overlap"
     assert pages.num_free == pages.num_pages - len(in_use), "pages are lost"
-    content = {b.block_id for b in manager.blocks if b.is_published and b.ref_count == 0}
+    content = {b.block_id for b in manager.blocks if b.hash != NO_HASH and b.ref_count == 0}
+    content |= {p.block_id for p in manager.parts if p.chain_id and p.ref_count == 0}
     assert pages._content == content, "content that is not cached, or lost"
     for slab in range(pages.num_pages // pages.ratio):
         own = set(range(slab * pages.ratio, (slab + 1) * pages.ratio))

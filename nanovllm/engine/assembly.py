@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import Core
 from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
@@ -15,6 +14,7 @@ from nanovllm.requests.intake import CheckedRequest, Intake
 from nanovllm.requests.request import Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.windows.sliding_blocks import make_block_manager
 
 
 class AnyExecutor(Protocol):
@@ -119,7 +119,7 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         entrance: way in for its requests.
     """
     scheduler = Scheduler(
-        BlockManager(
+        make_block_manager(
             runner.built.num_blocks,
             config.kvcache_block_size,
             config.enable_prefix_caching,

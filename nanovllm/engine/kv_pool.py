@@ -1,14 +1,11 @@
 """`KVCachePool`: the memory that a rank's layers keep from step to step; how many blocks fit.
 
-Layers that slide over a window have blocks of their own, beside those of layers that see all
-tokens. All lie in the same pages (`nanovllm.engine.pages`). A page is as large as the blocks of a
-few layers, one for each of its places. Those of the same place share a tensor [pages, ...], and
-each reads rows of its own: a layer that has page i of a slab sees the tensor from row i on, so that
-the number of the slab's first page is the id of its block.
+Layers that slide over a window may have blocks of their own, in the same pages as those of layers
+that see all tokens: `nanovllm.windows.places`.
 """
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,63 +13,15 @@ from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.pages import BlockKind, max_blocks_of_one, num_slabs
 from nanovllm.layers.base import Per, State, StatefulLayer
 from nanovllm.sizing import memory
 from nanovllm.utils.integers import cdiv
+from nanovllm.windows.pages import max_blocks_of_one, num_slabs
+from nanovllm.windows.places import divide_pages
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # bytes, of where a tensor begins
-
-
-class _Plan(NamedTuple):
-    """The division of pages among layers.
-
-    Attributes:
-        kinds: kinds of blocks.
-        num_places: number of layers whose blocks lie in one page.
-        places: place of each layer, and its page within a block; of a layer without blocks None.
-    """
-
-    kinds: tuple[BlockKind, ...]
-    num_places: int
-    places: list[tuple[int, int] | None]
-
-
-def divide_pages(states: list[dict[str, State]]) -> _Plan:
-    """Divide pages among layers with these states by block.
-
-    Layers that slide get blocks of their own if others see all tokens, and if the blocks of all are
-    of one shape. Pages have so many places that few stay empty: 29 layers that slide and 5 others
-    have pages of 5, of which a block of the first takes 6.
-    """
-    windows = [max((each.window for each in kept.values()), default=0) for kept in states]
-    shapes = {tuple((name, *each[:2]) for name, each in kept.items()) for kept in states if kept}
-    with_blocks = [i for i, kept in enumerate(states) if kept]
-    sliding = [i for i in with_blocks if windows[i]]
-    whole = [i for i in with_blocks if not windows[i]]
-    if not sliding or not whole or len(shapes) > 1:
-        window = max(windows, default=0) if sliding and not whole else 0
-        places: list[tuple[int, int] | None] = [None] * len(states)
-        for place, i in enumerate(with_blocks):
-            places[i] = place, 0
-        return _Plan((BlockKind(window),), len(with_blocks), places)
-    fewest, most = sorted((len(whole), len(sliding)))
-
-    def num_used(num_places: int) -> int:
-        return (1 + cdiv(most, num_places)) * num_places
-
-    num_places = min(range(fewest, most + 1), key=num_used)
-    places = [None] * len(states)
-    for layers in (whole, sliding):
-        for number, i in enumerate(layers):
-            places[i] = number % num_places, number // num_places
-    kinds = (
-        BlockKind(0, cdiv(len(whole), num_places)),
-        BlockKind(max(windows), cdiv(len(sliding), num_places)),
-    )
-    return _Plan(kinds, num_places, places)
 
 
 class KVCachePool:

@@ -83,9 +83,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop every request and every cached block, whatever state the books are in."""
-        old = self.block_manager
-        caching = old.enable_prefix_caching
-        self._begin(BlockManager(old.num_blocks, old.block_size, caching, old.kinds))
+        self._begin(self.block_manager.fresh())
 
     def add(self, seq: Sequence) -> None:
         self.waiting[seq] = None

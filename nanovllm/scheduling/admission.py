@@ -8,18 +8,15 @@ length of recently ended ones; if that is too low, preemption is the backstop.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 WINDOW = 64
-
-Integers = TypeVar("Integers", int, NDArray[np.int64])
 
 
 class Growing(Protocol):
@@ -77,19 +74,10 @@ class AdmissionControl:
 
     def _final_pages(self, seq: Sequence) -> int:
         # The last token's KV is never needed: nothing follows that token.
-        return self._held(seq.num_tokens + self._remaining(seq) - 1)
-
-    def _held(self, num_tokens: Integers) -> Integers:
-        """The most pages that a decoding sequence of `num_tokens` tokens holds."""
-        num_blocks = -(-num_tokens // self._blocks.block_size)
-        num_pages = num_blocks * sum(kind.pages for kind in self._blocks.kinds)
-        if not self._blocks.window:
-            return num_pages
-        num_dropped = self._blocks.first_seen_block(num_tokens - 2)  # a step may be in flight
-        return num_pages - num_dropped * self._blocks.kinds[-1].pages
+        return int(self._blocks.pages_at(seq.num_tokens + self._remaining(seq) - 1))
 
     def _final_growth(self, seq: Sequence) -> int:
-        return max(0, self._final_pages(seq) - self._blocks.num_pages_of(seq))
+        return max(0, self._final_pages(seq) - self._blocks.pages_of(seq))
 
     def fits(self, seq: Sequence, hits: list[Block], end: int) -> bool:
         """Whether `seq`, with the `hits` of `find_prefix`, fits now, and later on beside everything
@@ -99,32 +87,30 @@ class AdmissionControl:
             return False
         # Blocks of the prefix that others hold cost nothing.
         shared = {block.block_id for block in hits if block.ref_count}
-        num_shared = len(shared) * self._blocks.kinds[0].pages
-        need = max(self._blocks.num_pages_at_start(seq, end), self._final_pages(seq)) - num_shared
-        if self._growth + need <= self._blocks.pages.num_free:
+        num_shared = self._blocks.pages_of_shared(hits)
+        need = max(self._blocks.pages_at_start(seq, end), self._final_pages(seq)) - num_shared
+        if self._growth + need <= self._blocks.num_free_pages:
             return True  # even if none finished before the others (so always, if none runs)
-        return self._peak_pages(seq, shared) <= self._blocks.pages.num_pages
+        return self._peak_pages(seq, shared, num_shared) <= self._blocks.num_pages
 
     def admitted(self, seq: Sequence) -> None:
         """Count a sequence that has just got its blocks (and is in `running`)."""
         self._growth += self._final_growth(seq)
 
-    def _peak_pages(self, new: Sequence, shared: set[int]) -> int:
+    def _peak_pages(self, new: Sequence, shared: set[int], num_shared: int) -> int:
         """The most pages held at once if every sequence runs to its expected end.
 
         Usage peaks just before a sequence ends and frees its blocks, so it is enough to look at
-        those moments: row k of the matrices is the step in which the k-th sequence ends. `shared`
-        blocks of the new sequence are held already, and count as staying.
+        those moments: row k of the matrices is the step in which the k-th sequence ends. The
+        `shared` blocks of the new sequence are held already, and count as staying.
         """
         seqs, manager = [*self._running, new], self._blocks
         # [K] int64 each
         tokens = np.array([seq.num_tokens for seq in seqs])
         ends = np.array([self._remaining(seq) for seq in seqs]) - 1
-        num_shared = len(shared) * manager.kinds[0].pages
-        held = np.array([*map(manager.num_pages_of, self._running), num_shared])
-        private = np.array([manager.num_pages_of(seq, but=shared) for seq in seqs])
+        held = np.array([*map(manager.pages_of, self._running), num_shared])
+        private = np.array([manager.pages_of_alone(seq, shared) for seq in seqs])
         alive = ends[None, :] >= ends[:, None]  # [K, K] bool
-        at_end = self._held(tokens[None, :] + ends[:, None])  # [K, K]
+        at_end = manager.pages_at(tokens[None, :] + ends[:, None])  # [K, K]
         change = np.where(alive, at_end - held, -private)
-        num_used = manager.pages.num_pages - manager.pages.num_free
-        return num_used + int(change.sum(axis=1).max())
+        return manager.num_pages - manager.num_free_pages + int(change.sum(axis=1).max())

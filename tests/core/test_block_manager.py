@@ -7,7 +7,6 @@ from host import BLOCK_SIZE, HASHES, NUM_BLOCKS, make_scheduler, make_seq, manag
 from invariants import check_blocks
 
 from nanovllm.engine.block_manager import NO_HASH, BlockManager
-from nanovllm.engine.pages import BlockKind
 from nanovllm.engine.sequence import Sequence
 
 A, B, C, D = ([10 * i + j for j in range(BLOCK_SIZE)] for i in range(1, 5))
@@ -62,7 +61,7 @@ def test_blocks_are_published_only_when_full_and_computed(manager):
 @pytest.mark.parametrize("window", [0, 8])
 def test_the_beginning_of_a_chain_ages_last(window):
     """A window gives it back first; without it the rest of the chain could not be found."""
-    manager = BlockManager(12, BLOCK_SIZE, kinds=(BlockKind(window),))
+    manager = BlockManager(12, BLOCK_SIZE, window=window)
     prompt = list(range(8 * BLOCK_SIZE + 1))
     seq = start(manager, prompt)
     for _ in range(8):
@@ -74,47 +73,6 @@ def test_the_beginning_of_a_chain_ages_last(window):
     check_blocks(manager, [])
     start(manager, 6 * BLOCK_SIZE)
     assert num_hits(manager, prompt) == 6
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 1)])
-def test_a_prefix_is_found_where_layers_that_slide_have_what_they_see(sizes):
-    """Parts are given back while a sequence runs, and taken by others: a prompt that leaves the
-    chain there computes it again; one that goes on at its end does not.
-    """
-    kinds = BlockKind(0, sizes[0]), BlockKind(6, sizes[1])
-    manager = BlockManager(10, BLOCK_SIZE, kinds=kinds)
-    prompt = list(range(8 * BLOCK_SIZE + 1))
-    seq = start(manager, prompt)
-    for _ in range(8):
-        compute(manager, seq, BLOCK_SIZE)
-        manager.drop_before_window(seq, seq.num_computed_tokens)
-        check_blocks(manager, [seq])
-    manager.deallocate(seq)
-    assert [num_hits(manager, prompt[: n * BLOCK_SIZE + 1]) for n in range(9)] == list(range(9))
-    others: list[Sequence] = []
-    while num_hits(manager, prompt[: 3 * BLOCK_SIZE + 1]):  # until the oldest parts are taken
-        others.append(start(manager, 1))
-        check_blocks(manager, others)
-    assert num_hits(manager, prompt) == 8
-    left = {manager.blocks[manager.hash_to_block_id[h]].chain_id: i
-            for i, h in enumerate(seq.kv.hashes)}  # fmt: skip
-    there = {left[chain_id] for chain_id in manager.parts}
-    for n in range(9):  # the first token after n blocks sees 6 tokens: 5 of them before it
-        wanted = max(k for k in range(n + 1) if {*range(max(0, k - 2), k)} <= there)
-        assert num_hits(manager, prompt[: n * BLOCK_SIZE + 1]) == wanted
-    again = start(manager, prompt)
-    assert again.num_computed_tokens == 8 * BLOCK_SIZE
-    assert again.kv.num_dropped == 6 and len(again.kv.window_table) == 9
-    check_blocks(manager, [*others, again])
-
-
-def test_an_evicted_block_takes_its_part_along():
-    manager = BlockManager(4, BLOCK_SIZE, kinds=(BlockKind(), BlockKind(6)))
-    run_and_free(manager, A + B + TAIL)
-    assert len(manager.parts) == len(manager.hash_to_block_id) == 2
-    seq = start(manager, 4 * BLOCK_SIZE)
-    assert not manager.parts and not manager.hash_to_block_id
-    check_blocks(manager, [seq])
 
 
 def test_generated_blocks_are_published_too(manager):
@@ -147,7 +105,7 @@ def test_as_few_blocks_are_ever_used_as_are_needed_at_once():
     for length in (2, 5, 11, 3, 7) * 20:  # those of more than a block leave content behind
         seqs = [compute(manager, start(manager, [*A, *B, 7, 7, 7][:length])) for _ in range(2)]
         used |= {block_id for seq in seqs for block_id in seq.block_table}
-        needed = max(needed, manager.num_used_blocks + len(manager.pages.idle))
+        needed = max(needed, manager.num_used_blocks + len(manager.cached_block_ids))
         check_blocks(manager, seqs)
         for seq in seqs:
             manager.deallocate(seq)
@@ -258,7 +216,7 @@ def test_twins_keep_their_blocks_and_the_older_is_found(manager):
     assert found == [first.block_table[0], second.block_table[1]]
     twin = second.block_table[0]
     manager.deallocate(second)
-    assert twin in manager.pages.empty  # it cannot be found: no content
+    assert twin in manager.free_block_ids  # it cannot be found: no content
     check_blocks(manager, [first])
 
 
@@ -281,7 +239,7 @@ def test_without_prefix_caching_nothing_is_hashed_or_found():
     manager.compute_hash = None  # not callable
     run_and_free(manager, A + B + TAIL)
     assert num_hits(manager, A + B + TAIL) == 0
-    assert not manager.hash_to_block_id and not manager.pages.idle
+    assert not manager.hash_to_block_id and not manager.cached_block_ids
     other = make_seq(A + B)
     assert not manager.is_being_computed(other, manager.find_prefix(other))
 

@@ -8,7 +8,6 @@ import pytest
 from host import FakeModel, Loop, make_scheduler, make_seq, reference
 
 from checkpoints import rare
-from nanovllm.engine.pages import ALL_LAYERS, BlockKind
 from nanovllm.engine.plan import (
     Batch,
     SlotTable,
@@ -23,6 +22,7 @@ from nanovllm.engine.sequence import ScheduledSequence, Sequence
 from nanovllm.outputs import TokenLogprobs
 from nanovllm.ranks.workers import OVERHEAD
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.windows.pages import ALL_LAYERS, BlockKind
 
 
 def message_bytes(plan: StepPlan) -> int:

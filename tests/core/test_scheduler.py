@@ -17,8 +17,8 @@ from host import (
 )
 from invariants import check_scheduler
 
-from nanovllm.engine.pages import BlockKind
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.windows.pages import BlockKind
 
 SHARED = list(range(1, 9))  # two blocks
 

@@ -11,15 +11,16 @@ from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.distributed.group import Group
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.kv_pool import KVCachePool, divide_pages
-from nanovllm.engine.pages import BlockKind
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.layers.base import Build, Per, State, StatefulLayer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sizing import memory
 from nanovllm.sizing.activations import max_activations
 from nanovllm.sizing.memory import CPU_TOKENS, GIB, RESERVE
 from nanovllm.tensors.fp8 import FP8
+from nanovllm.windows.pages import BlockKind
+from nanovllm.windows.places import divide_pages
+from nanovllm.windows.sliding_blocks import make_block_manager
 
 CPU = torch.device("cpu")
 
@@ -158,7 +159,7 @@ def test_blocks_of_layers_that_slide_lie_beside_others(pattern, cache_dtype, che
     model = layers_like(pattern, checkpoint, cache_dtype)
     pool = make_pool(model)
     pool.allocate(13)
-    manager = BlockManager(13, 16, kinds=pool.kinds)
+    manager = make_block_manager(13, 16, True, pool.kinds)
     rng, written, value = random.Random(1), [], 0
     while manager.can_allocate(seq := make_seq(rng.randint(1, 60), block_size=16)):
         manager.allocate(seq)

@@ -11,6 +11,7 @@ from host import (
     NUM_BLOCKS,
     FakeModel,
     Loop,
+    kinds_of,
     make_scheduler,
     make_seq,
     manager_state,
@@ -30,9 +31,9 @@ from invariants import check_blocks, check_scheduler
 
 from checkpoints import rare
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.pages import ALL_LAYERS, BlockKind
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.windows.pages import ALL_LAYERS, BlockKind
 
 # Layers that all see all tokens, or all slide, or of both kinds: as many of each, or more of one.
 KINDS = (
@@ -107,7 +108,7 @@ class Workload:
             self.step()
         assert self.scheduler.block_manager.num_used_blocks == 0
         for seq in self.seqs:
-            kinds = self.scheduler.block_manager.kinds
+            kinds = kinds_of(self.scheduler.block_manager)
             expected, reason = reference(seq, self.scheduler.max_model_len, kinds)
             if seq.seq_id in self.aborted:
                 assert seq.completion_token_ids == expected[: seq.num_completion_tokens]

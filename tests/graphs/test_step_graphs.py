@@ -22,7 +22,6 @@ from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine import step_layout
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.pages import ALL_LAYERS
 from nanovllm.engine.plan import FACTS, Batch, Fact, fact_dtype
 from nanovllm.engine.step_inputs import Computed, to_device
 from nanovllm.engine.step_layout import Array, divide, lay_out, num_words
@@ -47,6 +46,7 @@ from nanovllm.startup.builder import Builder
 from nanovllm.tracing.step_timer import StepTimer
 from nanovllm.utils import device
 from nanovllm.utils.context import get_context
+from nanovllm.windows.pages import ALL_LAYERS
 
 B, W = 12, 10
 

@@ -1,9 +1,9 @@
 """`Pages`: the memory of the KV pool, handed out in blocks of two sizes.
 
 The layers of a model are of up to two kinds: those that see all tokens, and those that slide over a
-window and need no older ones. Each kind has blocks of its own (`BlockKind`), all of one pool, so
-that the same memory serves short sequences, which have as many blocks of either kind, and long
-ones, of which layers that slide keep a window.
+window. Each kind has blocks of its own (`BlockKind`) in the same memory, so that it serves short
+sequences, which have as many blocks of either kind, and long ones, of which layers that slide keep
+a window.
 
 The blocks of one kind are a page each; those of the other, which has more layers, a slab of `ratio`
 pages. Pages of a slab that is not a block are blocks of the first kind. With a single kind, or two
@@ -70,9 +70,8 @@ class Pages:
         self._evict = evict
         self._num_used = [0] * num_slabs  # pages of each slab that are in use
         self._content: set[int] = set()  # first pages of blocks that are not in use, with content
-        # Slabs of which nothing is in use. A stack of empty ones: those that have been used are
-        # taken before those that never were, so a process on a CPU, where untouched memory costs
-        # nothing, stays as small as its sequences allow. Those with content, oldest first.
+        # Slabs of which nothing is in use: empty ones, a stack, as in any `BlockManager`; and those
+        # with content, the oldest first.
         self.empty = list(reversed(range(num_slabs)))
         self.idle: OrderedDict[int, None] = OrderedDict()
         # Pages that are not in use, of slabs of which others are: without content, and with.
@@ -197,14 +196,6 @@ class Pages:
             self.empty.append(slab)
         else:
             self.idle[slab] = None
-
-    def touch(self, page: int) -> None:
-        """The content of a block that is not in use is the youngest."""
-        slab = page // self.ratio
-        if self._num_used[slab]:
-            self._spare_idle.move_to_end(page)
-        else:
-            self.idle.move_to_end(slab)
 
     def has_content(self, page: int) -> bool:
         """Whether a block is not in use, and its content is there."""

@@ -1,0 +1,287 @@
+"""`SlidingBlockManager`: beside blocks, parts for layers that slide over a window. No tensors here.
+
+Layers that see all tokens have their KV in blocks, as in any `BlockManager`. Layers that slide have
+theirs in *parts*, one for each block of tokens, of which a sequence keeps those that its window
+reaches. It gets parts chunk by chunk, and gives them back while it runs.
+
+A part is published with its block, by that one's chain id. A prefix is found as far as its blocks
+are there, and those parts that the first token after it sees. A part may go before its block does;
+a block takes its part along.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from nanovllm.engine.block_manager import NO_HASH, ROOT_CHAIN, Block, BlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.integers import cdiv
+from nanovllm.windows.pages import BlockKind, Pages, num_slabs
+
+
+def make_block_manager(
+    num_blocks: int, block_size: int, enable_prefix_caching: bool, kinds: tuple[BlockKind, ...]
+) -> BlockManager:
+    """The manager of a pool.
+
+    Args:
+        num_blocks: number of blocks, of each kind, for which there is memory.
+        block_size: tokens of a block.
+        enable_prefix_caching: whether prefixes are shared.
+        kinds: blocks of all layers; or those of layers that see all tokens, and those of layers
+            that slide.
+    """
+    if len(kinds) == 1:
+        return BlockManager(num_blocks, block_size, enable_prefix_caching, kinds[0].window)
+    return SlidingBlockManager(num_blocks, block_size, enable_prefix_caching, *kinds)
+
+
+class Part:
+    """The KV of a block's tokens in layers that slide.
+
+    Attributes:
+        block_id: number of its first page.
+        ref_count: number of sequences that hold it.
+        chain_id: that of the block with which it is published; ROOT_CHAIN: it is not.
+    """
+
+    __slots__ = ("block_id", "chain_id", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.chain_id = ROOT_CHAIN
+
+
+class SlidingBlockManager(BlockManager):
+    """Blocks and parts, from the same pages.
+
+    Args:
+        num_blocks: number of blocks and parts, each, for which there is memory.
+        block_size: tokens of a block.
+        enable_prefix_caching: whether prefixes are shared.
+        whole, sliding: the kinds of blocks, and of parts.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        whole: BlockKind,
+        sliding: BlockKind,
+    ) -> None:
+        ratio = max(whole.pages, sliding.pages)
+        self.pages = Pages(num_slabs(num_blocks, (whole, sliding)), ratio, self._forget)
+        super().__init__(self.pages.num_pages, block_size, enable_prefix_caching, sliding.window)
+        self.free_block_ids.clear()  # the pages know
+        self.whole, self.sliding = whole, sliding
+        self.parts = [Part(page) for page in range(self.pages.num_pages)]
+        self.published_parts: dict[int, int] = {}  # ids, by chain id
+        self._num_blocks = num_blocks
+
+    def fresh(self) -> "SlidingBlockManager":
+        return SlidingBlockManager(
+            self._num_blocks,
+            self.block_size,
+            self.enable_prefix_caching,
+            self.whole,
+            self.sliding,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks and parts, each, for which there is memory."""
+        return self._num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks with their parts that would take as much memory as nobody holds."""
+        used = self.pages.num_pages - self.pages.num_free
+        return self._num_blocks - cdiv(used, self.whole.pages + self.sliding.pages)
+
+    # -- prefix cache ---------------------------------------------------------------------------
+
+    def find_prefix(self, seq: Sequence) -> list[Block]:
+        """The published blocks that hold the longest known prefix of `seq` after which a token
+        finds the parts that it sees.
+        """
+        hits = super().find_prefix(seq)
+        num_usable = num_with_parts = 0
+        for i, block in enumerate(hits, 1):
+            num_with_parts = num_with_parts + 1 if block.chain_id in self.published_parts else 0
+            if num_with_parts >= i - self.first_seen_block(i * self.block_size):
+                num_usable = i
+        return hits[:num_usable]
+
+    def _parts_of(self, hits: list[Block]) -> list[Part]:
+        """The parts that the first token after `hits` sees."""
+        first = self.first_seen_block(len(hits) * self.block_size)
+        return [self.parts[self.published_parts[block.chain_id]] for block in hits[first:]]
+
+    def _publish_block(self, seq: Sequence, i: int) -> None:
+        super()._publish_block(seq, i)
+        chain_id = self.blocks[seq.kv.table[i]].chain_id
+        if chain_id not in self.published_parts:
+            part = self.parts[seq.kv.window_table[i]]
+            part.chain_id = chain_id
+            self.published_parts[chain_id] = part.block_id
+
+    def _unpublish(self, block: Block) -> None:
+        if self.pages.has_content(block.block_id):
+            self.pages.drop_content(block.block_id)
+        self._forget(block.block_id)
+
+    def _forget(self, page: int) -> None:
+        """The content of a block or part goes: it is in no index any more."""
+        block = self.blocks[page]
+        if block.hash == NO_HASH:
+            self._forget_part(self.parts[page].chain_id)
+            return
+        del self.hash_to_block_id[block.hash]
+        block.hash = NO_HASH
+        if block.chain_id in self.published_parts:
+            self._forget_part(block.chain_id)
+
+    def _forget_part(self, chain_id: int) -> None:
+        part = self.parts[self.published_parts.pop(chain_id)]
+        part.chain_id = ROOT_CHAIN
+        if self.pages.has_content(part.block_id):
+            self.pages.drop_content(part.block_id)
+
+    # -- allocation -----------------------------------------------------------------------------
+
+    def _take_free_block(self) -> int:
+        block = self.blocks[self.pages.take(self.whole.pages)]
+        assert block.ref_count == 0, f"block {block.block_id} is free and held"
+        block.reset()
+        block.ref_count = 1
+        return block.block_id
+
+    def _share(self, block: Block) -> int:
+        if block.ref_count == 0:
+            self.pages.revive(block.block_id, self.whole.pages)
+        block.ref_count += 1
+        return block.block_id
+
+    def _give_back(self, block: Block) -> None:
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.pages.give_back(block.block_id, self.whole.pages, block.hash != NO_HASH)
+
+    def _take_part(self) -> int:
+        part = self.parts[self.pages.take(self.sliding.pages)]
+        assert part.ref_count == 0, f"part {part.block_id} is free and held"
+        part.ref_count = 1
+        return part.block_id
+
+    def _share_part(self, part: Part) -> int:
+        if part.ref_count == 0:
+            self.pages.revive(part.block_id, self.sliding.pages)
+        part.ref_count += 1
+        return part.block_id
+
+    def _give_back_part(self, part: Part) -> None:
+        part.ref_count -= 1
+        if part.ref_count == 0:
+            is_published = part.chain_id != ROOT_CHAIN
+            self.pages.give_back(part.block_id, self.sliding.pages, is_published)
+
+    def can_allocate(
+        self, seq: Sequence, hits: list[Block] | None = None, end: int | None = None
+    ) -> bool:
+        hits = self.find_prefix(seq) if hits is None else hits
+        num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
+        needs = [
+            (self.whole.pages, seq.num_blocks - len(hits)),
+            (self.sliding.pages, num_parts - len(hits)),
+        ]
+        revived = [(block.block_id, self.whole.pages) for block in hits if not block.ref_count]
+        revived += [
+            (part.block_id, self.sliding.pages)
+            for part in self._parts_of(hits)
+            if not part.ref_count
+        ]
+        return self.pages.has_room(needs, revived)
+
+    def allocate(
+        self, seq: Sequence, hits: list[Block] | None = None, end: int | None = None
+    ) -> int:
+        """Give `seq` blocks for all its tokens, and parts for those before `end`; None: for all."""
+        hits = self.find_prefix(seq) if hits is None else hits
+        if not self.can_allocate(seq, hits, end):
+            raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
+        kv, parts = seq.kv, self._parts_of(hits)
+        kv.num_dropped = len(hits) - len(parts)
+        kv.window_table += [0] * kv.num_dropped
+        kv.window_table += [self._share_part(part) for part in parts]
+        kv.table += [self._share(block) for block in hits]
+        for chain_hash in kv.hashes[len(hits) : seq.num_blocks]:
+            self._computing.setdefault(chain_hash, seq.seq_id)
+        self.may_append(seq, end)
+        return len(hits) * self.block_size
+
+    def deallocate(self, seq: Sequence) -> None:
+        kv = seq.kv
+        for part_id in reversed(kv.window_table[kv.num_dropped :]):
+            self._give_back_part(self.parts[part_id])
+        kv.window_table.clear()
+        kv.num_dropped = 0  # of parts: blocks are all held
+        super().deallocate(seq)
+
+    def drop_before_window(self, seq: Sequence, num_computed: int) -> None:
+        """Give back the parts that no token of `seq` from `num_computed` on sees."""
+        first = self.first_seen_block(num_computed)
+        if first > seq.kv.num_dropped:
+            for part_id in seq.kv.window_table[seq.kv.num_dropped : first]:
+                self._give_back_part(self.parts[part_id])
+            seq.kv.num_dropped = first
+
+    def is_short(self, seq: Sequence) -> bool:
+        return super().is_short(seq) or len(seq.kv.window_table) < seq.num_blocks
+
+    def can_append(self, *seqs: Sequence, end: int | None = None) -> bool:
+        """Whether the blocks and parts that `may_append` takes for all `seqs` are there."""
+        blocks = parts = 0
+        for seq in seqs:
+            num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
+            blocks += seq.num_blocks - len(seq.kv.table)
+            parts += max(0, num_parts - len(seq.kv.window_table))
+        return self.pages.has_room([(self.whole.pages, blocks), (self.sliding.pages, parts)])
+
+    def may_append(self, seq: Sequence, end: int | None = None) -> None:
+        """Take the blocks that `seq` lacks, and the parts for its tokens before `end`."""
+        super().may_append(seq)
+        num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
+        while len(seq.kv.window_table) < num_parts:
+            seq.kv.window_table.append(self._take_part())
+
+    # -- memory, for admission ------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.pages.num_free
+
+    def pages_at(self, num_tokens: Any) -> Any:
+        num_blocks = cdiv(num_tokens, self.block_size)
+        num_parts = num_blocks - self.first_seen_block(num_tokens - 2)  # a step may be in flight
+        return num_blocks * self.whole.pages + num_parts * self.sliding.pages
+
+    def pages_at_start(self, seq: Sequence, end: int) -> int:
+        return seq.num_blocks * self.whole.pages + cdiv(end, self.block_size) * self.sliding.pages
+
+    def pages_of(self, seq: Sequence) -> int:
+        num_parts = len(seq.kv.window_table) - seq.kv.num_dropped
+        return len(seq.kv.table) * self.whole.pages + num_parts * self.sliding.pages
+
+    def pages_of_alone(self, seq: Sequence, but: Collection[int]) -> int:
+        kv = seq.kv
+        blocks = sum(self.blocks[b].ref_count == 1 and b not in but for b in kv.table)
+        parts = sum(self.parts[p].ref_count == 1 for p in kv.window_table[kv.num_dropped :])
+        return blocks * self.whole.pages + parts * self.sliding.pages
+
+    def pages_of_shared(self, hits: list[Block]) -> int:
+        return super().pages_of_shared(hits) * self.whole.pages
