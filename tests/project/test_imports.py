@@ -12,6 +12,7 @@ HOST_MODULES = {
     "engine": "sequence block_manager scheduler plan step_layout engine_core",
     "scheduling": "admission prefixes stopping",
     "sizing": "memory model_size",
+    "windows": "pages sliding_blocks",
     "requests": "inputs intake request detokenizer",
     "sampling": "request_controls control_table structured_output controls",
     "ranks": "channel workers",
