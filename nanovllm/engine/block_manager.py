@@ -244,6 +244,7 @@ class BlockManager:
             raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
         table += [self._share(block) for block in hits]
         table += [self._take_free_block() for _ in range(len(hits), seq.num_blocks)]
+        seq.kv.version += 1
         for chain_hash in seq.kv.hashes[len(hits) : seq.num_blocks]:
             self._computing.setdefault(chain_hash, seq.seq_id)
         return len(hits) * self.block_size
@@ -302,6 +303,7 @@ class BlockManager:
         """Take the blocks that `seq` lacks (see `can_append`)."""
         while len(seq.kv.table) < seq.num_blocks:
             seq.kv.table.append(self._take_free_block())
+            seq.kv.version += 1
 
     # -- memory, for admission: in pages, each a block ------------------------------------------
 

@@ -10,7 +10,7 @@ S block size.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -88,13 +88,8 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     tokens = chain.from_iterable(
         seq.token_ids[start : start + count] for seq, start, count, _ in scheduled
     )
-    grown = dict.fromkeys([seq for seq in seqs if _has_grown(seq)])
-    added = [
-        (which, seq.slot, column, table[column])
-        for seq in grown
-        for which, table in enumerate((seq.kv.table, seq.kv.window_table))
-        for column in range(seq.sent[which], len(table))
-    ]
+    grown = dict.fromkeys([seq for seq in seqs if seq.sent.version != seq.kv.version])
+    added = [block for seq in grown for block in _new_blocks(seq)]
     asked = [
         _prompt_logprobs(i, item)
         for i, item in enumerate(scheduled)
@@ -121,10 +116,13 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     )
 
 
-def _has_grown(seq: Sequence) -> bool:
-    """Whether it has blocks that the ranks do not know."""
+def _new_blocks(seq: Sequence) -> Iterator[tuple[int, int, int, int]]:
+    """The `StepPlan.new_blocks` of a sequence."""
     sent, kv = seq.sent, seq.kv
-    return sent.table < len(kv.table) or sent.window_table < len(kv.window_table)
+    for column in range(sent.table, len(kv.table)):
+        yield 0, seq.slot, column, kv.table[column]
+    for column in range(sent.window_table, len(kv.window_table)):
+        yield 1, seq.slot, column, kv.window_table[column]
 
 
 def _is_controlled(item: ScheduledSequence) -> bool:
@@ -145,8 +143,8 @@ def _prompt_logprobs(i: int, item: ScheduledSequence) -> tuple[int, int, int, in
 def mark_sent(scheduled: Iterable[ScheduledSequence]) -> None:
     """The ranks have the plan of `scheduled`."""
     for seq in [item.seq for item in scheduled]:
-        if _has_grown(seq):
-            seq.sent = Sent(len(seq.kv.table), len(seq.kv.window_table))
+        if seq.sent.version != seq.kv.version:
+            seq.sent = Sent(seq.kv.version, len(seq.kv.table), len(seq.kv.window_table))
 
 
 def max_plan_bytes(

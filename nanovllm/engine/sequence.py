@@ -40,17 +40,25 @@ class KVBlocks:
         num_dropped: number of blocks at the beginning that it has given back, of those for layers
             that slide: older than the window.
         hashes: hashes of its full blocks, each computed once.
+        version: number of times that a table has grown.
     """
 
     table: list[int] = field(default_factory=list)
     window_table: list[int] = field(default_factory=list)
     num_dropped: int = 0
     hashes: list[int] = field(default_factory=list)
+    version: int = 0
 
 
 class Sent(NamedTuple):
-    """The numbers of blocks of a sequence's tables that the ranks know."""
+    """What the ranks know of a sequence's blocks.
 
+    Attributes:
+        version: version of the tables.
+        table, window_table: numbers of blocks.
+    """
+
+    version: int = 0
     table: int = 0
     window_table: int = 0
 

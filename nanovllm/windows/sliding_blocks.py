@@ -254,6 +254,7 @@ class SlidingBlockManager(BlockManager):
         num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
         while len(seq.kv.window_table) < num_parts:
             seq.kv.window_table.append(self._take_part())
+            seq.kv.version += 1
 
     # -- memory, for admission ------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def worst_case(max_num_seqs: int, budget: int, max_blocks: int) -> list[Schedule
     for slot in range(max_num_seqs):
         count = budget // max_num_seqs + (slot < budget % max_num_seqs)
         seq = make_seq(max_blocks + 1, block_size=1)  # a chunk, after which the prompt goes on
-        seq.slot, seq.kv.table = slot, list(range(max_blocks))
+        seq.slot, seq.kv.table, seq.kv.version = slot, list(range(max_blocks)), 1
         seq.sampling_params = SamplingParams(prompt_logprobs=0)
         seq.prompt_logprobs, seq.pooling = TokenLogprobs(0, str), "mean"
         scheduled.append(ScheduledSequence(seq, max_blocks - count, count, True))
@@ -176,7 +176,7 @@ def test_a_slot_that_changes_hands_keeps_nothing_that_is_read() -> None:
     for blocks, temperature in (([7, 6, 5, 4], 1.0), ([2], 0.5)):
         seq = make_seq(len(blocks) * 4)
         seq.sampling_params = SamplingParams(temperature=temperature)
-        seq.slot, seq.kv.table = 0, blocks
+        seq.slot, seq.kv.table, seq.kv.version = 0, blocks, 1
         plan = plan_step([ScheduledSequence(seq, 0, len(seq), True)])
         table.update(plan)
         batches.append((seq, build_batch(plan, table, 4)))
