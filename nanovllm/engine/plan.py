@@ -93,7 +93,8 @@ def plan_step(scheduled: list[ScheduledSequence]) -> StepPlan:
     asked = [
         _prompt_logprobs(i, item)
         for i, item in enumerate(scheduled)
-        if item.seq.prompt_logprobs is not None and item.start < item.seq.num_prompt_tokens - 1
+        if item.seq.results.prompt_logprobs is not None
+        and item.start < item.seq.num_prompt_tokens - 1
     ]
     pooled = [
         (i, item.seq.pooling == "mean") for i, item in enumerate(scheduled) if item.seq.pooling

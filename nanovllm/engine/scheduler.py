@@ -30,7 +30,7 @@ from nanovllm.engine.sequence import (
 )
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.scheduling.admission import AdmissionControl, LengthEstimator
-from nanovllm.scheduling.stopping import NOT_NUMBERS, ends, fail
+from nanovllm.scheduling.stopping import NOT_NUMBERS, end_of, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -309,11 +309,13 @@ class Scheduler:
     def _resolve(self, seq: Sequence, token_id: int) -> None:
         if not seq.first_token_at:
             seq.first_token_at = time.perf_counter()
-        if seq.error is not None or token_id == NO_TOKEN:
-            self._fail(seq)
+        if seq.results.has_nan or token_id == NO_TOKEN:
+            seq.end = failure_of(seq)
+            self._count_failure(seq)
         else:
             seq.resolve_pending(token_id)
-            if not ends(seq, token_id, self.eos_token_ids, self.max_model_len):
+            seq.end = end_of(seq, token_id, self.eos_token_ids, self.max_model_len)
+            if seq.end is None:
                 return
         seq.finished_at = time.perf_counter()
         seq.drop_pending()
@@ -321,8 +323,7 @@ class Scheduler:
         self.lengths.observe(seq)
         self._release(seq)
 
-    def _fail(self, seq: Sequence) -> None:
-        fail(seq, NOT_NUMBERS)
+    def _count_failure(self, seq: Sequence) -> None:
         self.num_failures += 1
         if self.num_failures == 1:
             logger.warning(

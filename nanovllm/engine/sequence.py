@@ -63,6 +63,37 @@ class Sent(NamedTuple):
     window_table: int = 0
 
 
+@dataclass(slots=True)
+class Results:
+    """The results of a sequence beside its tokens, which `ExtraResults` alone writes.
+
+    Attributes:
+        logprobs: log-probabilities of its completion; None: not asked for.
+        prompt_logprobs: those of the prompt tokens computed so far; None: not asked for.
+        embedding: pooled hidden states of its prompt; None: not asked for, or not computed.
+        has_nan: whether a result is NaN, which ends the sequence.
+    """
+
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    embedding: list[float] | None = None
+    has_nan: bool = False
+
+
+class End(NamedTuple):
+    """The end of a sequence.
+
+    Attributes:
+        finish_reason: "stop", "length" or "error".
+        stop_reason: stop token or string that ended it; None: another reason.
+        error: cause of "error".
+    """
+
+    finish_reason: str
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """Tokens of one request, and where their keys and values lie.
@@ -72,7 +103,8 @@ class Sequence:
     lies in block `block_table[i // block_size]` at offset `i % block_size`. The last `num_pending`
     tokens are `PENDING`: that step samples them, and the device alone knows them so far.
 
-    Times are seconds of time.perf_counter.
+    The scheduler alone writes it, but for the values of others: `kv`, `results`, `sent`, `grammar`
+    and `detokenizer`. Times are seconds of time.perf_counter.
     """
 
     seq_id: int  # grows with arrival
@@ -85,8 +117,7 @@ class Sequence:
     controls: RequestControls | None = None
     grammar: Grammar | None = None  # of structured outputs
     detokenizer: Detokenizer | None = None  # where its text is needed on the way
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None  # of the tokens computed so far
+    results: Results = field(default_factory=Results)
     pooling: str | None = None  # of the prompt's hidden states: "last" or "mean"
     arrived_at: float = field(default_factory=time.perf_counter)
     seed: InitVar[int] = 0  # the engine's
@@ -98,10 +129,7 @@ class Sequence:
         init=False
     )  # with a position, a token's noise; 32 bits each
     status: SequenceStatus = SequenceStatus.WAITING
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None  # why it ends with "error"
-    embedding: list[float] | None = None
+    end: End | None = None
     started_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
@@ -109,7 +137,6 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served when it started
     num_pending: int = 0
     num_preemptions: int = 0
-    num_followed: int = 0  # tokens of the completion that the grammar knows
     slot: int = -1  # while running: its row in what the ranks remember of it, from 1 on
     sent: Sent = field(default_factory=Sent)
     kv: KVBlocks = field(default_factory=KVBlocks)
@@ -156,9 +183,14 @@ class Sequence:
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether its prompt must be computed, whatever is in the prefix cache."""
-        given = self.prompt_logprobs
+        given = self.results.prompt_logprobs
         missing = given is not None and len(given) < self.num_prompt_tokens
         return missing or self.pooling == "mean"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason of its end; None before that."""
+        return None if self.end is None else self.end.finish_reason
 
     @property
     def prompt_token_ids(self) -> list[int]:

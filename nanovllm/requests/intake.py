@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Results, Sequence
 from nanovllm.outputs import RequestOutput, TokenLogprobs
 from nanovllm.requests.detokenizer import Detokenizer
 from nanovllm.requests.inputs import (
@@ -334,8 +334,7 @@ class Intake:
                     controls=controls,
                     grammar=grammar,
                     detokenizer=detokenizer,
-                    logprobs=logprobs,
-                    prompt_logprobs=None if seqs else prompt_logprobs,
+                    results=Results(logprobs, None if seqs else prompt_logprobs),
                     pooling=pooling,
                     completion=told.token_ids,
                     arrived_at=ticket.arrived_at,

@@ -107,10 +107,12 @@ class Request:
                 "outputs": completions,
                 "finished": is_finished,
                 "num_cached_tokens": first.num_cached_tokens,
-                "prompt_logprobs": first.prompt_logprobs,
-                "embedding": first.embedding,
+                "prompt_logprobs": first.results.prompt_logprobs,
+                "embedding": first.results.embedding,
                 "metrics": self.metrics() if is_finished else None,
-                "error": next((seq.error for seq in self.seqs if seq.error is not None), None),
+                "error": next(
+                    (seq.end.error for seq in self.seqs if seq.end and seq.end.error), None
+                ),
             }
         )
 
@@ -128,7 +130,7 @@ class Request:
                 self._num_told[i], self._ends_told[i] = end, seq.is_finished
                 text = "" if seq.detokenizer is None else seq.detokenizer.take()
                 token_ids = seq.token_ids[prompt + start : prompt + end]
-                logprobs = None if seq.logprobs is None else seq.logprobs[start:end]
+                logprobs = None if seq.results.logprobs is None else seq.results.logprobs[start:end]
                 news.append(_completion(seq, text, token_ids, logprobs))
         if news and self.listener is not None:
             self.listener(self._output(news, is_finished=is_finished))
@@ -143,7 +145,7 @@ class Request:
             hides = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
             shown = token_ids[:-1] if hides else token_ids  # without the token that stopped it
             text = decode(shown, self.params.skip_special_tokens, context)
-        return _completion(seq, text, token_ids, seq.logprobs)
+        return _completion(seq, text, token_ids, seq.results.logprobs)
 
 
 def text_context(decode: Decoder, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -161,8 +163,10 @@ def _completion(seq: Sequence, text: str, token_ids: list[int], logprobs: Any) -
             "text": text,
             "token_ids": token_ids,
             "finish_reason": seq.finish_reason,
-            "stop_reason": seq.stop_reason,
+            "stop_reason": None if seq.end is None else seq.end.stop_reason,
             "logprobs": logprobs,
-            "cumulative_logprob": None if seq.logprobs is None else seq.logprobs.total,
+            "cumulative_logprob": None
+            if seq.results.logprobs is None
+            else seq.results.logprobs.total,
         }
     )

@@ -17,7 +17,7 @@ from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.utils.arrays import Float32, Int32
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # top_p, which must not become 0 in float32
-LOST = -1  # `Sequence.num_followed` if it is unknown
+LOST = -1  # `Grammar.num_followed` if it is unknown
 NOBODY = -1  # in place of a `seq_id`
 NO_EDITS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -187,18 +187,18 @@ def _follow(seqs: list[tuple[Sequence, Grammar]], last_tokens: LastTokens) -> No
     """Advance the grammars by the tokens that they do not know yet, mostly one each."""
     lengths, news = [], []
     for seq, grammar in seqs:
-        if seq.num_followed == LOST:
+        if grammar.num_followed == LOST:
             grammar.reset()
-            seq.num_followed = 0
-        news.append(_completion(seq, seq.num_followed, last_tokens))
-        lengths.append(seq.num_followed + len(news[-1]))
-    for seq, _ in seqs:
-        seq.num_followed = LOST  # until all is done: Ctrl-C may come
+            grammar.num_followed = 0
+        news.append(_completion(seq, grammar.num_followed, last_tokens))
+        lengths.append(grammar.num_followed + len(news[-1]))
+    for _, grammar in seqs:
+        grammar.num_followed = LOST  # until all is done: Ctrl-C may come
     for i in range(max(map(len, news), default=0)):
         rows = [row for row, new in enumerate(news) if i < len(new)]
         accept_tokens([seqs[row][1] for row in rows], [news[row][i] for row in rows])
-    for (seq, _), length in zip(seqs, lengths, strict=True):
-        seq.num_followed = length
+    for (_, grammar), length in zip(seqs, lengths, strict=True):
+        grammar.num_followed = length
 
 
 def _counts(seqs: list[Sequence], last_tokens: LastTokens) -> Int32:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.sampling.controlled_sampler import Logprobs
-from nanovllm.scheduling.stopping import NOT_NUMBERS
 from nanovllm.utils.device import to_host
 
 
@@ -48,14 +47,15 @@ class ExtraResults:
             sampled = [item.seq for item in scheduled if item.samples]
             rows = np.flatnonzero(plan.controlled[plan.samples]).tolist()
             for row, entry in zip(rows, _entries(self._logprobs), strict=True):
-                logprobs = sampled[row].logprobs
+                logprobs = sampled[row].results.logprobs
                 is_open = not sampled[row].is_finished and token_ids[row] >= 0
                 if logprobs is not None and is_open:
                     logprobs.append(*entry)
         if self._prompt_logprobs:
             entries = iter(_entries(self._prompt_logprobs))
             for i, count, *_ in plan.prompt_logprobs.T.tolist():
-                logprobs = scheduled[i].seq.prompt_logprobs
+                results = scheduled[i].seq.results
+                logprobs = results.prompt_logprobs
                 assert logprobs is not None, "nobody asked"
                 first = int(plan.starts[i]) + 1
                 for position in range(first, first + count):
@@ -63,15 +63,14 @@ class ExtraResults:
                     if position == len(logprobs):  # not again after a preemption
                         logprobs.append(*entry)
                         if math.isnan(entry[1][0]):
-                            scheduled[i].seq.error = NOT_NUMBERS
+                            results.has_nan = True
         if self._pooled is not None:
             ended = [i for i, _ in plan.pooling.T.tolist() if plan.samples[i]]
             lost = np.isnan(self._pooled).any(1).tolist()
             for i, vector, is_lost in zip(ended, self._pooled.tolist(), lost, strict=True):
-                if is_lost:
-                    scheduled[i].seq.error = NOT_NUMBERS
-                else:
-                    scheduled[i].seq.embedding = vector
+                results = scheduled[i].seq.results
+                results.has_nan = results.has_nan or is_lost
+                results.embedding = None if is_lost else vector
 
 
 def _entries(parts: list[NDArray[Any]]) -> list[tuple[list[int], list[float], int]]:

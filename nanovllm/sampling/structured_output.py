@@ -69,6 +69,7 @@ class Grammar:
     ) -> None:
         self._compiled, self._eos_token_ids, self._by_hand = compiled, eos_token_ids, by_hand
         self._has_warned = False
+        self.num_followed = 0  # tokens of the completion that it knows, as the control table counts
         self.reset()
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import End, Sequence
 
 NOT_NUMBERS = (
     "the model has computed NaN for this request, so there is no next token: weights of the "
@@ -11,8 +11,10 @@ NOT_NUMBERS = (
 )
 
 
-def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int) -> bool:
-    """Whether a sequence ends with its newest token. If so, set its finish and stop reason.
+def end_of(
+    seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model_len: int
+) -> End | None:
+    """The end of a sequence with its newest token; None: it goes on. Its text gets the token.
 
     Args:
         seq: sequence, which has the token already.
@@ -22,32 +24,33 @@ def ends(seq: Sequence, token_id: int, eos_token_ids: Collection[int], max_model
     """
     params, text = seq.sampling_params, seq.detokenizer
     num_generated = seq.num_known_tokens - seq.num_prompt_tokens
+    end = None
     if num_generated >= params.min_tokens:
-        _stop_at_token(seq, token_id, eos_token_ids)
-    if text is not None and (seq.finish_reason is None or params.include_stop_str_in_output):
-        looks = num_generated > params.min_tokens and seq.finish_reason is None
+        end = _by_token(seq, token_id, eos_token_ids)
+    if text is not None and (end is None or params.include_stop_str_in_output):
+        looks = num_generated > params.min_tokens and end is None
         stop = text.append(token_id, may_stop=looks)
         if stop is not None:
-            seq.finish_reason, seq.stop_reason = "stop", stop
-    if seq.finish_reason is None and (
-        num_generated == seq.max_tokens or seq.num_known_tokens == max_model_len
-    ):
-        seq.finish_reason = "length"
-    if text is not None and seq.finish_reason is not None:
+            end = End("stop", stop)
+    is_full = num_generated == seq.max_tokens or seq.num_known_tokens == max_model_len
+    if end is None and is_full:
+        end = End("length")
+    if text is not None and end is not None:
         text.finish()
-    return seq.finish_reason is not None
+    return end
 
 
-def fail(seq: Sequence, error: str) -> None:
-    """End a sequence by an error, with the tokens that it has."""
-    seq.finish_reason, seq.error = "error", error
+def failure_of(seq: Sequence) -> End:
+    """The end of a sequence by NaN, with the tokens that it has."""
     if seq.detokenizer is not None:
         seq.detokenizer.finish()
+    return End("error", error=NOT_NUMBERS)
 
 
-def _stop_at_token(seq: Sequence, token_id: int, eos_token_ids: Collection[int]) -> None:
+def _by_token(seq: Sequence, token_id: int, eos_token_ids: Collection[int]) -> End | None:
     params = seq.sampling_params
     if token_id in eos_token_ids and not params.ignore_eos:
-        seq.finish_reason = "stop"
-    elif token_id in (params.stop_token_ids or ()):
-        seq.finish_reason, seq.stop_reason = "stop", token_id
+        return End("stop")
+    if token_id in (params.stop_token_ids or ()):
+        return End("stop", token_id)
+    return None

@@ -130,8 +130,8 @@ def test_preempted_prompts_have_each_place_once(
     preempt = Scheduler.preempt
 
     def record(self: Scheduler, seq: Any) -> None:
-        if seq.prompt_logprobs is not None:
-            known.append((len(seq.prompt_logprobs), seq.num_prompt_tokens))
+        if seq.results.prompt_logprobs is not None:
+            known.append((len(seq.results.prompt_logprobs), seq.num_prompt_tokens))
             whole.append(seq.needs_whole_prompt)
         preempt(self, seq)
 

@@ -114,7 +114,7 @@ def worst_case(max_num_seqs: int, budget: int, max_blocks: int) -> list[Schedule
         seq = make_seq(max_blocks + 1, block_size=1)  # a chunk, after which the prompt goes on
         seq.slot, seq.kv.table, seq.kv.version = slot, list(range(max_blocks)), 1
         seq.sampling_params = SamplingParams(prompt_logprobs=0)
-        seq.prompt_logprobs, seq.pooling = TokenLogprobs(0, str), "mean"
+        seq.results.prompt_logprobs, seq.pooling = TokenLogprobs(0, str), "mean"
         scheduled.append(ScheduledSequence(seq, max_blocks - count, count, True))
     return scheduled
 
