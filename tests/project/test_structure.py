@@ -12,7 +12,7 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions with a name, and files, of one `generate`.
 CEILINGS = {
     "frames": 13,
-    "functions": 219,
+    "functions": 220,
     "files": 44,
     "files_in_circles": 0,
 }
