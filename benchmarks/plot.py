@@ -4,9 +4,9 @@
     python benchmarks/workloads.py --dummy qwen3-0.6b --save results.jsonl
     python benchmarks/plot.py results.jsonl [--output docs/benchmarks.png]
 
-One row of bars for each model that both the files and `peers.json` have; of several results for
-a workload the last counts. Bars are shares of the roofline, the figures are those measured: our
-median, and of a peer that was measured several times its best.
+A panel for each model that both the files and `peers.json` have, with the workloads of `ROWS`; of
+several results for a workload the last counts. Bars are shares of the roofline, the figures are
+those measured: our median, and of a peer that was measured several times its best.
 """
 
 import argparse
@@ -33,6 +33,13 @@ COLOURS = {
     "nanovllm (this library)": "#d9622b",
 }
 OURS = list(COLOURS)[-1]
+ROWS = {  # of the picture, from top to bottom
+    "bench-0": "bench",
+    "bs1": "one sequence",
+    "prefill": "prefill",
+    "shared-prefix": "shared\nprefix",
+    "wide": "short\nprompts",
+}
 FULL_BENCH = 256  # sequences of the bench that the peers ran
 
 
@@ -54,7 +61,7 @@ def results_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(files: list[str], hardware: str) -> dict[str, dict[str, Any]]:
-    """Model -> workload -> result. ValueError for those of other hardware than the peers'."""
+    """Model -> workload of `ROWS` -> result. ValueError for other hardware than the peers'."""
     models: dict[str, dict[str, Any]] = {}
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
@@ -68,7 +75,10 @@ def read_results(files: list[str], hardware: str) -> dict[str, dict[str, Any]]:
                     f"got {record['hardware']}"
                 )
             models.setdefault(record["model"], {}).update(results)
-    return models
+    return {
+        model: {name: results[name] for name in ROWS if name in results}
+        for model, results in models.items()
+    }
 
 
 def bars(
@@ -99,24 +109,24 @@ def write(value: float, rated: bool) -> str:
 def draw(
     axes: Axes, title: str, results: dict[str, Any], drawn: dict[str, list[Bar | None]]
 ) -> None:
-    """One model's bars."""
-    width = 0.84 / len(drawn)
-    size = min(6.5, 22 / len(drawn))  # labels must not touch
+    """One model's bars: a group for each workload, from top to bottom."""
+    height, units = 0.84 / len(drawn), [result["unit"] for result in results.values()]
     for i, (engine, row) in enumerate(drawn.items()):
-        for x, bar in enumerate(row):
+        for y, bar in enumerate(row):
             if bar is None:
                 continue
-            at = x + (i - (len(drawn) - 1) / 2) * width
-            axes.bar(at, bar.share, 0.92 * width, color=COLOURS[engine])
-            axes.text(at, bar.share + 0.015, bar.label, ha="center", va="bottom", fontsize=size)
-    axes.axhline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
+            at = y + (i - (len(drawn) - 1) / 2) * height
+            axes.barh(at, bar.share, 0.92 * height, color=COLOURS[engine])
+            label = f"{bar.label} {units[y]}"
+            axes.text(bar.share + 0.015, at, label, ha="left", va="center", fontsize=8)
+    axes.axvline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    names = [f"{name}\n{result['unit']}" for name, result in results.items()]
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylim(0, 1.1)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_yticks(range(len(results)), [ROWS[name] for name in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.set_xlim(0, 1.15)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=9)
 
 
 def main() -> None:
@@ -136,16 +146,18 @@ def main() -> None:
     shown = [model for model in figures if model in models]
     if not shown:
         parser.error(f"no model of {sorted(models)} is in {PEERS.name}: {sorted(figures)}")
-    figure, rows = plt.subplots(len(shown), squeeze=False, figsize=(9, 0.6 + 2.6 * len(shown)))
-    for axes, model in zip(rows[:, 0], shown, strict=True):
-        title = f"{model} on one {peers['hardware']}: share of the roofline"
-        draw(axes, title, models[model], bars(models[model], figures[model]))
+    most = max(len(models[model]) for model in shown)
+    size = 0.6 + 3.7 * len(shown), 0.9 + 0.85 * most
+    figure, columns = plt.subplots(1, len(shown), squeeze=False, figsize=size)
+    for axes, model in zip(columns[0], shown, strict=True):
+        draw(axes, f"{model} shape", models[model], bars(models[model], figures[model]))
+    figure.suptitle(f"Share of the roofline of one {peers['hardware']}", fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(
-        handles, list(COLOURS), loc="lower center", ncols=len(COLOURS), frameon=False, fontsize=8
+        handles, list(COLOURS), loc="lower center", ncols=len(COLOURS), frameon=False, fontsize=9
     )
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
-    figure.savefig(args.output, dpi=120, facecolor="white")  # white is readable on dark pages too
+    figure.savefig(args.output, dpi=160, facecolor="white")  # white is readable on dark pages too
     print(args.output)
 
 
