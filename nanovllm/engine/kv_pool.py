@@ -75,21 +75,24 @@ class KVCachePool:
             ValueError: if not one block fits.
         """
         config, block_bytes = self._config, self.block_bytes
-        states = self.num_bytes(1) - block_bytes  # beside blocks, and a slab that is not full
         if config.num_kvcache_blocks != -1:
             return config.num_kvcache_blocks
         if config.kv_cache_memory_bytes is not None:
-            return memory.num_blocks_for_limit(block_bytes, config.kv_cache_memory_bytes)
+            limit = config.kv_cache_memory_bytes
+            most = memory.num_blocks_for_limit(block_bytes, limit)
+            return most if most == 1 or self._bytes_of_pages(most) <= limit else most - 1
+        # Rows by sequence, and slabs that are not full.
+        beside = self.num_bytes(1) - block_bytes
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
             num_processes = self.group.size * config.data_parallel_size
-            available = memory.available_cpu_memory() // num_processes - states
+            available = memory.available_cpu_memory() // num_processes - beside
             limit = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
             most = min(config.max_num_seqs * per_seq, limit)
             return memory.num_blocks_for_cpu(block_bytes, available, most)
         free, total = torch.cuda.mem_get_info(self._device)
         return memory.num_blocks_for_cuda(
-            block_bytes, total, free, own_now, own_peak + states, config.gpu_memory_utilization
+            block_bytes, total, free, own_now, own_peak + beside, config.gpu_memory_utilization
         )
 
     def allocate(self, num_blocks: int, num_rows: int | None = None) -> None:
@@ -105,7 +108,7 @@ class KVCachePool:
         """
         self.free()
         rows = self.num_rows if num_rows is None else num_rows
-        num_pages = num_slabs(num_blocks, self.kinds) * self._ratio
+        num_pages = self._num_pages(num_blocks)
         wanted: dict[tuple[Any, str], tuple[State, int]] = {}
         for place, states in self._places.items():
             wanted |= {(place, name): (state, num_pages) for name, state in states.items()}
@@ -140,8 +143,13 @@ class KVCachePool:
 
     def num_bytes(self, num_blocks: int) -> int:
         """Bytes of so many blocks, and of the rows by sequence."""
-        num_pages = num_slabs(num_blocks, self.kinds) * self._ratio
-        return num_pages * self._page_bytes + self.num_rows * self.sequence_bytes
+        return self._bytes_of_pages(num_blocks) + self.num_rows * self.sequence_bytes
+
+    def _num_pages(self, num_blocks: int) -> int:
+        return num_slabs(num_blocks, self.kinds) * self._ratio
+
+    def _bytes_of_pages(self, num_blocks: int) -> int:
+        return self._num_pages(num_blocks) * self._page_bytes
 
     def max_tokens(self, num_blocks: int) -> int:
         """The number of tokens of the longest sequence that so many blocks hold, alone."""
@@ -170,8 +178,8 @@ class KVCachePool:
             "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
             num_blocks,
             block_size,
-            num_blocks * self.block_bytes / memory.GIB,
-            num_slabs(num_blocks, self.kinds) * self._ratio / pages,
+            self._bytes_of_pages(num_blocks) / memory.GIB,
+            self._num_pages(num_blocks) / pages,
             max_model_len,
         )
         if tokens < max_model_len:

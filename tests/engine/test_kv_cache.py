@@ -185,6 +185,27 @@ def test_the_longest_sequence_has_a_window_in_layers_that_slide(checkpoint, make
     assert pool.max_tokens(8) == 8 * 16
 
 
+def test_memory_of_two_kinds_is_within_limits(checkpoint, make_pool, monkeypatch, caplog):
+    """Pages are whole slabs; the log counts sequences by what their layers keep."""
+    model = layers_like("wsssss", checkpoint)
+    for limit in range(30, 90):
+        pool = make_pool(model, kv_cache_memory_bytes=limit * make_pool(model)._page_bytes)
+        num_blocks = pool.how_many_fit(64, 0, 0)
+        assert num_blocks == 1 or pool.num_bytes(num_blocks) <= limit * pool._page_bytes
+        assert pool.num_bytes(num_blocks + 2) > limit * pool._page_bytes
+    free = 30 * GIB + RESERVE
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100 * GIB))
+    pool = make_pool(model, device=torch.device("cuda"), gpu_memory_utilization=0.9)
+    assert (
+        30 * GIB - 12 * pool._page_bytes < pool.num_bytes(pool.how_many_fit(64, 0, 0)) <= 30 * GIB
+    )
+    pool = make_pool(model)
+    pool.allocate(50)
+    with caplog.at_level("INFO", logger="nanovllm"):
+        pool.log(800)  # 50 blocks: a page each, and 3 parts of 5 pages
+    assert f"{60 * 5 / (50 + 3 * 5):.1f} sequences of 800 tokens at once" in caplog.text
+
+
 def test_states_are_counted_once_and_rehearsed_by_a_row(checkpoint, make_pool, monkeypatch):
     """On a GPU: those of 512 sequences beside the weights would not fit before they are sized."""
     model = nn.ModuleList([Recurrent(), *attentions(checkpoint)])
