@@ -5,7 +5,7 @@ what several do, with and without attention.
     python benchmarks/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
-their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer, without what
+their attention, in one kernel (`fused_decode`) or in two. Prints microseconds a layer, without what
 ranks exchange. What one part adds beside the others is what it costs: each kernel is placed while
 the one before it runs, so kernels alone, or one after the other, say little of a step.
 """

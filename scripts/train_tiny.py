@@ -236,7 +236,7 @@ def train(
 
     Args:
         draw: batches of a step, token ids and labels [B, T].
-        judge: what to print of the model now and then.
+        judge: function that measures the model; its figures are printed now and then.
         args: of `training_parser`.
     """
     import torch

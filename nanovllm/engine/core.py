@@ -27,7 +27,7 @@ R = TypeVar("R", bound=AnyRequest)
 
 
 class Core(ABC, Generic[R]):
-    """Not thread-safe: `LLMEngine` holds a lock.
+    """The state and the interface of a core. Not thread-safe: `LLMEngine` holds a lock.
 
     Attributes:
         requests: unfinished requests by their ids.

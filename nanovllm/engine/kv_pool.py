@@ -176,7 +176,7 @@ class KVCachePool:
         )
         if tokens < max_model_len:
             logger.warning(
-                "the KV cache holds %d tokens, so sequences end there and not at max_model_len %d",
+                "the KV cache holds %d tokens, so sequences end there, before max_model_len %d",
                 tokens,
                 max_model_len,
             )

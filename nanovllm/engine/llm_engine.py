@@ -339,7 +339,7 @@ class LLMEngine:
         try:
             self._close()
         except Exception:
-            logger.warning("the engine could not be closed in order", exc_info=True)
+            logger.warning("the engine did not shut down cleanly", exc_info=True)
 
     def __enter__(self) -> Self:
         with self._lock:

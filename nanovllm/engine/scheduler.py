@@ -262,7 +262,7 @@ class Scheduler:
         self.num_preemptions += 1
         if self.num_preemptions == 1:
             logger.warning(
-                "the KV cache is full: sequences are preempted and computed again (counted in "
+                "the KV cache is full: sequences are preempted and recomputed (counted in "
                 "metrics()); a larger cache or a smaller max_num_seqs avoids it"
             )
 
@@ -326,7 +326,7 @@ class Scheduler:
         self.num_failures += 1
         if self.num_failures == 1:
             logger.warning(
-                "request %d ends with an error: %s (further ones are counted in metrics())",
+                "request %d ends with an error: %s (further ones are only counted, see metrics())",
                 seq.request_id,
                 NOT_NUMBERS,
             )

@@ -14,7 +14,7 @@ from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
 @dataclass
 class Metrics:
-    """What an engine has done since it was built.
+    """Counters of an engine's work since it was built.
 
     A request counts once, when it ends, however often it was preempted. What an aborted one has
     computed is found in the steps and their tokens only.
@@ -35,11 +35,11 @@ class Metrics:
         num_finished: requests that ended.
         num_aborted: requests that were dropped, by `abort` or after an error.
         num_finished_by_stop: completions of finished requests that ended with "stop".
-        num_finished_by_length: those that ended with "length".
-        num_finished_by_error: those that ended with "error".
+        num_finished_by_length: finished requests with "length".
+        num_finished_by_error: finished requests with "error".
         num_generated_tokens: tokens of these completions.
         num_prompt_tokens: prompt tokens of finished requests, counted for each completion.
-        num_cached_tokens: those of them that the prefix cache served.
+        num_cached_tokens: prompt tokens from the prefix cache.
     """
 
     num_steps: int = 0
@@ -108,7 +108,7 @@ class Metrics:
             setattr(self, name, getattr(self, name) + value)
 
     def since(self, earlier: "Metrics") -> "Metrics":
-        """What has been counted since the copy `earlier`."""
+        """Counts since the copy `earlier`."""
         before = earlier.as_dict()
         return Metrics(**{k: v - before[k] for k, v in self.as_dict().items()})  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ class Latencies:
         prefill_step_seconds: steps in which a sequence prefilled.
         decode_step_seconds: steps in which a sequence decoded; those that do both are in both.
         queue_seconds, first_token_seconds, total_seconds: as in `RequestMetrics`.
-        seconds_per_token: likewise; of the requests that have more than one token.
+        seconds_per_token: as in `RequestMetrics`, for requests with more than one token.
     """
 
     def __init__(self) -> None:

@@ -501,7 +501,7 @@ WRONG = {
     "type": (7, None, TypeError, "`prompt` must be a string"),
     "text": ("text", None, ValueError, "no tokenizer"),
     "params": (PROMPT, "greedy", TypeError, "`sampling_params` must be a SamplingParams"),
-    "stop": (PROMPT, greedy(2, stop=["x"]), ValueError, "stop` is about text"),
+    "stop": (PROMPT, greedy(2, stop=["x"]), ValueError, "stop` needs a tokenizer"),
 }
 
 

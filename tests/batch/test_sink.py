@@ -151,8 +151,8 @@ def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
             with pytest.raises(ValueError) as caught:
                 look(iter(edited))
             said = str(caught.value)
-            assert said.startswith("row 1 (the first is 0) must be as it was when its result in ")
-            assert "got another under the `custom_id` 'r1': choose another output" in said
+            assert said.startswith("row 1 (counting from 0) must be unchanged since its result in ")
+            assert "got a changed one under the `custom_id` 'r1': choose another output" in said
             assert said.endswith("`drop_changed`")
         sink.check(named_rows(tmp_path, "abcD", is_openai))  # which has no result yet
     assert contents(path) == before
@@ -246,7 +246,7 @@ def test_another_job_is_refused_and_what_differs_is_named(tmp_path):
 def test_what_is_no_output_of_a_job_is_left_alone(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text("my notes")
-    with pytest.raises(ValueError, match="is not the output of such a job"):
+    with pytest.raises(ValueError, match="is not the output of a job"):
         ResumableSink(path)
     assert path.read_text() == "my notes"
     (tmp_path / "data.parquet").write_text("PAR1")

@@ -72,5 +72,5 @@ def test_an_engine_computes_in_a_fork(reference: Any) -> None:
     assert (unused[:2], one[:2]) == ([3, []], [1, []])
     for count, warnings, _ in (used, sets):
         assert count == 1 and len(warnings) == 1
-        assert "this process is a fork, and threads that PyTorch started" in warnings[0]
+        assert "this process is a fork without PyTorch's threads" in warnings[0]
         assert "one thread, not with 3" in warnings[0]

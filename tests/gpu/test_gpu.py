@@ -1,4 +1,4 @@
-"""On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
+"""On a CUDA device: backends, graphs, memory, bf16 against transformers."""
 
 import dataclasses
 import gc

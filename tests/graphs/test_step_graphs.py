@@ -271,7 +271,7 @@ class Unpinned(StaticInputs):
 
 
 class OnCpu(StepGraphs):
-    """Its graphs are `Replayed`, its inputs `Unpinned`; `steps` are those it was asked for."""
+    """Graphs on a CPU, `Replayed` with `Unpinned` inputs; `steps` are the requested ones."""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
             assert tokens(outputs) == [reference(checkpoint, p, 2) for p in wanted]
         assert [shape.tokens for shape in graphs.captured if shape.tokens] == [8]
     assert free.call_count == 3, "nobody asks again"
-    assert caplog.text.count("too little memory is left for more CUDA graphs") == 1
+    assert caplog.text.count("too little memory for more CUDA graphs") == 1
 
 
 def test_a_capture_that_fails_is_not_repeated(checkpoint, monkeypatch):

@@ -683,7 +683,7 @@ def test_who_reads_an_fp8_cache(
 ) -> None:
     cuda = torch.device("cuda")
     needs = AttentionNeeds(cuda, torch.bfloat16, 128, 256, fp8=True)
-    assert "no FP8 KV cache" in str(FlashAttentionBackend.refusal(needs))
+    assert "not support an FP8 KV cache" in str(FlashAttentionBackend.refusal(needs))
     assert "from 32 on" in str(TritonBackend.refusal(replace(needs, head_dim=16)))
     set_capability((8, 6))
     assert "compute capability 8.9 or higher" in str(fp8_refusal(cuda))

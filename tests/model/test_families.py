@@ -511,7 +511,7 @@ def test_scalings_that_go_by_the_length_go_by_the_longest(
         # The last token is not looked at, but makes the text as long as the limit.
         want = reference_logprobs(path, TEXT[:length])[: length - 2].gather(1, following)[:, 0]
         difference = (torch.tensor(score.logprobs) - want).abs().max()
-        warned = [r for r in caplog.records if "goes by max_model_len, 100" in r.getMessage()]
+        warned = [r for r in caplog.records if "depends on max_model_len (100)" in r.getMessage()]
         assert (difference < 1e-4) == (longest == 32 or length == 100), (longest, length)
         assert len(warned) == (longest == 100)
 
@@ -815,7 +815,7 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     (pickled / "pytorch_model.bin").write_bytes(b"")
     for directory, match in (
         (adapter, r"holds an adapter.*merge it into its base model 'Qwen/Qwen3-0.6B'"),
-        (gguf, r"holds GGUF files, which are not read: pass the checkpoint"),
+        (gguf, r"holds GGUF files, which are not supported: pass the original"),
         (pickled, r"no \*\.safetensors, but pytorch_model\.bin: .* convert .*save_pretrained"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -220,7 +220,7 @@ def test_a_tensor_of_another_size_is_refused_by_every_rank(
         if full in (tensors := load_file(file)):
             save_file({**tensors, full: torch.cat([tensors[full]] * 2, dim)}, file)
     for rank in range(size):
-        with pytest.raises(ValueError, match=f"{full} has shape .*, config.json implies"):
+        with pytest.raises(ValueError, match=f"{full} has shape .*, but config.json implies"):
             load_model(build(copy, rank, size), copy)
 
 

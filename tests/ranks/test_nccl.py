@@ -64,7 +64,8 @@ PROTOTYPES = {
 
 
 class Library:
-    """Its functions are attributes, as those of a `ctypes.CDLL`. For two ranks with the same x.
+    """A stand-in for NCCL with functions as attributes, like a `ctypes.CDLL`. Two ranks have the
+    same x.
 
     Attributes:
         calls: the names of functions called.
@@ -362,7 +363,7 @@ def test_defect_14_ports_are_shut_though_nccl_cannot_free(
     assert library.freed.is_set() and listeners() == before
     [record] = caplog.records
     assert record.getMessage() == (
-        "nccl has not ended (ncclGroupEnd: internal error of the last call): "
+        "nccl did not shut down (ncclGroupEnd: internal error of the last call): "
         "its memory and connections are freed with this process"
     )
 
