@@ -50,7 +50,7 @@ def make_checkpoint(
     """Save a random model without tokenizer and without end-of-sequence tokens.
 
     Args:
-        family: what transformers calls `model_type`.
+        family: `model_type` in transformers.
     """
     options = {
         "vocab_size": VOCAB,
@@ -335,7 +335,7 @@ def play(patch: pytest.MonkeyPatch, llm: LLM, scripts: list[list[int]]) -> None:
 
 
 def gather(stream: Iterable[RequestOutput]) -> dict[int, list[tuple[Any, ...]]]:
-    """What a stream gives, put together: for each request what `facts` says of the whole."""
+    """The parts of a stream put together: for each request the `facts` of the whole."""
     parts: dict[int, dict[int, list[CompletionOutput]]] = {}
     ended = set()
     for output in stream:

@@ -28,7 +28,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
-# What config.json says, and whether groups have zero points of their own.
+# Contents of config.json, and whether groups have zero points of their own.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "awq": (AWQ | {"group_size": 64}, True),
     "gptq": (GPTQ | {"group_size": 32, "sym": False}, True),

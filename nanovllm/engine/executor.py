@@ -128,7 +128,7 @@ class Executor:
     def _controls_of(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None
     ) -> Controls | None:
-        """None if no sequence has any. Waits for the tokens of `newest` if they depend on them."""
+        """Controls of a step; None without any. Waits for `newest` if they depend on its tokens."""
         if not plan.controlled.any():
             return None
         last_tokens: LastTokens = {}

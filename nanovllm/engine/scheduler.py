@@ -134,7 +134,7 @@ class Scheduler:
         return scheduled
 
     def _schedule_decodes(self) -> list[ScheduledSequence] | None:
-        """None if sequences must be preempted, but a step that writes their blocks is in flight."""
+        """The next decodes; None if a step in flight writes blocks that preemption must free."""
         decoding = [
             seq
             for seq in self.running

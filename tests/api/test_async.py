@@ -69,7 +69,7 @@ class Hall:
         return await asyncio.wait_for(self.async_llm.metrics(), PATIENCE)
 
     async def assert_idle(self):
-        """What was asked before has been done when the answer comes."""
+        """Check that nothing is left: earlier calls are done when `metrics` answers."""
         metrics = await self.metrics()
         left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
         assert not any(left.values()), left

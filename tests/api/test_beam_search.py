@@ -38,7 +38,7 @@ from nanovllm.requests.beam_search import beam_search
 
 @functools.cache
 def model_logprobs(path, prefix):
-    """Of every token after `prefix`, by transformers without any cache."""
+    """Log-probability of every token after `prefix`, by transformers without any cache."""
     with torch.inference_mode():
         logits = reference_model(path)(torch.tensor([prefix])).logits[0, -1]
     return logits.log_softmax(-1).tolist()
@@ -46,7 +46,7 @@ def model_logprobs(path, prefix):
 
 @functools.cache
 def toy_logprobs(seed, vocab, prefix):
-    """The same of a random language model, which is a table."""
+    """Log-probabilities of a random language model, which is a table."""
     logits = 2 * np.random.default_rng([seed, *prefix]).normal(size=vocab)
     return (logits - np.log(np.exp(logits).sum())).tolist()
 
@@ -105,7 +105,7 @@ def transformers_search(path, prompt, params, **options):
 
 
 def assert_found(output, expected, eos=()):
-    """That an output has these (tokens, log-probability), and the reasons that follow."""
+    """Check an output's (tokens, log-probability) pairs, and its finish reasons."""
     found = output.sequences
     assert [tuple(beam.tokens) for beam in found] == [ids for ids, _ in expected]
     assert [beam.cum_logprob for beam in found] == pytest.approx([t for _, t in expected], abs=1e-4)

@@ -74,7 +74,7 @@ def weather(city: str) -> str:
 
 
 def token_ids(text):
-    """By hand: the embedded tokenizer's tokens are bytes and three special ones."""
+    """Token ids, by hand: the embedded tokenizer has bytes and three special tokens."""
     for name, token in SPECIAL.items():
         if name in text:
             before, after = text.split(name, 1)
@@ -83,7 +83,7 @@ def token_ids(text):
 
 
 def prompt_of(llm, messages, **options):
-    """What the template makes of one conversation; its tokens are checked."""
+    """Rendered prompt of one conversation, with its tokens checked."""
     [output] = llm.chat(messages, greedy(1), use_tqdm=False, **options)
     assert output.prompt_token_ids == token_ids(output.prompt)
     return output.prompt

@@ -506,7 +506,7 @@ NASTY = [
 
 
 def outcome(read, file, values, key):
-    """What `read` makes of a file with these values, None if it refuses one by file and key."""
+    """Result of `read` for a file with these values; None if it refuses one by file and key."""
     file.unlink(missing_ok=True)  # a file that is cut to nothing and written waits for the disk
     file.write_text(json.dumps(values))
     try:

@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 
 def pooled(path: Any, token_ids: list[int], pooling: str) -> torch.Tensor:
-    """What transformers says: [M]."""
+    """Embedding by transformers: [M]."""
     hidden = reference_hidden(path, token_ids)
     return hidden[-1] if pooling == "last" else hidden.mean(0)
 

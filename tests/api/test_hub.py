@@ -114,7 +114,7 @@ def hub(model: Path) -> Iterator[Hub]:
 
 
 def ask(home: Path, url: str, code: str, **env: str) -> list[str]:
-    """What a new process prints, whose hub is at `url` and whose cache is in `home`."""
+    """Output of a new process with its hub at `url` and its cache in `home`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     command = [sys.executable, "-c", code]

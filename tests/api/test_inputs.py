@@ -573,7 +573,7 @@ RIGHT = {3: PROMPT, len(MIXED) - 1: PROMPT[:2]}
 
 
 def words_of(call):
-    """What is wrong with each of the wrong prompts, in the words of the error that it raises."""
+    """The error message of each wrong prompt."""
     words = {}
     for i, prompt in enumerate(MIXED):
         if i not in RIGHT:

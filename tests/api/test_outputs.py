@@ -32,7 +32,7 @@ OUTPUTS = [value for value in CLASSES if issubclass(value, Record)]
 
 @pytest.fixture(scope="module", name="results")
 def results_fixture():
-    """Of every call, the last one refused."""
+    """Results of every call, the last one refused."""
     params = [SamplingParams(1.5, 4, n=2, seed=1, logprobs=2, prompt_logprobs=1), greedy(9)] * 2
     texts, options = [TEXT, TEXT + "\u2028é", "", "a" * 500], {"on_error": "return"}
     with LLM(TINY, **SMALL) as llm:

@@ -1,4 +1,4 @@
-"""What ends a completion: stop strings and tokens, end-of-sequence tokens, lengths, `min_tokens`.
+"""Ends of completions: stop strings and tokens, end-of-sequence tokens, lengths, `min_tokens`.
 
 The tokens are scripted, and what must come out is written down or follows from a naive search. The
 tokenizer's tokens are the bytes of UTF-8; 258 ends a text.

@@ -63,7 +63,7 @@ def test_two_threads_import_transformers(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where code of a checkpoint leaves its mark. At the end there is none, nobody has read the
+    """Directory for marks of a checkpoint's code. At the end there is none, nobody has read the
     "y" on standard input, and nobody has looked for another machine.
     """
     calls: list[Any] = []

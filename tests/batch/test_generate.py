@@ -30,7 +30,7 @@ def generate_fixture(tiny: str) -> Iterator[Generate]:
 
 @pytest.fixture(name="expected", scope="module")
 def expected_fixture(tiny: str) -> dict[str, list[Any]]:
-    """What the engine says in one call."""
+    """Results of the engine in one call."""
     with LLM(tiny, **OPTIONS) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(**GREEDY), False, on_error="return")
         with pytest.raises(ValueError) as refusal:
@@ -56,7 +56,7 @@ BATCHES: dict[str, Any] = {
 
 
 def columns(batch: Any) -> dict[str, list[Any]]:
-    """With None for what is missing."""
+    """Columns as lists, with None for missing values."""
     if isinstance(batch, dict):
         return {name: column.tolist() for name, column in batch.items()}
     if isinstance(batch, pandas.DataFrame):

@@ -1,4 +1,4 @@
-"""What rows ask for: plain ones, and requests of OpenAI's batch format."""
+"""Requests of rows: plain ones, and requests of OpenAI's batch format."""
 
 import io
 import json

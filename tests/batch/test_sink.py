@@ -48,7 +48,7 @@ def finish(path, rows, count=None, job=None, **options):
 
 
 def numbers(path):
-    """Which rows the output has, by its own words."""
+    """Numbers of the rows in the output, as it names them."""
     if path.suffix == ".jsonl":
         return [json.loads(line)["_row"] for line in path.read_text("utf-8").splitlines()]
     import pyarrow.parquet
@@ -122,7 +122,7 @@ def test_errors_are_kept_and_tried_again_when_that_is_asked_for(tmp_path, kind):
 
 
 def named_rows(directory, prompts, is_openai=False):
-    """With ids "r0", "r1", ..."""
+    """Rows with the ids "r0", "r1", ..."""
     rows = [{"custom_id": f"r{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
     if is_openai:
         ask = {"method": "POST", "url": "/v1/completions"}

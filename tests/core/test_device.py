@@ -1,4 +1,4 @@
-"""Which devices a replica gets."""
+"""Devices of a replica."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from nanovllm.requests.request import Request
 
 
 class Tokens(NamedTuple):
-    """What a step has sampled, with nothing beside it."""
+    """Sampled tokens of a step, with nothing else."""
 
     token_ids: list[int]
     extras: None = None

@@ -1,4 +1,4 @@
-"""Which decodes share what they begin with, one pair and one group of them at a time."""
+"""Shared prefixes of decodes, one pair and one group of them at a time."""
 
 import random
 from itertools import islice, takewhile

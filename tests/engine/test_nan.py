@@ -62,7 +62,7 @@ def until_nan(prompt, token_ids):
 
 
 def params_of(kind):
-    """Of one of KINDS."""
+    """Sampling parameters of one of KINDS."""
     if kind == "structured":
         pytest.importorskip("llguidance", reason='pip install ".[structured-outputs]"')
     return KINDS[kind]

@@ -56,7 +56,7 @@ def select(events, **wanted):
 
 
 def counts(events):
-    """What `metrics()` calls these, by the file."""
+    """Counts in the file, under their names in `metrics()`."""
     steps = [event["args"] for event in select(events, cat="step")]
     seqs = [e["args"] for e in select(events, cat="request", name="request", ph="b")]
     reasons = Counter(seq["finish_reason"] for seq in seqs)

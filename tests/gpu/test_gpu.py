@@ -1,4 +1,4 @@
-"""On a CUDA device: backends, graphs, memory, bf16 against transformers."""
+"""Tests on a CUDA device: backends, graphs, memory, bf16 against transformers."""
 
 import dataclasses
 import gc
@@ -458,8 +458,8 @@ FEWER: dict[str, Any] = {**ALONE, "max_num_seqs": 7, "max_num_batched_tokens": 9
 
 
 def gaps_of(plain: list[CompletionOutput], other: list[CompletionOutput]) -> list[list[float]]:
-    """For each of `GREEDY_CONTROLS`, by how much log-probabilities of tokens differ, up to the
-    first token of a sequence that is another.
+    """Differences between log-probabilities for each of `GREEDY_CONTROLS`, up to the first token
+    of a sequence that differs.
     """
     gaps: list[list[float]] = [[] for _ in GREEDY_CONTROLS]
     for i, (one, two) in enumerate(zip(plain, other, strict=True)):

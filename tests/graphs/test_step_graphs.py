@@ -1,4 +1,4 @@
-"""What CUDA graphs are given, without CUDA: buckets, padded buffers, steps that have room."""
+"""Inputs of CUDA graphs, without CUDA: buckets, padded buffers, steps that have room."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def test_defect_3_every_batch_size_has_a_bucket(max_num_seqs):
 
 
 def check_layout(parts: dict[str, np.ndarray], batch: Batch, shape: Shape) -> None:
-    """By the definitions, row by row: what is there, and that nothing else is."""
+    """Check a layout row by row against the definitions, and that nothing else is there."""
     n, D, count = batch.num_decodes, shape.decodes, len(batch.sample_rows)
     T, P = len(batch.input_ids) - n, len(batch.context_lens) - n
     rows = {i if i < n else i - n + D: i for i in range(n + T)}
@@ -302,7 +302,7 @@ class OnCpu(StepGraphs):
 
     @property
     def replayed(self) -> list[Shape]:
-        """Those with prompts."""
+        """Shapes of the replayed steps with prompts."""
         return [shape for shape, (graph, _) in self._graphs.items() if shape.tokens and graph.count]
 
     def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
@@ -540,7 +540,7 @@ def test_shared_prefixes_in_padded_graphs_are_right(checkpoint, monkeypatch):
 
 
 def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:
-    """Of the prompt and of the completion, where asked for."""
+    """Log-probabilities of the prompt and of the completion, as requested."""
     rows = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
     return [row or {} for row in rows]
 

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def run(script: str, *args: str, **env: str) -> Any:
-    """What a script prints, in a process where kernels are compiled."""
+    """Output of a script in a process that compiles kernels."""
     own = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     own |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **env}
     command = [sys.executable, TESTS / script, *args]

@@ -54,7 +54,7 @@ def to_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def among_others(logits: torch.Tensor) -> torch.Tensor:
-    """On the device, as columns of a wider tensor, all else in which is infinite."""
+    """The logits on the device, as columns of a wider tensor that is infinite elsewhere."""
     wider = torch.nn.functional.pad(logits, (0, 3), value=INF)
     return wider.to(DEVICE)[:, : logits.shape[1]]
 
@@ -99,7 +99,7 @@ def kernel_process(
 
 
 def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
-    """Which tokens [n, V] are not below the thresholds."""
+    """Mask [n, V] of the tokens that are not below the thresholds."""
     x, tops = kernel_process(logits, torch.arange(len(logits), dtype=torch.int32), c, None)
     filters = to_device(c.top_k, c.top_p, c.min_p)
     least = thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()

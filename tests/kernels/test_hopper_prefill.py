@@ -45,7 +45,7 @@ def make_case(fp8: bool, dtype: torch.dtype, **how: Any) -> Case:
 
 
 def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Tensor:
-    """With room for so many more tokens, which are NaN."""
+    """Attention with room for `behind` more tokens, which are NaN."""
     context = case.context
     TorchBackend().store_kvcache(case.k, case.v, case.cache, context.slot_mapping)
     q, k, v = (

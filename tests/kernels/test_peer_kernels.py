@@ -57,7 +57,7 @@ def jobs(
 def norm_inputs(
     i: int, size: int, dtype: torch.dtype, parts: int, M: int = M
 ) -> list[dict[str, Any]]:
-    """By rank, those of call i. Every third call has no residual."""
+    """Inputs of call i, by rank. Every third call has no residual."""
     T = ROWS[i]
     weight = randn(M, seed=i).to(dtype)
     residual = None if i % 3 == 2 else randn(T, M, seed=100 + i).to(dtype)

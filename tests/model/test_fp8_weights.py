@@ -57,7 +57,7 @@ COMPRESSED: dict[str, Any] = {
 }
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
-# What config.json says, and rows and columns of a scale.
+# Contents of config.json, and rows and columns of a scale.
 WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
@@ -318,7 +318,7 @@ def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """How many numbers the results of operations have."""
+    """Sizes of the results of operations."""
 
     def __init__(self) -> None:
         super().__init__()

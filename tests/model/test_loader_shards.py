@@ -54,7 +54,7 @@ def build(path: Path, rank: int, size: int, **options: Any) -> Qwen3ForCausalLM:
 
 
 def held(name: str, tensor: torch.Tensor, rank: int, size: int, kv_heads: int) -> torch.Tensor:
-    """What a rank must hold of a tensor; of the vocabulary's, see the test."""
+    """Shard of a tensor that a rank must hold; for the vocabulary's, see the test."""
     module, kind = name.split(".")[-2:]
     if module in ("q_proj", "gate_proj", "up_proj"):
         return tensor.chunk(size)[rank]

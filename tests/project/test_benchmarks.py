@@ -690,7 +690,7 @@ def test_the_page_goes_on_where_it_ended(
     args = ("--output", str(tmp_path / "found"))
 
     def measure(*more: str) -> tuple[list[int], str]:
-        """How often each has run by now, and the page."""
+        """Number of runs of each command so far, and the page."""
         with pytest.raises(SystemExit, match="1"):
             run(page.main, monkeypatch, *args, *more)
         times = [len((tmp_path / kind).read_text()) for kind in kinds]
@@ -750,7 +750,7 @@ def test_cpu_comparison_counts_useful_tokens(
 
 
 def record_of(model: str, hardware: str = "NVIDIA H200") -> dict[str, Any]:
-    """What workloads.py might save; made up."""
+    """A made-up record, as workloads.py might save one."""
     results = {
         "bench-0": {"median": 20000.0, "unit": "tok/s", "roofline_share": 0.5},
         "prefill": {"median": 0.5, "unit": "s", "roofline_share": 0.4},

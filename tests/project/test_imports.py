@@ -24,7 +24,7 @@ NEVER += ["llguidance", "pyarrow"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
-    """Which of the modules a fresh interpreter has imported after `code`."""
+    """The modules that a fresh interpreter has imported after `code`."""
     code += f"\nimport sys; print([name for name in {modules} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return eval(done.stdout.splitlines()[-1])

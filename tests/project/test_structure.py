@@ -1,4 +1,4 @@
-"""How far a reader has to go stays bounded, and the documentation's reading order is true."""
+"""Bounds on a reader's way through the code, and the truth of the documented reading order."""
 
 import ast
 import functools

@@ -104,7 +104,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def exchanges_of(size: int) -> list[BulkExchange]:
-    """Of all ranks."""
+    """Exchanges of all ranks."""
     abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
     return [
         BulkExchange(rank, size, device, MAX_ROWS, M, DTYPE, abort, lambda data: [])
@@ -223,6 +223,6 @@ def rows_of(x: torch.Tensor) -> Callable[[slice, torch.Tensor], None]:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """In float16."""
+    """Check closeness in float16."""
     atol = 4e-3 * float(wanted.abs().amax()) if len(wanted) else 0.0
     torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=atol)

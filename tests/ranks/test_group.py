@@ -1,4 +1,4 @@
-"""What the ranks do together, and how they divide a vocabulary and heads."""
+"""Collectives of the ranks, and the division of vocabulary and heads among them."""
 
 import random
 from datetime import timedelta

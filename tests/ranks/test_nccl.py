@@ -69,11 +69,11 @@ class Library:
 
     Attributes:
         calls: the names of functions called.
-        errors: what was wrong in a call.
-        counts: of elements, in collectives.
+        errors: mistakes in calls.
+        counts: numbers of elements in collectives.
         waits_in: the name of a function that does not come back until it is aborted.
         fails_in: the name of a function that fails.
-        free_result: of what frees a communicator at the end of a group.
+        free_result: result of freeing a communicator at the end of a group.
         before_handle: called before a communicator's handle is known.
     """
 

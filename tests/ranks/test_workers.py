@@ -74,7 +74,7 @@ NATIVE_THREADS = "/proc/self/task"
 
 
 def all_traces():
-    """With the kinds of descriptors, but for files."""
+    """Traces with the kinds of descriptors, except files."""
     found = traces()
     kinds = [link.partition(":")[0] for link in fds()]
     return found, Counter(kind for kind in kinds if kind[0] != "/" or kind == "/memfd")

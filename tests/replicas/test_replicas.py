@@ -60,7 +60,7 @@ def pids(llm):
 
 
 def plain(output):
-    """What callers compare; log-probabilities apart."""
+    """Facts for comparison, without log-probabilities."""
     return [
         (each.index, each.text, each.token_ids, each.finish_reason, each.stop_reason)
         for each in output.outputs
@@ -141,7 +141,7 @@ def test_generate_gives_what_one_engine_gives(case, one, two):
 
 
 def joined(outputs):
-    """By request: text and tokens of each completion; the end is told once."""
+    """Text and tokens of each completion, by request; the end is told once."""
     found, ended = {}, []
     for output in outputs:
         for each in output.outputs:

@@ -173,7 +173,7 @@ def test_share_of_the_roofline_is_that_of_limits_that_are_known(path: Path) -> N
 
 
 def run(*parts: tuple[int, dict[str, Any]], facts: dict[str, Any] = H200) -> MadeTrace:
-    """So many steps of each kind, one kind after the other."""
+    """A trace with `count` steps of each kind, one kind after the other."""
     made = MadeTrace(facts)
     for count, options in parts:
         for _ in range(count):

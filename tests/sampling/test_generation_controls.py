@@ -96,7 +96,7 @@ def oracle(path: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def wanted(oracle: Oracle) -> list[Completion]:
-    """What REQUESTS should give in a new engine."""
+    """Expected completions of REQUESTS in a new engine."""
     found = [
         oracle.complete(prompt, params, unseeded=f"0 {i}")
         for i, (prompt, params) in enumerate(REQUESTS)

@@ -58,7 +58,7 @@ def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 @functools.cache
 def get_pieces(name: str) -> dict[int, bytes]:
-    """What each token that is not special spells, by GPT-2's table of bytes."""
+    """Bytes of each token that is not special, by GPT-2's table."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in kept]
     table = {chr(byte): byte for byte in kept}
@@ -78,7 +78,7 @@ def get_compiler(name: str) -> GrammarCompiler:
 
 @pytest.fixture(params=["tiny", "byte_level"])
 def name(request):
-    """Of a tokenizer."""
+    """Name of a tokenizer."""
     return request.param
 
 
