@@ -24,7 +24,7 @@ from nanovllm.report.summary import Summary
 NOTABLE, MOST = 0.1, 0.5
 FEW, FEW_ON_CPU = 64, 16
 BLOCKS, PREFILL, HOST, FEW_SEQUENCES, TAIL, NOTHING = (
-    *("waiting for blocks", "prefill-bound", "host-bound", "too few sequences"),
+    *("KV pool too small", "prefill-bound", "host-bound", "too few sequences"),
     *("few sequences at the end", "nothing"),
 )
 
@@ -59,7 +59,7 @@ def percent(share: float) -> str:
 
 
 def blocks(summary: Summary) -> Finding | None:
-    """The finding that sequences wait for KV blocks, or lose them."""
+    """The finding that the KV pool is too small: sequences wait for blocks, or lose them."""
     engines, facts = summary.trace.engines, summary.facts
     share = summary.share(each["seconds"] * (each.held_by == "blocks") for each in engines)
     repeated = summary.num_repeated_tokens
@@ -68,10 +68,11 @@ def blocks(summary: Summary) -> Finding | None:
     if max(share, again) < NOTABLE:
         return None
     num_blocks, size = engines[0].num_blocks, facts["kvcache_block_size"]
-    text = (
-        f"Requests waited for KV blocks {percent(share)} of the time. The pool's {num_blocks:,} "
-        f"blocks hold {num_blocks * size:,} tokens; {summary.mean('running'):.0f} sequences ran "
-        f"on average (`max_num_seqs`: {facts['max_num_seqs']:,})."
+    text = f"Requests waited for KV blocks {percent(share)} of the time. " if share else ""
+    text += (
+        f"The pool's {num_blocks:,} blocks hold {num_blocks * size:,} tokens; "
+        f"{summary.mean('running'):.0f} sequences ran on average (`max_num_seqs`: "
+        f"{facts['max_num_seqs']:,})."
     )
     if preempted := int(summary.trace.total("preempted")):
         text += (

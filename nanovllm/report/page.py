@@ -40,7 +40,7 @@ code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, monospace; background: 
 .figures { display: grid; gap: 10px; grid-template-columns: repeat(auto-fill, minmax(
   max(150px, calc((100% + 9px) / var(--columns) - 10px)), 1fr)); }
 .figures .card { margin: 0; padding: 12px 14px; }
-.figures .value { font-size: 1.15rem; font-weight: 600; white-space: nowrap; }
+.figures .value { font-size: 1.1rem; font-weight: 600; white-space: nowrap; }
 .figures .name, .figures .more { color: var(--soft); font-size: 0.88rem; line-height: 1.4; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -50,7 +50,8 @@ th { color: var(--soft); font-weight: 500; }
 .plot { width: 100%; }
 @media (max-width: 560px) { main { padding: 20px 10px 48px; } .card { padding: 12px 10px; }
   .figures { grid-template-columns: repeat(2, 1fr); gap: 8px; }
-  table { font-size: 0.86rem; } th, td { padding-left: 10px; } }
+  table { font-size: 0.86rem; } th, td { padding-left: 10px; }
+  td:first-child { white-space: normal; } }
 """
 
 SCRIPT = """

@@ -13,7 +13,7 @@ def in_words(summary: Summary) -> str:
         lines.append(f"{value} {name}" + f" ({more})" * bool(more))
     lines += ["", "Bottlenecks:"]
     for each in find(summary):
-        title = f"{each.cause.capitalize()} ({percent(each.share)} of the time)"
+        title = f"{each.cause[0].upper()}{each.cause[1:]} ({percent(each.share)} of the time)"
         lines += ["", "None found" if each.cause == NOTHING else title, each.text, each.remedy]
     if left_open := unknown(summary):
         lines += ["", *left_open]
