@@ -163,7 +163,7 @@ def _likeliest(path: Path, ids: tuple[int, ...]) -> list[int]:
 
 
 def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
-    """The tokens are those of `reference`: each is the likeliest behind those before it. So one
+    """The tokens are those of `reference`: each is the likeliest after those before it. So one
     pass of the model is enough for each output.
     """
     for prompt, output in zip(prompts, outputs, strict=True):

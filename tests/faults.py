@@ -1,4 +1,4 @@
-"""Faults in a worker, and what tests of them need: what processes leave behind, waits that end."""
+"""Faults in a worker, and helpers for their tests: leftovers of processes, waits that end."""
 
 import contextlib
 import gc

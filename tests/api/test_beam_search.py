@@ -154,7 +154,7 @@ def test_search_is_vllms(eos, width, length_penalty):
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize(("eos", "max_tokens"), [((), 3), ((2,), 4), ((0, 2), 6)], ids=str)
 def test_search_that_keeps_everything_is_exhaustive(eos, max_tokens, length_penalty):
-    """Of three tokens at most nine beams go on: none of the best sequences can be missed."""
+    """With three tokens at most nine beams go on: none of the best sequences can be missed."""
     params = BeamSearchParams(10, max_tokens, length_penalty=length_penalty)
     for seed in range(3):
         [output], _ = toy_search(seed, 3, [[1, 2]], params, eos)
@@ -253,7 +253,7 @@ def test_ends_are_those_of_vllm(overlap, ending):
 
 
 def test_ends_are_at_least_as_likely_as_in_transformers(ending):
-    """Which gives up candidates that would end a beam, see above. Here some are good ones."""
+    """transformers gives up candidates that would end a beam, see above. Some here are good."""
     prompts = [PROMPT, [3, 4], PROMPT[:3]]
     params = BeamSearchParams(3, 9, length_penalty=0.0)
     with LLM(ending, **SMALL) as llm:
@@ -340,7 +340,7 @@ def test_search_ends_with_the_room_there_is(limits, room, checkpoint):
 
 
 def test_prefix_cache_serves_the_beams(llm):
-    """Of 40 tokens two whole blocks; only the first step computes all."""
+    """Two whole blocks of 40 tokens are served; only the first step computes all."""
     llm.beam_search(list(range(40)), BeamSearchParams(4, 3))
     assert llm.metrics()["num_prefill_tokens"] == 40 + 4 * 9 + 4 * 10
 

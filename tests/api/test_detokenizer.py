@@ -302,7 +302,7 @@ def test_spaces_are_not_cleaned_up():
     assert detokenizer.text == "a . n"
 
 
-# -- behind a prompt ------------------------------------------------------------------------------
+# -- after a prompt -------------------------------------------------------------------------------
 
 
 def check_behind(name: str, prompt: list[int], ids: list[int], skip: bool) -> None:
@@ -343,7 +343,7 @@ def test_text_behind_a_prompt_is_what_it_adds(name):
 @pytest.mark.parametrize("name", ["metaspace", "unigram"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_the_first_space_of_a_completion(name, skip):
-    """There behind any text, and not where the text begins."""
+    """A space after any text, and none where the text begins."""
     the, space, end = get(name).convert_tokens_to_ids(["▁the", "▁", SPECIAL])
     for prompt in ([the], [space], [the, *[end] * 40], byte_ids(name, *b"ab"), [end, space]):
         context = Decoder(get(name)).context(prompt, skip)
@@ -684,7 +684,7 @@ def test_nothing_is_held_back_that_stays_anyway():
     ("text", "stop", "min_tokens", "expected"),
     [
         ("ab ab", ["ab"], 2, ("ab", 5, "ab ")),  # complete before: never looked for
-        ("ab ab", ["ab"], 1, ("ab", 2, "")),  # begun before, complete behind
+        ("ab ab", ["ab"], 1, ("ab", 2, "")),  # begun before, complete after
         ("aaa", ["aa"], 2, ("aa", 3, "a")),
         ("ab", ["ab"], 2, (None, 2, "ab")),
         ("a€", ["€"], 3, ("€", 4, "a")),

@@ -143,6 +143,6 @@ def test_reprs_are_short_and_say_what_matters(results):
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_repr_of_what_is_half_built(kind):
-    """As a debugger meets it in the middle of unpickling."""
+    """A debugger meets such objects in the middle of unpickling."""
     assert len(OUTPUTS) == 9
     assert repr(object.__new__(kind)).startswith(f"{kind.__name__}(")

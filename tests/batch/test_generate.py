@@ -141,7 +141,7 @@ def test_columns_of_structs_have_nulls_for_other_rows_fields(generate: Generate)
 
 
 def test_conversations(tiny: str) -> None:
-    """As dictionaries, as JSON, or as prompts, against `LLM.chat`."""
+    """Dictionaries, JSON, or prompts, against `LLM.chat`."""
     turns = ["127+345=", "reverse: hello ="]
     messages = [[{"role": "user", "content": turn}] for turn in turns]
     with LLM(tiny, **OPTIONS) as llm:
@@ -182,7 +182,7 @@ def test_a_row_with_an_id_is_drawn_alike_wherever_it_is(tiny: str) -> None:
 
 
 def test_map_reads_the_next_batches_while_one_is_answered(generate: Generate) -> None:
-    """Until the engine has twice as many rows as it runs at once, behind those of the first."""
+    """The engine then has twice as many rows as it runs at once, besides those of the first."""
     read: list[int] = []
 
     def batches() -> Iterator[Any]:

@@ -67,7 +67,7 @@ def table(path: Path) -> list[dict]:
 def test_killed_and_started_again_each_row_is_there_once(
     command, tmp_path, rows, prompts, expected
 ):
-    """By SIGKILL, by Ctrl-C and by SIGTERM, within a line."""
+    """Killed by SIGKILL, by Ctrl-C and by SIGTERM, within a line."""
     path, moments = tmp_path / "out.jsonl", random.Random(1)
     size = sum(170 + 2 * len(prompt) for prompt in prompts)
     signals = {"SIGKILL": -9, "SIGINT": 130, "SIGTERM": 143}

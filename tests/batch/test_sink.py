@@ -63,8 +63,8 @@ def output(directory, kind):
 @SEVERAL
 @given(st.data())
 def test_cut_at_any_byte_the_output_is_completed(tmp_path_factory, data):
-    """What a kill, a full disk or a power cut leaves: the beginning of what was written, perhaps
-    with zeros behind it.
+    """A kill, a full disk or a power cut leaves the beginning of the written data, perhaps followed
+    by zeros.
     """
     directory = tmp_path_factory.mktemp("cut")
     rows, path = rows_of(directory, 6), output(directory, "jsonl")
@@ -200,7 +200,7 @@ def test_a_row_that_failed_may_be_mended(tmp_path):
 @pytest.mark.parametrize("is_openai", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_results_without_a_hash_of_their_rows_go_on(tmp_path, kind, is_openai):
-    """As they were written before there was one: what they were made of, nobody can say."""
+    """Results from before there was a hash: nobody can tell their rows."""
     path, rows = output(tmp_path, kind), named_rows(tmp_path, "abc", is_openai)
     finish(path, rows, 2)
     if kind == "parquet":
@@ -396,7 +396,7 @@ def test_a_disk_that_is_full_leaves_whole_results(tmp_path):
 
 
 def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
-    """The disk has room again: the same sink goes on behind the last whole line."""
+    """The disk has room again: the same sink goes on after the last whole line."""
     rows, path = rows_of(tmp_path, 3), output(tmp_path, "jsonl")
     write, parts = os.write, []
 

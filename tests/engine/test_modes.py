@@ -170,7 +170,7 @@ def expected(llm: LLM, reference: Any) -> list[Any]:
 def test_modes_of_the_caller_change_nothing(
     name: str, tiny: str, llm: LLM, expected: list[Any]
 ) -> None:
-    """And are on as before, behind each call."""
+    """They are on as before after each call."""
     off = modes_on()
 
     def use() -> tuple[Any, ...]:

@@ -290,7 +290,7 @@ def test_prompt_logprobs_of_a_row_that_is_nan_in_one_column(tmp_path):
 
 
 def lose_first_row(llm):
-    """Have the first hidden state of the next step be NaN, behind all layers: no other sees it."""
+    """Have the first hidden state of the next step be NaN, after all layers: no other sees it."""
     norm = llm.model_runner.model.model.norm
     compute = norm.whole_forward
 
@@ -305,7 +305,7 @@ def lose_first_row(llm):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_vectors(pooling):
-    """Of texts in two chunks. The last hidden state is right here, so the mean alone is NaN."""
+    """Vectors of texts in two chunks. The last hidden state is right here: only the mean is NaN."""
     with LLM(TINY, **OPTIONS) as llm:
         lose_first_row(llm)
         [lost] = llm.embed(["1" * 40], pooling, use_tqdm=False)
@@ -327,7 +327,7 @@ def test_a_score_of_which_one_token_is_lost():
 
 
 def test_a_vector_without_a_next_token(tmp_path):
-    """Of a model whose head is broken nothing is given."""
+    """A model with a broken head gives nothing."""
     path = break_row(tmp_path / "model", "lm_head.weight", 200)
     with LLM(path, **OPTIONS) as llm:
         [lost] = llm.embed(["1 2 3"], use_tqdm=False)

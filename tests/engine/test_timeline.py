@@ -533,7 +533,7 @@ def test_the_device_is_placed_by_its_own_clock_between_launch_and_wait():
         ((1.0, 1.1, 2.0), (0.0, 0.8), (1.2, 2.0)),  # the wait ended with it
         ((2.1, 3.5, 3.50001), (0.3, 0.5), (2.3, 2.8)),  # it had ended long before
         ((3.6, 3.7, 3.70001), (0.1, 0.05), (3.6, 3.65)),  # not before its launch
-        ((3.8, 3.9, 3.90001), (0.2, 0.2), (3.70001, 3.90001)),  # not behind its wait
+        ((3.8, 3.9, 3.90001), (0.2, 0.2), (3.70001, 3.90001)),  # not after its wait
         ((4.0, 4.1, 5.0), (0.0, 2.0), (3.90001, 5.0)),  # not over the one before it
     ]
     lines = []

@@ -220,7 +220,7 @@ def test_the_server_as_users_start_it(tmp_path: Path) -> None:
 def test_the_notebook_runs_and_shows_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its cells print is what is stored in it; times are in pictures alone."""
+    """The cells print the stored outputs; times are in pictures alone."""
     for package in ("nbclient", "ipykernel", "matplotlib", "pandas"):
         pytest.importorskip(package, reason=INSTALL.format("examples"))
     import nbformat

@@ -410,7 +410,7 @@ def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, mon
 def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
     checkpoint, monkeypatch, caplog
 ):
-    """What larger steps need stays free."""
+    """The memory for larger steps stays free."""
     set_tokens(monkeypatch, 8)
     prompts = [[i, 9, 8, 7] for i in range(3)]
     options = {**SMALL, "max_num_seqs": 1, "enable_prefix_caching": False}
@@ -515,7 +515,7 @@ def test_a_size_that_comes_and_goes_takes_a_larger_graph(monkeypatch):
 
 
 def test_shared_prefixes_in_padded_graphs_are_right(checkpoint, monkeypatch):
-    """As many as come together, and fewer as some end, by a larger graph and then by their own. (A
+    """Full groups, and smaller ones as some end, by a larger graph and then by their own. (A
     CPU reads each prefix by itself, from the same tables.)
     """
     monkeypatch.setattr(graph_runner, "PATIENCE", 2)

@@ -42,7 +42,7 @@ def test_a_kernel_that_is_launched_while_it_is_pending_goes_first(found: Any) ->
 
 
 def test_of_kernels_that_wait_the_longest_goes_first(found: Any) -> None:
-    """Behind those of earlier rehearsals, and all behind the one that came first of all."""
+    """They come after those of earlier rehearsals, and all after the very first one."""
     long, short, shortest = OURS
     assert found["compiled_in_order"] == {
         "longest first": [short, long, shortest],

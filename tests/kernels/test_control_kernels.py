@@ -194,7 +194,7 @@ def test_thresholds_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["random", rare("ties"), rare("extremes"), rare("equal")])
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What top_p looks at is narrowed down first, if it is more than `PART` values."""
+    """The candidates of top_p are narrowed down first, if there are more than `PART`."""
     monkeypatch.setattr(thresholds_kernels, "PART", 32 if kind == "random" else 256)
     rng, n, V = np.random.default_rng(SEED), 10, 1000
     logits = random_logits(rng, n, V, kind)
@@ -231,7 +231,7 @@ def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
 
 
 def test_large_logits_do_not_round_log_probabilities() -> None:
-    """Those of certain tokens came out above 0."""
+    """The log-probabilities of certain tokens came out above 0."""
     logits = torch.zeros(24, 50)
     logits[:, 7] = 60 + 0.37 * torch.arange(24)
     logits[12:, 8] = logits[12:, 7] - 1

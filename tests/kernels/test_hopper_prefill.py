@@ -110,7 +110,7 @@ def test_more_programs_than_tiles_and_fewer(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @needs_hopper
 def test_prompts_without_tokens() -> None:
-    """As in a step with room for more prompts: at the end, between others, and nothing else."""
+    """Steps with room for more prompts have them: at the end, between others, and alone."""
     case = make_case(False, torch.bfloat16, **CASES["cached"])
     wanted, context = case.wanted(), case.context
     for name in ("cu_seqlens_q", "cu_seqlens_k"):

@@ -268,7 +268,7 @@ def test_layers_that_slide_keep_a_window(overlap: bool, tmp_path: Path) -> None:
 
 
 def test_logprobs_are_those_of_transformers(path: Path) -> None:
-    """Of prompts of one to several blocks, within 1e-4."""
+    """Log-probabilities of prompts of one to several blocks, within 1e-4."""
     wanted = reference_logprobs(path, TEXT)
     texts = [TEXT[:n] for n in (2, 15, 16, 17, 48, 100)]
     with LLM(path, **SMALL) as llm:
@@ -329,7 +329,7 @@ def test_fused_layers_with_fp8_weights(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer, the plain one with activations rounded likewise. Where theirs is the other
-    neighbour, a number differs by 2 ** -3: that is seldom, but layers behind would amplify it.
+    neighbour, a number differs by 2 ** -3: that is seldom, but later layers would amplify it.
     """
     pytest.importorskip("triton")
     from nanovllm.kernels.products import fp8_linear
@@ -350,8 +350,8 @@ def test_fused_layers_with_fp8_weights(
 def test_fused_layers_with_experts_in_fp8(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whose products attention's alone have rounded activations: kernels take the codes of
-    experts, which no dequantised numbers replace.
+    """Attention's products alone have rounded activations: kernels take the codes of experts,
+    which no dequantised numbers replace.
     """
     pytest.importorskip("triton")
     from nanovllm.kernels.products import experts

@@ -140,7 +140,7 @@ def test_heads_in_int8_are_of_the_same_numbers(
     ids=str,
 )
 def test_which_heads_are_in_int8(other: dict[str, Any], in_int8: bool, path: Path) -> None:
-    """Those of models that are quantised while they are loaded, where our kernels multiply."""
+    """Heads of models that are quantised while they are loaded, where our kernels multiply."""
     pytest.importorskip("triton")
     how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
     head = build(path, 0, 1, **how | other).lm_head

@@ -557,7 +557,7 @@ def test_rows_name_what_was_compiled() -> None:
 
 
 def test_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the parsers of their scripts; and the page keeps what they measure. Limits go to those
+    """The parsers of their scripts take them, and the page keeps their results. Limits go to those
     that give shares of them.
     """
     limits: dict[str, tuple[float | None, float | None]] = {}
@@ -594,7 +594,7 @@ MEASURED = {
 
 
 def test_the_page_shows_medians_and_where_they_are_from() -> None:
-    """Of made-up records of all kinds, side by side; what is missing has a reason."""
+    """Medians of made-up records of all kinds, side by side; missing ones have a reason."""
     columns = {"A": "python a", "B": "python b", "C": "python c", "D": "python d"}
     starts = {"A": "python start", "B": "python use", "C": "python streams"}
     tables = [page.Table("Title", columns), page.Table("Starts", starts)]

@@ -63,7 +63,7 @@ def test_error_inside_a_lazy_import_is_shown(tmp_path):
 
 
 def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
-    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and
+    """transformers takes seconds to import. Kernels and flash-attn are not for a CPU either, and
     llguidance, which a plain install lacks, is for structured outputs alone.
     """
     shutil.copy(TINY / "config.json", tmp_path)

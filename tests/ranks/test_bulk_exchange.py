@@ -121,7 +121,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 def test_rows_of_large_steps(
     size: int, num_rows: int, act_block: int | None, machine: Machine
 ) -> None:
-    """Of two layers: the second overwrites what the first has sent, and its residual is divided.
+    """Rows of two layers: the second overwrites those that the first sent; its residual is divided.
     With 17 rows a rank has a single one, with 33 one of four has 1 and another none.
     """
     block = None if act_block is None else (128, 128) if act_block else (1, 0)
@@ -167,7 +167,7 @@ def test_rows_of_large_steps(
             assert sorted(arrived, key=with_rows.index) == with_rows
             assert arrived[0] == parts[rank] or parts[rank] not in with_rows
             machine.check_waits()
-            # Sums, and rows before and behind weights, are rounded by 2^-11.
+            # Sums, and rows before and after weights, are rounded by 2^-11.
             rows, bound = x.rows, 2.0**-9 * (wanted.abs() + largest * factor.abs())
             if isinstance(rows, Codes):
                 rows, bound = rows.numbers(), bound + 2.0**-4 * wanted.abs() + 1e-5

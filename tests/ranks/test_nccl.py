@@ -380,7 +380,7 @@ def test_nccl_listens_on_either_family(family: socket.AddressFamily) -> None:
 
 
 def test_abort_when_nccl_begins_to_connect(library: Library) -> None:
-    """What there is to abort is known a moment later."""
+    """The thing to abort is known a moment later."""
     library.waits_in, begins = "ncclCommInitRank", threading.Event()
     communicator = Nccl(DEVICE, rank=1, size=2)
 

@@ -822,7 +822,7 @@ def resident_memory():
 
 @pytest.mark.slow
 def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
-    """What each leaves behind adds up overnight."""
+    """Leftovers of each would add up overnight."""
     expected, memory = references(checkpoint), []
     for _ in range(200):
         with LLM(checkpoint, **TP2) as llm:

@@ -93,7 +93,7 @@ def replace_pid(made: MadeTrace, pid: int) -> MadeTrace:
 
 
 def test_time_without_requests_counts_for_nothing(path: Path) -> None:
-    """Of a synchronous engine, the time between two steps is the host's while requests are open."""
+    """Time between two steps of a synchronous engine is the host's while requests are open."""
     made = MadeTrace().step(1.0, decode=4, gpu=1.0)
     made.now += 1.0  # the caller does something else
     made.step(1.0, decode=4, gpu=1.0).sequence(seconds=3.0)

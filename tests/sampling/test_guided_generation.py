@@ -195,7 +195,7 @@ def test_any_json_object(llm: LLM) -> None:
 def test_greedy_takes_the_best_token_that_the_form_allows(
     options: dict[str, Any], llm: LLM, reference: Any
 ) -> None:
-    """What transformers and the masks say, token for token; the logprobs are the model's own."""
+    """Tokens equal those of transformers under the masks; the logprobs are the model's own."""
     compiler = GrammarCompiler(llm.tokenizer, 272, llm.eos_token_ids)
     params = guided(30, temperature=0, logprobs=1, **options)
     for output in llm.generate(PROMPTS[:2], params, use_tqdm=False):
@@ -383,7 +383,7 @@ def test_streams(overlap: bool, expected: list[list[int]]) -> None:
 
 @in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
 def test_draws_are_the_same(mode: Mode, expected: list[list[int]]) -> None:
-    """Those of the guided, and of the others, which draw as if they were alone."""
+    """Draws of the guided, and of the others, which draw as if they were alone."""
     outputs, _ = run_in(mode, TINY, MIXED_PROMPTS, MIXED)
     assert tokens(outputs) == expected
     preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
@@ -433,7 +433,7 @@ def test_failed_launch_is_repeated(
 def test_ctrl_c_while_grammars_follow(
     k: int, name: str, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who cannot say which tokens a grammar knows lets it follow all of them again."""
+    """After an interruption in between, a grammar follows all tokens again."""
     with LLM(TINY, **OPTIONS) as llm:
         prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
