@@ -133,7 +133,7 @@ class Executor:
             return None
         last_tokens: LastTokens = {}
         if self._controls.needs_tokens(scheduled):
-            assert newest is not None, "tokens are pending, and no step is in flight"
+            assert newest is not None, "tokens are pending without a step in flight"
             since = time.perf_counter()
             last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
             self.waited = since, time.perf_counter()

@@ -361,7 +361,7 @@ class Scheduler:
 
     def forget_steps(self) -> None:
         """The steps in flight will not be booked."""
-        assert self.is_finished(), "there are sequences left that need their tokens"
+        assert self.is_finished(), "sequences are left that need their tokens"
         self._num_in_flight = 0
 
     def describe(self) -> dict[str, int | float]:

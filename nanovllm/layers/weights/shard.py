@@ -30,7 +30,9 @@ class Part(NamedTuple):
     def equal(cls, total: int, group: Group) -> "Part":
         """An equal share for each rank."""
         size = total // group.size
-        assert size * group.size == total, f"{total} elements for {group.size} ranks"
+        assert size * group.size == total, (
+            f"{total} elements do not divide into {group.size} equal shards"
+        )
         return cls(range(group.rank * size, (group.rank + 1) * size), total)
 
     @classmethod
