@@ -51,7 +51,7 @@ class KVBlocks:
 
 
 class Sent(NamedTuple):
-    """The blocks of a sequence as the ranks know them.
+    """What the ranks know of a sequence's blocks.
 
     Attributes:
         version: version of the tables.
@@ -100,7 +100,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # reason of the finish reason "error"
+    error: str | None = None  # why it ends with "error"
     embedding: list[float] | None = None
     started_at: float = 0.0
     first_token_at: float = 0.0

@@ -378,4 +378,4 @@ def _catch_up(
 
 
 def _no_text(token_id: int) -> None:
-    """None, in the place of a token's text, where texts are not wanted."""
+    """Stand in for a token's text where no text is wanted: None."""

@@ -56,7 +56,7 @@ class ExtraResults:
             entries = iter(_entries(self._prompt_logprobs))
             for i, count, *_ in plan.prompt_logprobs.T.tolist():
                 logprobs = scheduled[i].seq.prompt_logprobs
-                assert logprobs is not None, "not requested"
+                assert logprobs is not None, "nobody asked"
                 first = int(plan.starts[i]) + 1
                 for position in range(first, first + count):
                     entry = next(entries)

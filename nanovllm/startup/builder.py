@@ -140,7 +140,7 @@ class Builder:
         return choose_build(self.config, self.model_config, self.group, self.device)
 
     def start_compiler(self) -> Compiler | None:
-        """None where no kernels of ours run, and where no process can be started."""
+        """The compile server; None where no kernels of ours run, or no process can be started."""
         if self.device.type != "cuda" or triton_refusal(self.device) is not None:
             return None
         preparing = prepare_device(self.device)

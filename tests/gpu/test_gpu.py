@@ -530,9 +530,9 @@ def mean_errors(
     held: str = "none",
     **options: Any,
 ) -> dict[int, tuple[float, float]]:
-    """For each size of the batches of prompts of these lengths: how far log-probabilities of all
-    tokens are, after greedy ones, from transformers' in float64, ours and transformers' in bf16; of
-    the checkpoint `reference`, if that is another. Weights are `held` in a format.
+    """Errors for each size of the batches of prompts of these lengths: how far log-probabilities of
+    all tokens are, after greedy ones, from transformers' in float64, ours and transformers' in
+    bf16; of the checkpoint `reference`, if that is another. Weights are `held` in a format.
     """
     rng = random.Random(SEED)
     exact, rounded = (
@@ -573,8 +573,8 @@ def mean_errors(
 def largest_difference(
     path: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
-    """Of a log-probability of a greedy token from transformers', for batches of prompts of these
-    lengths.
+    """Largest difference of a greedy token's log-probability from transformers', for batches of
+    prompts of these lengths.
     """
     rng = random.Random(SEED)
     reference = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.bfloat16).cuda()
