@@ -1,4 +1,4 @@
-"""What the settings that save bytes cost: log-probabilities of a text against those of float32.
+"""Accuracy of the settings that save bytes: log-probabilities of a text against float32.
 
     python benchmarks/accuracy.py [--model DIR] [--text FILE] [--device cpu]
 
@@ -56,11 +56,11 @@ QUANTISING = [INT4, *(name for name, options in SETTINGS.items() if "quantizatio
 
 
 class Measured(NamedTuple):
-    """Of all tokens behind the first of a piece.
+    """Results for all tokens after the first of each piece.
 
     Attributes:
-        logprobs: [n] of the text's tokens.
-        likeliest: [n] the tokens that greedy decoding would take.
+        logprobs: [n] log-probabilities of the text's tokens.
+        likeliest: [n] tokens that greedy decoding would choose.
     """
 
     logprobs: NDArray[np.float64]
@@ -81,7 +81,7 @@ def pieces(llm: LLM, text: str | None, length: int) -> list[list[int]]:
 
 
 def measure(llm: LLM, prompts: list[list[int]]) -> Measured:
-    """What the engine says of prompts."""
+    """Score the prompts with the engine."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     logprobs, likeliest = [], []
@@ -143,7 +143,7 @@ def round_to_int4(model: Path, out: Path) -> None:
 
 @contextmanager
 def directory(setting: str, model: str) -> Iterator[str]:
-    """Of the checkpoint that a setting takes."""
+    """Directory of the checkpoint for a setting."""
     if setting != INT4:
         yield model
         return

@@ -1,4 +1,4 @@
-"""On a CPU: this library against `generate` of transformers, with the same model and work.
+"""Speed on a CPU: this library against `generate` of transformers, with the same model and work.
 
 A random Qwen3 of 99 million parameters in float32, prompts and outputs of 16 to 256 tokens,
 greedy, the same number of threads. transformers gets its prompts in batches, padded on the left;

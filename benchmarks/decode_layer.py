@@ -1,11 +1,11 @@
-"""What one token costs in a layer of the 8B shape with weights in FP8, by parts of the layer; and
-what several do, with and without attention.
+"""Time of a decode step in a layer of the 8B shape with FP8 weights, by parts of the layer for one
+token, and with and without attention for several.
 
     python benchmarks/decode_layer.py [--kv-cache-dtype fp8] [--contexts 590 1500]
     python benchmarks/decode_layer.py --contexts --sequences 16 64 128 [--ranks 2]
 
 Twelve layers, each with weights of its own, run in one CUDA graph, with and without their norms and
-their attention, in one kernel (`paged_own`) or in two. Prints microseconds a layer, without what
+their attention, in one kernel (`fused_decode`) or in two. Prints microseconds a layer, without what
 ranks exchange. What one part adds beside the others is what it costs: each kernel is placed while
 the one before it runs, so kernels alone, or one after the other, say little of a step.
 """
@@ -141,7 +141,7 @@ class Layers:
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Of a layer, in a graph."""
+    """Microseconds of a layer, in a graph."""
     run()  # kernels compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -23,13 +23,13 @@ ALLOWED = [*range(50)]  # token ids
 
 
 class Size(NamedTuple):
-    """How much work there is.
+    """Size of the workload.
 
     Attributes:
         num_seqs: prompts.
         group: prompts of a small group, and the number of such groups.
         prefix: tokens that prompts share; an eighth where each group shares as many more.
-        prompt: tokens of each, or behind a prefix.
+        prompt: tokens of each, or after a prefix.
         output: tokens to generate for each.
     """
 
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int) -> "Size":
-        """In proportion: a small one has small groups and short prefixes, too."""
+        """Sizes in proportion: a small workload has small groups and short prefixes, too."""
         return cls(num_seqs, math.isqrt(num_seqs), 8 * num_seqs)
 
 
@@ -68,7 +68,7 @@ class Job:
         return [[*prefix, *self.tokens(length)] for _ in range(count)]
 
     def params(self, **others: Any) -> SamplingParams:
-        """Those of all, with others."""
+        """The common parameters, with others."""
         common = {"temperature": 0.6, "ignore_eos": True, "max_tokens": self.size.output}
         return SamplingParams(**{**common, **others})
 
@@ -232,7 +232,7 @@ class Compilations:
         knobs.compilation.listener = hear
 
     def take(self) -> dict[str, list[str]]:
-        """Those since the last call, by name."""
+        """Kernels since the last call, by name."""
         taken = {"compiled": sorted(self.compiled), "found": sorted(self.found)}
         self.compiled, self.found = [], []
         return taken
@@ -261,8 +261,8 @@ def measure(
 
     Args:
         llm: has not done it yet.
-        name: of `KINDS`.
-        size: how much work.
+        name: key of `KINDS`.
+        size: size of the workload.
         kernels: are counted by it.
         settles: wait for kernels that compile in the background before the second.
 
@@ -287,9 +287,9 @@ def run(model: str, options: dict[str, Any], names: list[str], size: Size, settl
     result. The last is the engine's conditions.
 
     Args:
-        model, options: of `LLM`.
-        names: of `KINDS`.
-        size: of each.
+        model, options: arguments of `LLM`.
+        names: keys of `KINDS`.
+        size: size of each workload.
         settles: when to wait for kernels that compile in the background: before the "second" time,
             at the "start", before all of them, or "never".
     """

@@ -44,7 +44,7 @@ class Table(NamedTuple):
     """A table of the page.
 
     Attributes:
-        heading: of its section.
+        heading: heading of its section.
         columns: commands by the heads of their columns.
     """
 
@@ -173,7 +173,7 @@ def figure(median: float, runs: Iterable[float], unit: str) -> str:
 
 
 def cells(record: dict[str, Any]) -> dict[str, str]:
-    """What a command has measured, by row."""
+    """Results of a command, by row."""
     kind = record["benchmark"]
     if kind == "bench":
         row = f"bench, seed {record['seed']}"
@@ -226,7 +226,7 @@ def _first_and_second(result: dict[str, Any]) -> str:
 
 
 def describe_machine(record: dict[str, Any]) -> str:
-    """What a command ran on, and what of."""
+    """The machine and the versions of a command's run."""
     driver, cuda = record.get("driver"), record.get("cuda")
     facts = [
         f"{record['hardware']}" + (f" (driver {driver})" if driver else ""),
@@ -274,7 +274,7 @@ def run(command: str, seconds: float | None) -> dict[str, Any]:
 
     Args:
         command: begins with python; it takes --save.
-        seconds: that it may take.
+        seconds: time limit.
     """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "record"
@@ -295,7 +295,7 @@ def run(command: str, seconds: float | None) -> dict[str, Any]:
 
 
 class Book:
-    """What has become of commands: NAME.jsonl, and the page that it makes."""
+    """Results of the commands: NAME.jsonl, and the page made from it."""
 
     def __init__(self, name: str, tables: dict[str, Table]) -> None:
         self._tables = tables

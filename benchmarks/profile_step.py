@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its kernels, by time.
+"""Profile of a step: its kernels, by time.
 
     python benchmarks/profile_step.py --dummy qwen3-0.6b --decode 1 64 256 --prefill
 

@@ -1,4 +1,4 @@
-"""What the controls of sampling cost: decode throughput with each, beside none.
+"""Cost of the sampling controls: decode throughput with each, and without any.
 
     python benchmarks/sampling_controls.py --dummy qwen3-0.6b [--num-seqs 256] [--repeat 3]
         [--only CONTROL ...]

@@ -1,4 +1,4 @@
-"""How long until the first token: the imports, `LLM(...)`, and the first request.
+"""Time to the first token of a process: the imports, `LLM(...)`, and the first request.
 
 Each run is a fresh process, because compiled kernels and the CUDA context live as long as one.
 
@@ -71,9 +71,9 @@ class Start(NamedTuple):
     """A start that was timed.
 
     Attributes:
-        seconds: of each of `PARTS`.
+        seconds: times of each of `PARTS`.
         log: seconds that `LLM(...)` took until a line of its log, by how the line begins.
-        conditions: of the engine.
+        conditions: conditions of the engine.
     """
 
     seconds: list[float]
@@ -90,7 +90,7 @@ class Start(NamedTuple):
 
 
 def environment(cache: str | None) -> dict[str, str]:
-    """Of a process that is timed; `cache` is where Triton keeps compiled kernels, None: as ever."""
+    """Environment of a timed process; `cache` is Triton's directory, None: the default."""
     path = [str(harness.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     return env if cache is None else env | {"TRITON_CACHE_DIR": cache}
@@ -143,7 +143,7 @@ def time_starts(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
 
 
 def lines_of(directory: str, options: dict[str, Any], names: list[str], args: Any) -> Iterator[Any]:
-    """What a fresh process with an empty compile cache says of these kinds of work, one by one."""
+    """Lines from a fresh process with an empty compile cache, one for each kind of work."""
     given = [directory, options, names, Size.of(args.num_seqs), args.settle]
     with tempfile.TemporaryDirectory() as empty:
         command = [sys.executable, "-c", FIRST_USE, json.dumps(given)]

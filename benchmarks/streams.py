@@ -65,7 +65,7 @@ Way = Callable[[AsyncLLM, Prompts, Params], Awaitable[Counts]]
 
 
 def in_engine(way: Callable[[LLM, Prompts, Params], Counts]) -> Way:
-    """What the engine's thread does alone."""
+    """Run a workload in the engine's thread alone."""
 
     async def run(llm: AsyncLLM, prompts: Prompts, params: Params) -> Counts:
         return await llm._call(lambda engine: way(engine, prompts, params))
@@ -74,7 +74,7 @@ def in_engine(way: Callable[[LLM, Prompts, Params], Counts]) -> Way:
 
 
 def in_tasks(way: Callable[[AsyncLLM, list[int], SamplingParams], Awaitable[int]]) -> Way:
-    """What a task for each request does."""
+    """Run a workload with one task per request."""
 
     async def run(llm: AsyncLLM, prompts: Prompts, params: Params) -> Counts:
         return await asyncio.gather(*map(partial(way, llm), prompts, params))

@@ -20,7 +20,7 @@ ROWS = 256  # of a task: what is computed again where a worker dies, and what a 
 
 
 def finished_ids(directory: str) -> pyarrow.Array:
-    """Of the rows in the output. A file that a kill has left half written is removed."""
+    """The ids of the rows in the output. A half-written file, left by a kill, is removed."""
     filesystem, root = fs.FileSystem.from_uri(directory)
     found: list[pyarrow.Array] = []
     for file in filesystem.get_file_info(fs.FileSelector(root, allow_not_found=True)):

@@ -26,7 +26,7 @@ def choose(llm: LLM, question: str, answers: list[str]) -> list[float]:
 
 
 def perplexity(llm: LLM, text: str) -> tuple[float, float]:
-    """Of a text of any length: per token, and as bits per byte, which tokenizers do not change."""
+    """Perplexity of a text of any length, per token and as tokenizer-independent bits per byte."""
     ids = llm.get_tokenizer().encode(text, verbose=False)  # it need not fit into the context
     starts = range(0, max(1, len(ids) - CONTEXT), LENGTH - CONTEXT)
     scores = llm.score([ids[start : start + LENGTH] for start in starts], use_tqdm=False)

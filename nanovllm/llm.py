@@ -274,7 +274,7 @@ class LLM(LLMEngine):
 
         Args:
             prompts: as in `generate`.
-            params: for all prompts.
+            params: parameters for all prompts.
             use_tqdm: show a progress bar.
             on_error: as in `generate`.
 
@@ -339,17 +339,17 @@ class LLM(LLMEngine):
 
     @contextmanager
     def trace(self, path: str | Path = DEFAULT_PATH) -> Iterator[None]:
-        """Record what happens in a `with` block, in Chrome's trace format.
+        """Record the work during a `with` block, in Chrome's trace format.
 
-        The file is for https://ui.perfetto.dev and for `nanovllm report`. It is written meanwhile
-        and ended after the block, also after an error. It has times and counts, no text.
+        The file is for https://ui.perfetto.dev and for `nanovllm report`. It is written during
+        the block and completed after it, even after an error. It has times and counts, no text.
 
         Args:
-            path: of the file, a new one or an earlier trace, which is overwritten.
+            path: path of the file, a new one or an earlier trace, which is overwritten.
 
         Raises:
             RuntimeError: if the engine is closed, or is recording already.
-            TypeError, ValueError: if it is no path, or not that of a file that can be overwritten.
+            TypeError, ValueError: if it is not a path, or the file must not be overwritten.
         """
         with self._lock:
             self._check_open()
@@ -385,7 +385,7 @@ class LLM(LLMEngine):
 
     @property
     def llm_engine(self) -> Self:
-        """This engine itself, which has another object in vLLM."""
+        """The engine itself; vLLM has a separate object."""
         return self
 
     def shutdown(self) -> None:

@@ -33,12 +33,15 @@ MIN_TEMPERATURE = 1e-5  # below it rounding, not chance, would choose
 LARGEST = 1e9  # bound of changes to logits: float32 has to hold the outcome
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # as many tokens again may end their beams
 MAX_CHOICES, MAX_CHOICE_BYTES = 20_000, 1 << 20  # within the limits of llguidance
-BEAMS = "call beam_search(), whose BeamSearchParams have it"
+BEAMS = "call beam_search() with BeamSearchParams"
 FOREIGN_PARAMS: Foreign = {
     "best_of": (only(None, 1), "pass n"),
-    "early_stopping": (only(None, False), "call beam_search(), which stops when all is decided"),
+    "early_stopping": (
+        only(None, False),
+        "call beam_search(), which stops when no beam can improve",
+    ),
     "extra_args": (only(None, {}), "there are no other parameters"),
-    "flat_logprobs": (only(False), "logprobs come token by token"),
+    "flat_logprobs": (only(False), "logprobs are one dictionary per token"),
     "guided_decoding": (only(None), "pass structured_outputs"),
     "length_penalty": (only(None, 1, 1.0), BEAMS),
     "logits_processors": (
@@ -53,11 +56,11 @@ FOREIGN_PARAMS: Foreign = {
     "use_beam_search": (only(None, False), "call beam_search()"),
 }
 FOREIGN_BEAM_PARAMS: Foreign = {
-    "include_stop_str_in_output": (only(False), "results have the token that has ended them"),
+    "include_stop_str_in_output": (only(False), "results include the token that ended them"),
 }
 REPLACED = {  # classes of vLLM that have other names or means here
     "GuidedDecodingParams": "pass StructuredOutputsParams as structured_outputs",
-    "RequestOutputKind": "call generate() for the whole, stream() for what is new",
+    "RequestOutputKind": "call generate() for the full text, stream() for the new part",
 }
 
 
@@ -112,14 +115,14 @@ class StructuredOutputsParams:
         if self.json_object is not None:
             check_bool("json_object", self.json_object)
             if not self.json_object:
-                raise ValueError("`json_object` must be True where it is given, got False")
+                raise ValueError("`json_object` must be True if it is given, got False")
 
     def _check_size(self, choice: Sequence[str]) -> None:
         num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in choice)
         if len(choice) > MAX_CHOICES or num_bytes > MAX_CHOICE_BYTES:
             raise ValueError(
-                f"`choice` must have at most {MAX_CHOICES:,} strings of together "
-                f"{MAX_CHOICE_BYTES:,} bytes, got {len(choice):,} of {num_bytes:,}"
+                f"`choice` must have at most {MAX_CHOICES:,} strings with "
+                f"{MAX_CHOICE_BYTES:,} bytes in total, got {len(choice):,} with {num_bytes:,}"
             )
 
 
@@ -221,8 +224,8 @@ class SamplingParams:
             for name in ("min_tokens", "allowed_token_ids", "bad_words"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"`{name}` must not be given with structured_outputs, which say what may "
-                        f"come: together they can leave nothing; got {getattr(self, name)!r}"
+                        f"`{name}` must not be combined with structured_outputs: together they may "
+                        f"allow no token; got {getattr(self, name)!r}"
                     )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(

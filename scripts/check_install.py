@@ -31,7 +31,7 @@ from nanovllm import (
 
 PROMPT, ANSWER = "127+345=", "472"
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "num_kvcache_blocks": 64, "max_num_seqs": 16}
-# What Qwen3's generation_config.json says, with the end-of-sequence tokens of the tiny checkpoint.
+# Contents of Qwen3's generation_config.json, with the tiny checkpoint's end-of-sequence tokens.
 QWEN3_GENERATION = {
     "bos_token_id": 256,
     "do_sample": True,
@@ -45,7 +45,7 @@ QWEN3_GENERATION = {
 
 
 def text(output: RequestOutput) -> str:
-    """Of the first completion."""
+    """Text of the first completion."""
     return output.outputs[0].text
 
 
@@ -151,7 +151,7 @@ def likelihoods(llm: LLM) -> None:
 
 
 def facts(llm: LLM) -> None:
-    """What an engine tells of itself."""
+    """Check the facts that an engine reports about itself."""
     assert llm.metrics()["num_finished"] > 0
     json.dumps(llm.metrics())
     assert llm.get_tokenizer().decode([ord("a")]) == "a"
@@ -187,7 +187,7 @@ def closing(llm: LLM) -> None:
     assert llm.is_closed
 
 
-# What tries the public methods and properties; `closing` comes last.
+# Checks of the public methods and properties; `closing` comes last.
 METHODS: dict[Callable[[LLM], None], set[str]] = {
     fields: {"generate"},
     stepwise: {"add_request", "step", "is_finished", "abort", "abort_all"},

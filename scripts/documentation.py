@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def flags(command: str) -> str:
-    """What `nanovllm COMMAND --help` says, as Markdown."""
+    """The text of `nanovllm COMMAND --help`, as Markdown."""
     parser = _parsers()[1][command]
     parts = [_fenced(part) for part in (parser.description or "").split("\n\n")]
     for group in parser._action_groups:
@@ -171,7 +171,7 @@ def _entry(path: str) -> str:
 
 
 class _Page(HTMLParser):
-    """What a page links to, asks for, and can be linked to by."""
+    """Links, requests and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Page(HTMLParser):
 
 
 def problems(site: Path) -> Iterator[str]:
-    """What is wrong with the links of a finished site."""
+    """Problems with the links of a finished site."""
     pages = {file: _Page(file.read_text(encoding="utf-8")) for file in sorted(site.rglob("*.html"))}
     for file, page in pages.items():
         if file.name == "404.html":  # whose links are absolute

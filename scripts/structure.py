@@ -26,7 +26,7 @@ ROW = re.compile(r"\| `([\w/]+\.py)` \| (\d+) \|")  # of the core path's table t
 
 
 def num_lines(paths: list[Path]) -> int:
-    """Of all files together."""
+    """Number of lines of all files together."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
@@ -36,7 +36,7 @@ def core_path() -> dict[str, int]:
 
 
 def reading_order() -> str:
-    """That section of the documentation."""
+    """The section "Reading order" of the documentation."""
     text = ARCHITECTURE.read_text(encoding="utf-8")
     return text.split("## Reading order", 1)[1].split("\n## ", 1)[0]
 

@@ -101,7 +101,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
 
 
 def shape_of(args: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of the model: heads of 128, two of which share a KV head; an MLP three times as wide."""
+    """config.json of the model: heads of 128, two per KV head; an MLP three times as wide."""
     heads, end = args.hidden_size // HEAD_DIM, tokenizer.token_to_id(END_OF_TEXT)
     return {
         "vocab_size": -(-tokenizer.get_vocab_size() // 128) * 128,

@@ -236,8 +236,8 @@ def train(
 
     Args:
         draw: batches of a step, token ids and labels [B, T].
-        judge: what to print of the model now and then.
-        args: of `training_parser`.
+        judge: function that measures the model; its figures are printed now and then.
+        args: result of `training_parser`.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -306,7 +306,7 @@ def save(
     """Write the checkpoint in bfloat16; where transformers 4 and 5 differ, for both of them.
 
     Args:
-        settings: of the tokenizer, beside those that all have.
+        settings: settings of the tokenizer, besides the common ones.
     """
     from transformers import GenerationConfig
 
@@ -346,7 +346,7 @@ def report(out: Path, known: set[str], device: str) -> None:
 
 
 def training_parser(description: str, **defaults: Any) -> ArgumentParser:
-    """Of the options that all training has."""
+    """Parser of the options that all training has."""
     import torch
 
     parser = ArgumentParser(description=description)

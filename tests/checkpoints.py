@@ -50,7 +50,7 @@ def make_checkpoint(
     """Save a random model without tokenizer and without end-of-sequence tokens.
 
     Args:
-        family: what transformers calls `model_type`.
+        family: `model_type` in transformers.
     """
     options = {
         "vocab_size": VOCAB,
@@ -163,7 +163,7 @@ def _likeliest(path: Path, ids: tuple[int, ...]) -> list[int]:
 
 
 def assert_greedy(path: Path, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
-    """The tokens are those of `reference`: each is the likeliest behind those before it. So one
+    """The tokens are those of `reference`: each is the likeliest after those before it. So one
     pass of the model is enough for each output.
     """
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -335,7 +335,7 @@ def play(patch: pytest.MonkeyPatch, llm: LLM, scripts: list[list[int]]) -> None:
 
 
 def gather(stream: Iterable[RequestOutput]) -> dict[int, list[tuple[Any, ...]]]:
-    """What a stream gives, put together: for each request what `facts` says of the whole."""
+    """The parts of a stream put together: for each request the `facts` of the whole."""
     parts: dict[int, dict[int, list[CompletionOutput]]] = {}
     ended = set()
     for output in stream:

@@ -119,7 +119,7 @@ def forget() -> None:
 
 
 def rehearse(own: Compiler, *works: Callable[[], object]) -> list[str]:
-    """What a rehearsal of these has found."""
+    """Kernels found by a rehearsal of these."""
     with own.rehearsal():
         for work in works:
             work()
@@ -127,7 +127,7 @@ def rehearse(own: Compiler, *works: Callable[[], object]) -> list[str]:
 
 
 def launched_while_it_is_pending() -> dict[str, Any]:
-    """Of kernels of ours the last is launched as soon as all are rehearsed."""
+    """Launch the last of our kernels as soon as all are rehearsed."""
     with compiler() as own:
         server = own._process.pid
         os.kill(server, signal.SIGSTOP)  # it compiles nothing while the others are rehearsed
@@ -149,7 +149,7 @@ def launched_while_it_is_pending() -> dict[str, Any]:
 
 
 def compiled_in_order() -> dict[str, list[str]]:
-    """By one process, which finds all others waiting behind the first."""
+    """Compile in one process, which finds all others waiting behind the first."""
     norm, act, fill = OURS.values()
     return {
         "longest first": compiled_of([act, fill, norm]),
@@ -209,7 +209,7 @@ def rehearsed_again() -> dict[str, Any]:
 
 
 def compiled_badly() -> dict[str, Any]:
-    """Where a process ends, where a kernel is wrong, and where one never returns; then the end."""
+    """Compile with a process that ends, a wrong kernel, one that never returns; then end."""
     heard.clear()
     launched.clear()
     with compiler(2) as own:
@@ -249,7 +249,7 @@ def served_by_nobody() -> dict[str, Any]:
 
 
 def rehearsed_side_by_side() -> dict[str, Any]:
-    """By two engines in two threads, of which the second would end behind the first."""
+    """Rehearse with two engines in two threads, of which the second would end after the first."""
     inside, go_on = threading.Event(), threading.Event()
     run, make = JITFunction.run, torch.empty
     forget()

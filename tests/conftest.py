@@ -74,7 +74,7 @@ def cpu_unless_marked_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def kernel_device() -> str:
-    """Where kernels run: on a CPU through Triton's interpreter."""
+    """Device of the kernels: a CPU runs them in Triton's interpreter."""
     return "cuda" if HAS_CUDA else "cpu"
 
 

@@ -1,4 +1,4 @@
-"""How tokens should be drawn, in plain numpy, and how draws are judged."""
+"""Reference sampling of tokens in plain numpy, and the statistics that judge draws."""
 
 import os
 from typing import Any
@@ -33,7 +33,7 @@ def gumbel(bits: np.ndarray) -> np.ndarray:
 def oracle(
     logits: np.ndarray, temperatures: np.ndarray, keys: np.ndarray, positions: np.ndarray, span: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """In float64: the scores [n, spans] of the spans, and [n, V] of the columns in their span."""
+    """Scores in float64: [n, spans] of the spans, and [n, V] of the columns in their span."""
     n, V = logits.shape
     spans = -(-V // span)
     x = np.full((n, spans * span), -np.inf)

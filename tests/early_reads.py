@@ -1,4 +1,4 @@
-"""What a kernel reads before it waits for the kernels before it (`hopper.wait`), in Triton's IR."""
+"""Reads of a kernel before it waits for preceding kernels (`hopper.wait`), in Triton's IR."""
 
 import re
 from typing import NamedTuple
@@ -11,10 +11,10 @@ POINTER = re.compile(r"(%\w+): !tt\.(?:ptr|tensordesc)<")
 
 
 class Early(NamedTuple):
-    """What a kernel does before it waits.
+    """Work of a kernel before it waits.
 
     Attributes:
-        reads: names of the parameters that point to what it reads.
+        reads: names of the parameters that point to the data it reads.
         writes: whether it writes anything.
         may_end: whether a program can get past the wait, or to its end, without waiting.
     """
@@ -25,7 +25,7 @@ class Early(NamedTuple):
 
 
 def before_wait(ir: str) -> Early | None:
-    """None for a kernel that does not wait."""
+    """Work of a kernel before it waits; None if it does not wait."""
     head, _, body = ir[ir.index("tt.func public") :].partition("\n")
     pointers = set(POINTER.findall(head))
     lines = body.splitlines()

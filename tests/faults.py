@@ -1,4 +1,4 @@
-"""Faults in a worker, and what tests of them need: what processes leave behind, waits that end."""
+"""Faults in a worker, and helpers for their tests: leftovers of processes, waits that end."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ def children(parent=0):
 
 
 def fds(pid="self"):
-    """What the descriptors of a process stand for."""
+    """Targets of a process's descriptors."""
     found = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -59,7 +59,7 @@ def shared_memory():
 
 
 def traces():
-    """What an engine could leave behind, for comparison."""
+    """Things that an engine could leave behind, for comparison."""
     gc.collect()
     return {
         "children": children(),
@@ -77,7 +77,7 @@ def wait_until(condition):
 
 
 def within_deadline(function):
-    """Its result; a hang fails the test."""
+    """Result of `function`; a hang fails the test."""
     results, errors = [], []
 
     def work():

@@ -18,7 +18,7 @@ DEADLINE = 120  # seconds, only to turn a hang into a failure
 
 
 class Forks:
-    """This script, from outside; `env` is added to the environment, None takes a name out."""
+    """Runs of this script from outside; `env` adds to the environment, None removes a name."""
 
     def __init__(self, **env):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **env}

@@ -29,7 +29,7 @@ class HeldCodes(QuantizedWeight):
 def record_launches(
     monkeypatch: pytest.MonkeyPatch, kernels: dict[ModuleType, str]
 ) -> list[tuple[object, ...]]:
-    """What tells launches of kernels apart for their compiler, instead of the launches."""
+    """Record the keys by which the compiler tells launches apart, instead of launching."""
     launched: list[tuple[object, ...]] = []
 
     def launch(kernel: str, *grid: object) -> Callable[..., None]:

@@ -221,7 +221,7 @@ def reference(
 
 
 class Chunk(NamedTuple):
-    """What one step computed of one sequence."""
+    """Tokens of one sequence in one step."""
 
     seq_id: int
     start: int

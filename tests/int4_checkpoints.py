@@ -28,7 +28,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
-# What config.json says, and whether groups have zero points of their own.
+# Contents of config.json, and whether groups have zero points of their own.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "awq": (AWQ | {"group_size": 64}, True),
     "gptq": (GPTQ | {"group_size": 32, "sym": False}, True),
@@ -48,7 +48,7 @@ def packed(codes: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.nd
 
 
 def quantize(x: torch.Tensor, way: str, group: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Tensors by their names behind the module's, and the numbers that they mean."""
+    """Tensors by their names after the module's, and the numbers that they mean."""
     has_zeros = WAYS[way][1]
     groups = x.double().numpy().reshape(len(x), -1, group)
     least = np.minimum(groups.min(2), 0) if has_zeros else -np.abs(groups).max(2)

@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What they returned, and how often each row was exchanged."""
+    """Results of the ranks, and the number of exchanges of each row."""
 
     results: list[tuple[torch.Tensor, torch.Tensor]]
     epochs: list[int]

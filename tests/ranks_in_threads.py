@@ -27,7 +27,7 @@ PATIENCE = 60  # seconds, after which a rank that waits for one that failed give
 
 
 def on_all_ranks(size: int, function: Callable[[int], T]) -> list[T]:
-    """What `function` returns for each rank, called on all at once. The first error is raised."""
+    """Results of `function` for each rank, called on all at once. The first error is raised."""
     with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         calls: list[Future[T]] = [pool.submit(function, rank) for rank in range(size)]
         for call in wait(calls, return_when="FIRST_EXCEPTION").done:

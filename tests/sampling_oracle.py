@@ -1,4 +1,4 @@
-"""What the controls of sampling mean: float64, token by token, with transformers for the logits.
+"""Reference of the sampling controls: float64, token by token, with transformers for the logits.
 
 Written from the words of `SamplingParams`, without any code of the package but that class.
 """
@@ -25,7 +25,7 @@ def processed(
     eos: Collection[int] = (),
     bad_words: BadWords = (),
 ) -> np.ndarray:
-    """What the temperature divides: [V] float64."""
+    """Logits before the division by the temperature: [V] float64."""
     banned = {
         word[-1] for word in bad_words if tuple(output[len(output) + 1 - len(word) :]) == word[:-1]
     }
@@ -49,7 +49,7 @@ def processed(
 
 
 class Kept(NamedTuple):
-    """Which tokens the filters leave, [V] bool, and for which of them rounding may decide."""
+    """Masks [V] of the tokens that the filters leave, and of those that rounding may decide."""
 
     mask: np.ndarray
     doubtful: np.ndarray
@@ -76,7 +76,7 @@ def kept(values: np.ndarray, params: SamplingParams) -> Kept:
 
 
 def probabilities(values: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Of drawing each token, [V]. values: what `processed` returns."""
+    """Probability of each token, [V]. values: result of `processed`."""
     weights = np.exp((values - values.max()) / params.temperature) * kept(values, params).mask
     return weights / weights.sum()
 
@@ -89,7 +89,7 @@ def noise(key: int, position: int, vocab_size: int) -> np.ndarray:
 
 @dataclass
 class Completion:
-    """What should come out. logprobs: [generated, V], by the model alone."""
+    """An expected completion. logprobs: [generated, V], by the model alone."""
 
     token_ids: list[int]
     finish_reason: str
@@ -103,7 +103,7 @@ class Oracle:
     Args:
         path: the checkpoint.
         eos: its end-of-sequence tokens.
-        max_model_len: where sequences end.
+        max_model_len: length at which sequences end.
     """
 
     def __init__(self, path: Any, eos: Collection[int] = (), max_model_len: int = 128) -> None:
@@ -114,7 +114,7 @@ class Oracle:
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        """Of the token after `ids`, [V] float64."""
+        """Logits of the token after `ids`, [V] float64."""
         if tuple(ids) not in self._logits:
             with torch.inference_mode():
                 row = self.model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1]
@@ -136,8 +136,8 @@ class Oracle:
             prompt: token ids.
             params: all controls that work on token ids.
             index: the place of the completion among the n of its request.
-            unseeded: what the draws depend on without `seed`: the engine's seed and the sequence.
-            bad_words: as tokens.
+            unseeded: source of the draws without `seed`: the engine's seed and the sequence.
+            bad_words: words as tokens.
         """
         name = unseeded if params.seed is None else f"request {params.seed + index}"
         key = xxhash.xxh64_intdigest(name.encode())

@@ -158,7 +158,7 @@ def compile_long_prompts(head_dim: int, dtype: str) -> list[str]:
 
 
 def compile_gated_products(dtype: str) -> None:
-    """Of an MLP, for few rows and for many."""
+    """Compile an MLP's gated products, for few rows and for many."""
     from nanovllm.kernels.activation import MANY, takes_hopper_kernel
     from nanovllm.kernels.products.hopper_gated import hopper_gated
     from nanovllm.tensors.fp8 import FP8, Codes
@@ -224,7 +224,7 @@ def count_kernels(
 
 
 def generate(model: str, **options: Any) -> list[Any]:
-    """What an engine of a real model answers, by the controls."""
+    """Answers of an engine with a real model, by the controls."""
     from nanovllm import LLM, SamplingParams
 
     with LLM(model, **options) as llm:

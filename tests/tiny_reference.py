@@ -36,7 +36,7 @@ def assert_greedy(
     reference: Any, prompts: list[list[int]], found: list[list[int]], max_tokens: int = MAX_TOKENS
 ) -> None:
     """Each is the greedy continuation by transformers, up to an end-of-sequence token: a token is
-    the likeliest behind those before it, so one pass of the model is enough.
+    the likeliest after those before it, so one pass of the model is enough.
     """
     for prompt, output in zip(prompts, found, strict=True):
         assert output == likeliest(reference, (*prompt, *output))[len(prompt) - 1 : -1]

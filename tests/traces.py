@@ -51,7 +51,7 @@ CPU = {
 
 
 class MadeTrace:
-    """Steps one behind the other, and the sequences that ended meanwhile.
+    """Steps one after the other, and the sequences that ended meanwhile.
 
     Args:
         facts: of the engine.

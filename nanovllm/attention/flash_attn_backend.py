@@ -35,7 +35,7 @@ class FlashAttentionBackend(TritonStore):
         if needs.head_dim not in HEAD_DIMS:
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if needs.fp8:
-            return "it reads no FP8 KV cache with an exponent for each head and token"
+            return "does not support an FP8 KV cache with exponents per token and head"
         if needs.softcap or needs.sinks:
             return "this model has soft-capped scores or attention sinks"
         if refusal := triton_refusal(needs.device):  # the KV store is a Triton kernel
@@ -45,7 +45,7 @@ class FlashAttentionBackend(TritonStore):
         try:
             import flash_attn  # noqa: F401
         except ImportError as error:  # built for another torch, say
-            return f"the package flash-attn does not import: {error}"
+            return f"the package flash-attn cannot be imported: {error}"
         return None
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ class TritonBackend(TritonStore):
         if needs.head_dim not in HEAD_DIMS:
             return f"head_dim {needs.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         if needs.fp8 and needs.head_dim < 32:  # pairs of columns are too few for tensor cores
-            return f"reads an FP8 KV cache for head_dim from 32 on, not {needs.head_dim}"
+            return f"supports an FP8 KV cache for head_dim from 32 on, not {needs.head_dim}"
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:

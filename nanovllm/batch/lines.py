@@ -169,7 +169,7 @@ def lock(fd: int, path: Path) -> None:
     except ImportError:
         raise ValueError(
             f"{path} must be written on Linux or macOS, got a system without file locks (fcntl): "
-            "leave out the output, and redirect what the command prints"
+            "leave out the output, and redirect the command's standard output"
         ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -52,7 +52,7 @@ def format_of(path: str | Path, given: str | None, name: str, formats: tuple[str
         return "parquet"
     if found is None:
         raise ValueError(
-            f"`{name}` must be given for a file with another suffix than {', '.join(SUFFIXES)}, "
+            f"`{name}` must be given for a file with a suffix other than {', '.join(SUFFIXES)}, "
             f"got {str(path)!r}: pass one of {', '.join(formats)}"
         )
     return found

@@ -69,8 +69,8 @@ class ResumableSink:
         if kind == "text":
             raise ValueError(
                 f"`output_format` must be jsonl or parquet for a file, got text for {str(path)!r}: "
-                "write JSON lines, whose `generated_text` is the text, or leave out the output and "
-                "redirect what the command prints with --output-format text"
+                "write JSON lines, with the text in `generated_text`, or leave out the output and "
+                "redirect the standard output of --output-format text"
             )
         self._store = STORES[kind](self.path)
         try:
@@ -100,7 +100,7 @@ class ResumableSink:
             return
         if not file.exists():
             raise ValueError(
-                f"{self.path} already exists and is not the output of such a job (there is no "
+                f"{self.path} already exists and is not the output of a job (there is no "
                 f"{file}): choose another output, or remove it"
             )
         try:
@@ -112,7 +112,7 @@ class ResumableSink:
         if changes := [*differences(old, job)]:
             raise ValueError(
                 f"{self.path} was begun by another job: {'; '.join(changes)}; choose another "
-                "output, or pass the same again"
+                "output, or pass the same values again"
             )
 
     def _recover(self) -> None:
@@ -175,10 +175,9 @@ class ResumableSink:
     def _check_content(self, row: Row) -> None:
         if self._has_changed(row):
             raise ValueError(
-                f"row {row.number} (the first is 0) must be as it was when its result in "
-                f"{self.path} was computed, got another under the `custom_id` {row.custom_id!r}: "
-                "choose another output, or have such rows computed again: --recompute-changed, "
-                "`drop_changed`"
+                f"row {row.number} (counting from 0) must be unchanged since its result in "
+                f"{self.path}, got a changed one under the `custom_id` {row.custom_id!r}: choose "
+                "another output, or recompute changed rows: --recompute-changed, `drop_changed`"
             )
 
     @property

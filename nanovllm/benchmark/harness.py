@@ -47,7 +47,7 @@ def run_once(
     seconds = time.perf_counter() - start
     for output, param in zip(outputs, params, strict=True):
         if len(output.outputs[0].token_ids) != param.max_tokens:
-            raise RuntimeError(f"request {output.request_id} did not run to its length")
+            raise RuntimeError(f"request {output.request_id} ended before its full length")
     return sum(num_new_tokens(params)), seconds
 
 

@@ -28,7 +28,7 @@ def has_file(path: Path) -> bool:
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         if not os.path.lexists(path):
             return False
-        found = f"a link that leads nowhere ({error})"
+        found = f"a dangling link ({error})"
     raise ValueError(f"{path} must be a file, got {found}: download the checkpoint again")
 
 

@@ -51,7 +51,7 @@ def read_sampling_params(model: str) -> SamplingParams:
     ignored = [key for key, is_nothing in UNREAD_KEYS.items() if not is_nothing(values.get(key))]
     if ignored:
         logger.warning(
-            "%s: ignoring %s, which would change texts in transformers",
+            "%s: ignoring %s, which transformers would apply",
             Path(model) / GENERATION_CONFIG,
             ", ".join(f"`{key}`" for key in ignored),
         )

@@ -37,8 +37,8 @@ def checkpoint_directory(model: str, revision: str | None, *, weights: bool = Tr
         return model
     if model.endswith(".gguf"):
         raise ValueError(
-            f"`model` {model!r} is a GGUF file, which is not read: pass the checkpoint that it was "
-            "made from, in safetensors"
+            f"`model` {model!r} is a GGUF file, which is not supported: pass the original "
+            "checkpoint in safetensors"
         )
     if not NAME.fullmatch(model) or os.path.lexists(model):
         raise ValueError(
@@ -111,14 +111,14 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
             name, revision=revision, allow_patterns=_wanted(weights), ignore_patterns=NOT_WANTED
         )
     except GatedRepoError:
-        reason, remedy = "it is for those who have agreed to its terms", f"do so on {page}, and set"
+        reason, remedy = "it is gated", f"accept its terms on {page}, and set"
         remedy += " HF_TOKEN to a token of yours"
     except RepositoryNotFoundError:
-        reason = "the hub has no such name, or it is private"
-        remedy = "correct the name, or set HF_TOKEN to a token that may read it"
+        reason = "the hub has no such repository, or it is private"
+        remedy = "correct the name, or set HF_TOKEN to a token with access to it"
     except RevisionNotFoundError:
         reason = f"it has no revision {revision!r}"
-        remedy = f"see {page} for those that it has"
+        remedy = f"see {page} for its revisions"
     except (OSError, HTTPError) as error:  # from the hub, the network or the disk
         reason = str(error).partition("\n")[0].removeprefix("Got: ") or type(error).__name__
         remedy = "try again, or pass the directory of a checkpoint"
@@ -126,4 +126,4 @@ def _download(name: str, revision: str | None, weights: bool) -> str:
             reason = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
             remedy = "unset it, or pass the directory of a checkpoint"
     # Outside the block: inside it, some sixty lines of the hub library's frames would come first.
-    raise ValueError(f"`model` {name!r} cannot be had: {reason}; {remedy}")
+    raise ValueError(f"`model` {name!r} is not available: {reason}; {remedy}")

@@ -222,7 +222,7 @@ def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | No
         return None  # only the experts are quantised
     found = read_quantization(raw)
     if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
-        remedy = "take the original weights"
+        remedy = "use the original weights"
         if not family.packed_experts:
             remedy += ", or a checkpoint in FP8"
         raise ValueError(

@@ -123,12 +123,12 @@ def choose(asked: str | None, found: Quantization | None, packed: bool) -> Quant
     if found is not None or asked != WHILE_LOADING.method:
         has = f"is quantised by {found.method!r}" if found else "is not quantised"
         raise ValueError(
-            f"`quantization` {asked!r}: the checkpoint {has}, and is read as it is: leave it out"
+            f"`quantization` {asked!r} contradicts the checkpoint, which {has}: leave it out"
         )
     if packed:
         raise ValueError(
-            f"`quantization` {asked!r} is not supported for experts that a checkpoint has in one "
-            "tensor (gpt-oss): leave it out"
+            f"`quantization` {asked!r} is not supported for experts that are stored in one tensor "
+            "(gpt-oss): leave it out"
         )
     return WHILE_LOADING
 
@@ -142,7 +142,7 @@ def format_of(found: Quantization | None) -> str:
 
 def _refusal(method: Any) -> ValueError:
     return ValueError(
-        f"config.json: `quantization_config` {method!r} is not supported: take a checkpoint in FP8 "
+        f"config.json: `quantization_config` {method!r} is not supported: use a checkpoint in FP8 "
         "(`fp8`, or `compressed-tensors` of 8-bit floats) or in INT4 (`awq`, `gptq`, or "
         "`compressed-tensors` of 4-bit integers), or the original weights"
     )
@@ -159,8 +159,8 @@ def _check_all_are(found: dict[str, Any]) -> None:
             is_other |= str(name).rstrip("$").endswith(ROUTER)
             if any(part in str(name) for part in QUANTIZED) and not is_other:
                 raise ValueError(
-                    f"config.json: `{key}` leaves {name} unquantised, which is not supported: take "
-                    "a checkpoint in which all linear layers are quantised, or the original weights"
+                    f"config.json: `{key}` leaves {name} unquantised, which is not supported: use "
+                    "a checkpoint with all linear layers quantised, or the original weights"
                 )
     for key, effect in (("lm_head", "the LM head"), ("dynamic", "some layers differently")):
         if found.get(key):
@@ -179,7 +179,7 @@ def _read_fp8(found: dict[str, Any]) -> Fp8:
 def _read_compressed(found: dict[str, Any]) -> Quantization:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
-        raise _refusal("compressed-tensors without one group of layers")
+        raise _refusal("compressed-tensors without exactly one config group")
     unused = {"transform_config": ("config_groups", {}), "sparsity_config": ("format", "dense")}
     for key, (part, nothing) in unused.items():
         what = found.get(key) or {}
@@ -188,7 +188,7 @@ def _read_compressed(found: dict[str, Any]) -> Quantization:
     [group] = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
-        raise _refusal("compressed-tensors of anything but all linear layers")
+        raise _refusal("compressed-tensors with other targets than Linear")
     kind, bits = weights.get("type"), read_value(weights, "num_bits", int, 0)
     strategy, method = weights.get("strategy"), "compressed-tensors"
     if (kind, bits) == ("int", 4):
@@ -264,8 +264,8 @@ def _check_bits(found: dict[str, Any]) -> None:
 def _refuse_act_order(has: Any) -> None:
     if has:
         raise ValueError(
-            "config.json: act-order (`desc_act`, `actorder`) is not supported: take a checkpoint "
-            "without, or the original weights"
+            "config.json: act-order (`desc_act`, `actorder`) is not supported: use a checkpoint "
+            "without it, or the original weights"
         )
 
 
@@ -274,7 +274,7 @@ def _read_group(found: dict[str, Any]) -> int:
     size = read_value(found, key, int, minimum=-1)
     if size not in GROUPS:
         raise ValueError(
-            f"config.json: `{key}` of INT4 weights must be 32, 64 or 128, got {size}: take another "
+            f"config.json: `{key}` of INT4 weights must be 32, 64 or 128, got {size}: use another "
             "checkpoint, or the original weights"
         )
     return size

@@ -28,8 +28,8 @@ def refuse_directory(directory: Path) -> None:
         )
     if not has_file(directory / "config.json") and any(directory.glob("*.gguf")):
         raise ValueError(
-            f"{directory} holds GGUF files, which are not read: pass the checkpoint that they were "
-            "made from, in safetensors"
+            f"{directory} holds GGUF files, which are not supported: pass the original checkpoint "
+            "in safetensors"
         )
 
 
@@ -50,7 +50,7 @@ def _why(name: str, raw: dict[str, Any]) -> str:
         return ": it reads images or sound; pass a text-only model"
     if raw.get("auto_map"):
         return (
-            ": it is Python code of the checkpoint by `auto_map`, and no code of a checkpoint is "
-            "run; pass a model that transformers implements itself"
+            ": it is Python code in the checkpoint (`auto_map`), which is never run; pass a model "
+            "that transformers implements itself"
         )
     return f"; supported: {', '.join(FAMILIES)}"

@@ -83,8 +83,8 @@ def read_rope(raw: dict[str, Any], kind: str, head_dim: int, interleaved: bool) 
     rotary_dim = int(head_dim * share)
     if rotary_dim % 2 or not rotary_dim:
         raise ValueError(
-            "config.json: `partial_rotary_factor` of RoPE must leave an even number of `head_dim` "
-            f"{head_dim}, got {share}"
+            "config.json: `partial_rotary_factor` of RoPE must select an even number of dimensions "
+            f"of `head_dim` {head_dim}, got {share}"
         )
     scaling = _scaling(raw, given, rope_type, rotary_dim)
     return RopeParameters(theta, rotary_dim, rope_type, interleaved, **scaling)

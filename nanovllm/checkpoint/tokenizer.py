@@ -38,9 +38,9 @@ def load_tokenizer(model: str) -> Any:
     own_code = CONFIG in files and bool(read_json(Path(model) / CONFIG).get("auto_map"))
     if own_code and WHOLE not in files:
         raise ValueError(
-            f"the tokenizer of {model} is Python code by `auto_map` of its {CONFIG}, and there is "
-            f"no `trust_remote_code`: no code of a checkpoint is run. Put a {WHOLE} there, or take "
-            "the tokenizer's files away and pass prompts as token ids"
+            f"the tokenizer of {model} is Python code (`auto_map` in its {CONFIG}), and code from "
+            "a checkpoint is never run (there is no `trust_remote_code`): add a "
+            f"{WHOLE}, or remove the tokenizer's files and pass prompts as token ids"
         )
     with _importing:
         begin = time.perf_counter()
@@ -61,5 +61,5 @@ def _log_import(seconds: float) -> None:
     """Log that an import was slow, and the version that makes it fast."""
     if seconds > SLOW:
         installed = version("transformers")
-        remedy = "" if Version(installed) >= Version(FAST) else f"; {FAST} takes less than one"
+        remedy = "" if Version(installed) >= Version(FAST) else f"; {FAST} needs less than one"
         logger.info("tokenizer: transformers %s imported in %.1f s%s", installed, seconds, remedy)

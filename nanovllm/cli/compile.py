@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             "`--device` must be cuda or auto, got 'cpu': a CPU has no kernels to compile"
         )
     if find_spec("triton") is None:
-        raise ValueError("the package triton, which compiles kernels, is not installed")
+        raise ValueError("Triton, which compiles the kernels, is not installed")
     card = find_card(args.capability)
     from triton import knobs
 
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if needs_launchers(card.target) and not links:
         print(
             "Their launchers are not: this version of Triton links them with NVIDIA's driver, "
-            "libcuda.so.1, which is not here (TRITON_LIBCUDA_PATH names a directory that has it). "
-            "The first start links them, in a third of a second for each kind of arguments."
+            "libcuda.so.1, which is missing here (set TRITON_LIBCUDA_PATH to its directory). The "
+            "first start links them, in a third of a second per signature."
         )
     for reason in dict.fromkeys(failed.values()):
         names = [job.function for job, why in failed.items() if why == reason]
@@ -86,7 +86,7 @@ def check_writable(cache: str) -> None:
     except OSError as error:
         raise ValueError(
             f"Triton's cache {cache!r} cannot be written ({error.strerror}): set TRITON_CACHE_DIR "
-            "to a directory that can be"
+            "to a writable directory"
         ) from None
 
 

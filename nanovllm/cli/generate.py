@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        help="directory of a checkpoint, or its name on the hub (required, so that answers to a "
-        "file never come from the package's small model by accident)",
+        help="directory of a checkpoint, or its name on the hub (required, so that a job never "
+        "runs on the package's small model by accident)",
     )
     add("--input", required=True, metavar="FILE", help="rows; - for standard input")
     add("--output", default=STANDARD, metavar="FILE", help="results; - (default): standard output")
@@ -81,18 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_shard,
         default=(1, 1),
         metavar="I/N",
-        help="each N-th row, beginning with the I-th: one of N jobs, each with its own output",
+        help="every N-th row, starting with the I-th: one of N jobs, each with its own output",
     )
     add(
         "--retry-errors",
         action="store_true",
-        help="compute rows again whose result in the output is an error",
+        help="recompute rows whose result in the output is an error",
     )
     add(
         "--recompute-changed",
         action="store_true",
-        help="compute rows again that have changed under the same custom_id since their result in "
-        "the output",
+        help="recompute rows that have changed under the same custom_id since their result in the "
+        "output",
     )
     add("--chat", action="store_true", help="prompts are messages of a user, not texts to continue")
     add("--chat-template", metavar="FILE", help="a Jinja template, in place of the checkpoint's")
@@ -298,7 +298,7 @@ def _look_for_changes(call: _Call) -> None:
     if not call.recomputes:
         sink.check(call.read_again())
     elif count := sink.drop_changed(call.read_again()):
-        say(f"rows that have changed, and are computed again: {count:,}")
+        say(f"changed rows, computed again: {count:,}")
 
 
 class _FileError(Exception):

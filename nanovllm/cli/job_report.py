@@ -43,7 +43,7 @@ class Report:
         """Count a result that has been written."""
         self._num_tokens += result.num_generated_tokens
         if result.error is not None and not self._first_error:
-            self._first_error = f"row {result.row.number} (the first is 0): {result.error}"
+            self._first_error = f"row {result.row.number} (counting from 0): {result.error}"
         if not self._bar.disable:
             rate = self._num_tokens / (time.perf_counter() - self._began)
             shown = f"{rate:,.0f} tok/s, {self._sink.num_errors} errors"

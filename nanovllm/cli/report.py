@@ -3,10 +3,10 @@
     nanovllm report trace.json
 
 TRACE is a file recorded by `--trace PATH`, `LLM(model, trace=PATH)` or `with llm.trace(PATH)`. The
-page has throughput, batch and KV pool over time, latencies, and in words the limits of the run; the
-words are printed, too. The share of the roofline needs the device's limits: those of an H200 are
-known, others are given by --bandwidth and --flops. The page needs pip install "plotly>=6"; without
-it the command prints the words, and ends with code 2.
+page names the bottlenecks and their remedies, and charts throughput, batch and KV pool over time,
+and latencies; the command prints its words. The share of the roofline needs the device's limits:
+an H200's are known, others are given by --bandwidth and --flops. The page needs
+pip install "plotly>=6"; without it the command prints the words and exits with code 2.
 """
 
 import argparse

@@ -217,7 +217,7 @@ class Rehearsing(Builder):
     def start_compiler(self) -> Compiler:
         compiler = super().start_compiler()
         if compiler is None:
-            raise ValueError("no process that compiles can be started")
+            raise ValueError("the compile server cannot be started")
         return compiler
 
     def choose(self) -> tuple[Build, str]:
@@ -225,7 +225,7 @@ class Rehearsing(Builder):
         if build.backend.name == "torch":
             raise ValueError(
                 "kernels cannot be compiled ahead with `attention_backend` torch, which reads "
-                f"computed values, and here nothing is computed ({reason})"
+                f"computed values: nothing is computed here ({reason})"
             )
         return build, reason
 

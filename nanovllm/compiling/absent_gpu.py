@@ -28,8 +28,8 @@ class AbsentGPU:
 
     Args:
         target: GPU to compile for.
-        launcher: function that makes, and so compiles, the code that passes a kernel its arguments;
-            None: that is not compiled.
+        launcher: function that compiles the code that passes a kernel its arguments; None: this
+            code is not compiled.
     """
 
     def __init__(self, target: Target, launcher: Callable[..., object] | None = None) -> None:

@@ -259,8 +259,8 @@ class Compiler:
         self._end_processes()  # or the server would be a zombie as long as the engine lives
         if count and not self._is_closed:
             logger.warning(
-                "the process that compiles kernels has ended: %d of them are compiled when they "
-                "are first launched, which takes longer",
+                "the compile server has ended: %d kernels will be compiled at their first launch, "
+                "which takes longer",
                 count,
             )
 
@@ -294,7 +294,7 @@ def _start(fd: int, target: Target, most: int, directory: str) -> "subprocess.Po
         OSError: if Python cannot be started.
     """
     if not sys.executable or getattr(sys, "frozen", False):  # by PyInstaller: it is our program
-        raise OSError("this program has no Python that can be started")
+        raise OSError("this program has no Python executable to start")
     path = [entry for entry in sys.path if isinstance(entry, str)]
     asked = f"{fd}, {json.dumps(target)!r}, {most}"
     code = f"import sys; sys.path[:] = {path!r}; from {SERVER} import main; main({asked})"

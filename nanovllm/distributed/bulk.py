@@ -74,7 +74,7 @@ class Gathered(NamedTuple):
         """All rows [T, M], after waiting for them; the next step overwrites them."""
         for _ in self.parts():
             pass
-        assert isinstance(self.rows, torch.Tensor), "codes are for products"
+        assert isinstance(self.rows, torch.Tensor), "only matrix products take codes"
         return self.rows
 
 

@@ -152,7 +152,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise LostContactError(f"an exchange with other ranks has failed: {error}") from error
+            raise LostContactError(f"communication with the other ranks failed: {error}") from error
 
     def abort(self) -> None:
         """End every wait for the other ranks, since one of them has died. From any thread.
@@ -177,7 +177,7 @@ class Group:
             backend.abort()
         except RuntimeError as error:
             logger.warning(
-                "%s has not ended (%s): its memory and connections are freed with this process",
+                "%s did not shut down (%s): its memory and connections are freed with this process",
                 self.name, error,
             )  # fmt: skip
 

@@ -125,7 +125,7 @@ class Nccl:
         self._collective("ncclBroadcast", x, x, ctypes.c_size_t(x.nbytes), INT8, root)
 
     def _collective(self, name: str, x: torch.Tensor, out: torch.Tensor, *args: object) -> None:
-        assert x.is_contiguous() and out.is_contiguous(), "NCCL knows no strides"
+        assert x.is_contiguous() and out.is_contiguous(), "NCCL needs contiguous tensors"
         stream = torch.cuda.current_stream(self._device).cuda_stream
         addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
         with self._one_call():

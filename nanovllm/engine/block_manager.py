@@ -258,7 +258,7 @@ class BlockManager:
         # Tail first: the end of a chain is useless without its beginning, so it ages first.
         for block_id in reversed(kv.table[kv.num_dropped :]):
             self._give_back(self.blocks[block_id])
-        # Likewise those that came back before, if they still hold the chain.
+        # The same for blocks that came back before, if they still hold the chain.
         dropped = zip(kv.table[: kv.num_dropped], kv.hashes, strict=False)
         for block_id, chain_hash in reversed(list(dropped)):
             if block_id in self.cached_block_ids and self.blocks[block_id].hash == chain_hash:

@@ -27,13 +27,13 @@ R = TypeVar("R", bound=AnyRequest)
 
 
 class Core(ABC, Generic[R]):
-    """Not thread-safe: `LLMEngine` holds a lock.
+    """The state and the interface of a core. Not thread-safe: `LLMEngine` holds a lock.
 
     Attributes:
         requests: unfinished requests by their ids.
         finished: finished requests without a listener, until `forget_finished`.
         metrics: counters of the work done.
-        timeline: records what this process computes; None: nobody does.
+        timeline: recording of this process's work; None: no recording.
         abort_later: takes a set of ids. The next call of the engine aborts these requests first.
             Streams use it: Python may collect their generator in the middle of another call, where
             aborting is unsafe.

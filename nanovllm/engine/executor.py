@@ -128,12 +128,12 @@ class Executor:
     def _controls_of(
         self, plan: StepPlan, scheduled: list[ScheduledSequence], newest: InFlightStep | None
     ) -> Controls | None:
-        """None if no sequence has any. Waits for the tokens of `newest` if they depend on them."""
+        """Controls of a step; None without any. Waits for `newest` if they depend on its tokens."""
         if not plan.controlled.any():
             return None
         last_tokens: LastTokens = {}
         if self._controls.needs_tokens(scheduled):
-            assert newest is not None, "tokens are pending, and no step is in flight"
+            assert newest is not None, "tokens are pending without a step in flight"
             since = time.perf_counter()
             last_tokens = dict(zip(newest.sampled(), self.wait(newest.tokens), strict=True))
             self.waited = since, time.perf_counter()

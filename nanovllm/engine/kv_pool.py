@@ -29,7 +29,7 @@ class KVCachePool:
     to its part.
 
     Args:
-        model: on its device.
+        model: model on its device.
         config: the engine's options.
         group: the ranks that the model is split over.
         device: torch.device of the tensors.
@@ -69,7 +69,7 @@ class KVCachePool:
 
         Args:
             max_model_len: tokens of the longest sequence.
-            own_now, own_peak: on a GPU, see `memory.num_blocks_for_cuda`.
+            own_now, own_peak: memory used on a GPU, see `memory.num_blocks_for_cuda`.
 
         Raises:
             ValueError: if not one block fits.
@@ -154,7 +154,7 @@ class KVCachePool:
     def max_tokens(self, num_blocks: int) -> int:
         """The number of tokens of the longest sequence that so many blocks hold, alone."""
         block_size, (*_, sliding) = self._config.kvcache_block_size, self.kinds
-        # Those that a step sees, and those that it computes; the first and last are not full.
+        # Blocks that a step sees or computes; the first and the last are not full.
         step = sliding.window + self._config.max_num_batched_tokens
         most = cdiv(step, block_size) + 2
         return max_blocks_of_one(num_blocks, self.kinds, most) * block_size
@@ -184,7 +184,7 @@ class KVCachePool:
         )
         if tokens < max_model_len:
             logger.warning(
-                "the KV cache holds %d tokens, so sequences end there and not at max_model_len %d",
+                "the KV cache holds %d tokens, so sequences end there, before max_model_len %d",
                 tokens,
                 max_model_len,
             )

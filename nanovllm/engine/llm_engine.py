@@ -113,7 +113,7 @@ class LLMEngine:
         )
 
     def _start(self) -> None:
-        self.executor.launch()  # what follows runs beside the start of other processes
+        self.executor.launch()  # the rest runs beside the start of other processes
         parts = self._assemble()
         self.core, self._intake, self._make = parts.core, parts.intake, parts.make
         self._describe, self.max_model_len = parts.describe, parts.max_model_len
@@ -140,7 +140,7 @@ class LLMEngine:
             self._grammars.prepare()
 
     def _facts(self) -> dict[str, Any]:
-        """For a recording."""
+        """Facts about the engine, for a recording."""
         return engine_facts(self.config, self.model_config, self._describe())
 
     def __repr__(self) -> str:
@@ -339,7 +339,7 @@ class LLMEngine:
         try:
             self._close()
         except Exception:
-            logger.warning("the engine could not be closed in order", exc_info=True)
+            logger.warning("the engine did not shut down cleanly", exc_info=True)
 
     def __enter__(self) -> Self:
         with self._lock:

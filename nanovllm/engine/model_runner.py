@@ -45,7 +45,7 @@ class ModelRunner:
         built: all that the steps need.
 
     Attributes:
-        built: the same, until `exit`.
+        built: the argument `built`, until `exit`.
         group: the ranks that the model is split over.
         timer: times steps on the device; None where nobody wants to know.
     """

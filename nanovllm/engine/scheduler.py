@@ -134,7 +134,7 @@ class Scheduler:
         return scheduled
 
     def _schedule_decodes(self) -> list[ScheduledSequence] | None:
-        """None if sequences must be preempted, but a step that writes their blocks is in flight."""
+        """The next decodes; None if a step in flight writes blocks that preemption must free."""
         decoding = [
             seq
             for seq in self.running
@@ -262,7 +262,7 @@ class Scheduler:
         self.num_preemptions += 1
         if self.num_preemptions == 1:
             logger.warning(
-                "the KV cache is full: sequences are preempted and computed again (counted in "
+                "the KV cache is full: sequences are preempted and recomputed (counted in "
                 "metrics()); a larger cache or a smaller max_num_seqs avoids it"
             )
 
@@ -327,7 +327,7 @@ class Scheduler:
         self.num_failures += 1
         if self.num_failures == 1:
             logger.warning(
-                "request %d ends with an error: %s (further ones are counted in metrics())",
+                "request %d ends with an error: %s (further ones are only counted, see metrics())",
                 seq.request_id,
                 NOT_NUMBERS,
             )
@@ -362,7 +362,7 @@ class Scheduler:
 
     def forget_steps(self) -> None:
         """The steps in flight will not be booked."""
-        assert self.is_finished(), "there are sequences left that need their tokens"
+        assert self.is_finished(), "sequences are left that need their tokens"
         self._num_in_flight = 0
 
     def describe(self) -> dict[str, int | float]:

@@ -26,10 +26,10 @@ class Step:
     """The model, and the sampler without controls. CUDA graphs capture it.
 
     Args:
-        model: on its device.
+        model: model on its device.
         build: values that its layers were built with.
         vocab_size: V
-        max_num_seqs: the most sequences that run at once.
+        max_num_seqs: maximum number of running sequences.
         device: torch.device of the model.
 
     Attributes:
@@ -85,7 +85,7 @@ class Built:
     Attributes:
         device: torch.device of this rank.
         build: values that the layers were built with.
-        backend_reason: why attention has its backend.
+        backend_reason: reason for the attention backend.
         members: decodes of a tile of shared prefixes; 0: none share.
         step: the model and the sampler.
         pool: the memory of the KV blocks.

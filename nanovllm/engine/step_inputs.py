@@ -74,7 +74,7 @@ def view(
         num_keys=num_keys,
         slots=parts["slots"],
         facts={name: parts[name] for name, fact in FACTS.items() if fact.rows != "samples"},
-        # Where no row samples, all are computed: kernels want some.
+        # If no row samples, all are computed: kernels need at least one.
         kept_rows=None if every_row or not size.samples else rows,
         prefixes=prefixes,
         window_slot_mapping=parts["window_slot_mapping"] if size.windowed else None,

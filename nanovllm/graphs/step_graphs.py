@@ -138,8 +138,8 @@ class StepGraphs:
         if not self._is_full and torch.cuda.mem_get_info(self._device)[0] < self._spare:
             self._is_full = True
             logger.warning(
-                "too little memory is left for more CUDA graphs of steps with prompts, which are "
-                "launched kernel by kernel: a lower gpu_memory_utilization leaves more"
+                "too little memory for more CUDA graphs of prefill steps, which run kernel by "
+                "kernel: a lower gpu_memory_utilization leaves more"
             )
         return not self._is_full
 

@@ -91,7 +91,9 @@ def _launch(
     shape = (T, M) if parts or peers is not None else x.shape
     if out is None and act_block is not None and T > 1:
         out = empty_codes(T, M, act_block, x.device)
-    assert not isinstance(out, Codes) or out.block[1] == (act_block or M), "`act_block` is of `out`"
+    assert not isinstance(out, Codes) or out.block[1] == (act_block or M), (
+        "`act_block` must be that of `out`"
+    )
     normed = spare_rows(*shape, like=weight) if out is None else out
     results = (normed.codes, normed.scales) if isinstance(normed, Codes) else (normed, None)
     sums = residual is not None or peers is not None or parts > 0
@@ -100,7 +102,7 @@ def _launch(
     num_warps = min(16, max(1, BLOCK // 512))
     if parts > 1 and T <= FEW_ROWS and BLOCK >= 4096 and peers is None:
         num_warps = 32  # with more threads that read, it ends sooner (measured on an H200)
-    assert peers is None or peers.max_rows >= T, f"{T} rows do not fit what ranks exchange"
+    assert peers is None or peers.max_rows >= T, f"{T} rows do not fit the exchange of the ranks"
     assert peers is None or 32 * num_warps <= BLOCK, f"{M} elements have several threads each"
     _rms_norm_kernel[(T,)](
         x, x if residual is None else residual.contiguous(), weight, *results, total, eps,

@@ -166,8 +166,8 @@ def with_own_head(config: ModelConfig, directory: Path) -> ModelConfig:
     if not {embedding, head} <= files.keys() or _are_equal(files, embedding, head):
         return config
     logger.warning(
-        "%s: config.json says `tie_word_embeddings`, but %s differs from %s: both are read, as by "
-        "transformers; correct `tie_word_embeddings` to false",
+        "%s: config.json sets `tie_word_embeddings`, but %s differs from %s: both are loaded, as "
+        "in transformers; set `tie_word_embeddings` to false",
         directory,
         head,
         embedding,
@@ -190,13 +190,13 @@ def _warn_of_unread_files(directory: Path, read: Container[Path]) -> None:
     """Warn of weights that other libraries would read from a checkpoint and this one does not."""
     if directory / SINGLE not in read and has_file(directory / SINGLE):
         logger.warning(
-            "%s is not read, as %s names other files: delete whichever is out of date",
+            "%s is ignored because %s names other files: delete whichever is out of date",
             directory / SINGLE,
             INDEX,
         )
     if has_file(directory / ADAPTER):
         logger.warning(
-            "%s is not read: if its adapter is not in the weights yet, merge it into them (peft: "
+            "%s is ignored: if its adapter is not in the weights yet, merge it into them (peft: "
             "`merge_and_unload` and `save_pretrained`)",
             directory / ADAPTER,
         )
@@ -225,11 +225,13 @@ class Matching(NamedTuple):
             problems.append(f"not used by this model: {_names(self.unused)}")
         of_codes = [name for name in self.missing + self.unused if name.endswith(OF_CODES)]
         if of_codes and not any(name.endswith(OF_CODES) for name in self.shards):
-            problems.append("its weights are quantised, which `quantization_config` must describe")
+            problems.append(
+                "its weights are quantised without a `quantization_config` that describes them"
+            )
         elif of_codes:
             problems.append(
-                "if no file is missing, it is not quantised as `quantization_config` says, with "
-                "all linear layers and nothing else: take a checkpoint that is, or the original "
+                "unless a file is missing, its quantisation contradicts `quantization_config`: use "
+                "a checkpoint with all linear layers and nothing else quantised, or the original "
                 "weights"
             )
         return problems
@@ -284,7 +286,7 @@ def load_model(
         files = {name: file for name, file in files.items() if not name.startswith(OTHER_PARTS)}
     matching = match(own, files, is_part)
     if problems := matching.problems():
-        raise ValueError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+        raise ValueError(f"{directory} does not match its config.json: {'; '.join(problems)}")
     shards = {name: shard for name, shard in matching.shards.items() if name in files}
     by_file = sorted(shards, key=lambda name: (shards[name].comes_last, files[name]))
     _check_tensors(by_file, shards, files)
@@ -309,7 +311,7 @@ def _check_tensors(
             present = set(tensors.keys())
             for name in of_file:
                 if name not in present:
-                    raise ValueError(f"{file} lacks the tensor {name} that {INDEX} puts there")
+                    raise ValueError(f"{file} lacks the tensor {name} that {INDEX} assigns to it")
                 shards[name].check(name, tensors.get_slice(name))
 
 

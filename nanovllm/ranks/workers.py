@@ -136,7 +136,7 @@ class Workers:
         """
         if self._closing or self.failure is not None:
             # Not `failure` itself: it would keep alive the frames of whoever waits here.
-            raise RuntimeError("the ranks do not meet any more")
+            raise RuntimeError("the ranks' rendezvous is closed")
         return self._tell(key, value)
 
     def _tell(self, key: str, value: bytes | None) -> bytes | None:

@@ -196,7 +196,7 @@ class Replicas:
             try:
                 self._start(number)
             except (OSError, RuntimeError):  # no memory, no process, no thread
-                logger.warning("replica %d cannot be started again", number, exc_info=True)
+                logger.warning("replica %d cannot be restarted", number, exc_info=True)
                 again = False
         self.is_broken = not self._replicas
         return again

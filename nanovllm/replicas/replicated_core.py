@@ -127,17 +127,17 @@ class ReplicatedCore(Core[RemoteRequest]):
         how = f"replica {replica} {how_ended(ended.exit_code)}"
         trace = f". Its traceback:\n{ended.failure.traceback}" if ended.failure.traceback else ""
         logger.warning(
-            "%s; %d requests that it had not finished wait for another, and it is %s%s",
+            "%s; its %d unfinished requests go to another replica, and it is %s%s",
             how,
             len(lost),
-            "started again" if again else "not started again: it has ended too often",
+            "restarted" if again else "not restarted: it has ended too often",
             trace,
         )
         if self._replicas.is_broken:
             raise self._replicas.error(replica, ended)
         for request in lost:
             if request.num_losses >= MAX_LOSSES:
-                self._take(request, request.fail(f"{how} while it computed this request{trace}"))
+                self._take(request, request.fail(f"{how} while computing this request{trace}"))
 
     def abort(self, request_ids: Iterable[int]) -> int:
         """Drop the unfinished ones of these requests. Returns their number."""

@@ -1,4 +1,4 @@
-"""A trace as a page: read, summed up, explained and drawn. Imports no torch.
+"""A trace as a page: read, summarised, explained and drawn. Imports no torch.
 
 Doors: `reading`, `summary`, `page` and `words`.
 """

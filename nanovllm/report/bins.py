@@ -1,7 +1,7 @@
-"""`Bins`: the work of steps, over equal parts of a trace's time.
+"""`Bins`: the work of steps, summed over equal parts of a trace's time.
 
-There may be millions of steps, and a chart has at most `NUM_BINS` points: the work of a step is
-spread evenly over its time.
+A trace may have millions of steps, a chart at most `NUM_BINS` points: the work of a step is spread
+evenly over its time.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ NUM_BINS = 240
 class Bins:
     """Equal parts of the time from the first step to the end of the last.
 
-    Amounts and values are passed as a [steps] array for each of the engines.
+    Amounts and values are lists of [steps] arrays, one per engine.
 
     Attributes:
         times: [bins] middle of each bin, in seconds.
@@ -35,7 +35,7 @@ class Bins:
         return [each[name] for each in self._engines]
 
     def sums(self, amounts: Sequence[Floats]) -> Floats:
-        """[bins] sum of amounts over all engines."""
+        """[bins] sums of amounts over all engines."""
         pairs = zip(self._engines, amounts, strict=True)
         return np.sum([self.spread(*pair) for pair in pairs], 0)
 
@@ -44,7 +44,9 @@ class Bins:
         return self.sums(self.column(name)) / self.width
 
     def levels(self, name: str) -> Floats:
-        """[bins] mean of a column that counts what exists at a time, of all engines together."""
+        """[bins] mean of a column that counts things at a time (running sequences), summed over all
+        engines.
+        """
         amounts = [each[name] * each["seconds"] for each in self._engines]
         return self.sums(amounts) / self.width
 

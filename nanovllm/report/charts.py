@@ -1,4 +1,4 @@
-"""The charts of a report: curves over time, and distributions of times. Needs plotly.
+"""The charts of a report: curves over time, and latency distributions. Needs plotly.
 
 Colours of text and lines are the page's, light or dark (`page.py`).
 """
@@ -22,16 +22,16 @@ BLUE, ORANGE, GREEN, RED = "#4c7fe0", "#e08a3c", "#3fa06a", "#d0504c"
 PURPLE, TEAL, GREY = "#9166cc", "#35a3b5", "#8d949e"
 PHASES = {"schedule": BLUE, "launch": ORANGE, "book": GREEN, "between": PURPLE, "wait": GREY}
 HELD_BY = {
-    "blocks": ("no blocks in the pool", RED),
-    "sequences": ("max_num_seqs run", BLUE),
-    "tokens": ("the step was full", ORANGE),
-    "prefix": ("another computes its beginning", TEAL),
+    "blocks": ("no free KV blocks", RED),
+    "sequences": ("max_num_seqs reached", BLUE),
+    "tokens": ("max_num_batched_tokens reached", ORANGE),
+    "prefix": ("shared prefix being computed", TEAL),
 }
 TIMES = {
-    "queue_us": ("In the queue", GREY),
-    "first_token_us": ("To the first token", ORANGE),
-    "token_us": ("For each later token", BLUE),
-    "total_us": ("In all", GREEN),
+    "queue_us": ("Queue time", GREY),
+    "first_token_us": ("Time to first token (TTFT)", ORANGE),
+    "token_us": ("Time per output token (TPOT)", BLUE),
+    "total_us": ("End-to-end latency", GREEN),
 }
 
 
@@ -64,10 +64,10 @@ def charts(summary: Summary) -> list[Chart]:
 def throughput(summary: Summary) -> Chart:
     """Tokens per second."""
     bins = Bins(summary.trace)
-    figure = _over_time("tokens generated / s", "tokens of prompts / s")
+    figure = _over_time("generated tokens / s", "prefill tokens / s")
     _area(figure, bins, bins.rates("sampled_tokens"), "generated", BLUE)
-    _area(figure, bins, bins.rates("prefill_tokens"), "of prompts, computed", ORANGE, row=2)
-    text = "Tokens that requests got, and tokens of prompts that were computed, each second."
+    _area(figure, bins, bins.rates("prefill_tokens"), "prefill", ORANGE, row=2)
+    text = "Tokens per second: generated tokens above, computed prompt tokens (prefill) below."
     return Chart("throughput", "Throughput", text, figure)
 
 
@@ -85,18 +85,20 @@ def sequences(summary: Summary) -> Chart:
         ends = [0, float(bins.edges[-1])]
         limit = go.Scatter(x=ends, y=[most, most], name="max_num_seqs", mode="lines", line=line)
         figure.add_trace(limit, row=1, col=1)
-    text = f"Sequences that ran, of {most:,} that may (max_num_seqs). "
+    text = f"Running sequences (max_num_seqs: {most:,}). "
     if waits.any():
         _area(figure, bins, waits, "waiting", ORANGE, row=2)
         _count_whole(figure, waits.max(), row=2)
-        text += f"Below, those that waited; reasons of the first of them: {_reasons(summary)}."
+        text += f"Below, waiting sequences, and why the first had to wait: {_reasons(summary)}."
     else:
         text += "None waited."
     return Chart("sequences", "Batch occupancy", text, figure)
 
 
 def _reasons(summary: Summary) -> str:
-    """The reasons of the first in the queue for waiting, with shares of its time, largest first."""
+    """The reasons why the first in the queue waited, with shares of the waiting time, largest
+    first.
+    """
     engines, seconds = summary.trace.engines, dict[str, float]()
     for reason, (name, _) in HELD_BY.items():
         seconds[name] = sum(
@@ -116,27 +118,27 @@ def pool(summary: Summary) -> Chart:
     preempted = bins.sums(bins.column("preempted"))
     some = preempted >= 0.5
     num_blocks, size = engines[0].num_blocks, summary.facts["kvcache_block_size"]
-    text = f"KV blocks that sequences hold, of {num_blocks:,} of {size} tokens"
-    text += " in each replica." if len(engines) > 1 else "."
+    text = f"KV blocks held by sequences, out of {num_blocks:,} blocks of {size} tokens"
+    text += " per replica." if len(engines) > 1 else "."
     if some.any():
         marker = {"color": RED, "size": np.minimum(6 + 3 * np.sqrt(preempted[some]), 18)}
         marks = go.Scatter(x=bins.times[some], y=np.ones(some.sum()), mode="markers", marker=marker)
         marks.update(name="preemptions", customdata=preempted[some].round())
         figure.add_trace(marks.update(hovertemplate="%{customdata}"), row=1, col=1)
-        text += " Red: sequences that lost theirs to another."
+        text += " Red: preemptions."
     return Chart("pool", "KV pool", text, figure)
 
 
 def waiting(summary: Summary) -> Chart | None:
-    """The reasons of the first in the queue for waiting, over time."""
+    """The reasons why the first in the queue waited, over time."""
     engines, bins = summary.trace.engines, Bins(summary.trace)
     figure = _over_time("share of the time", share=True)
     for reason, (name, color) in HELD_BY.items():
         seconds = [each["seconds"] * (each.held_by == reason) for each in engines]
         if summary.share(seconds) > 0:
             _area(figure, bins, bins.shares(seconds), name, color, stackgroup="all")
-    text = "Why the first request in the queue had not started; nothing where none waited."
-    return Chart("waiting", "What requests waited for", text, figure) if figure.data else None
+    text = "The reason why the first request in the queue had to wait; empty where none waited."
+    return Chart("waiting", "Reasons for waiting", text, figure) if figure.data else None
 
 
 def host(summary: Summary) -> Chart:
@@ -150,8 +152,8 @@ def host(summary: Summary) -> Chart:
     for name, color in PHASES.items():
         _area(figure, bins, did[name], f"{name} {shares[name]:.0%}", color, stackgroup="all")
     text = (
-        "What the host did: choose a step (schedule), launch it, book its tokens, anything else "
-        "between two steps, or wait for the device."
+        "The host's time: scheduling a step, launching it, waiting for the device, booking its "
+        "tokens, and anything else between two steps."
     )
     if summary.gpu_share is None:
         text += " On a CPU, the launch computes the step."
@@ -159,7 +161,7 @@ def host(summary: Summary) -> Chart:
         busy, name = bins.shares(bins.column("gpu")), f"GPU busy {summary.gpu_share:.0%}"
         line = {"color": RED, "width": 2}
         figure.add_trace(go.Scatter(x=bins.times, y=np.minimum(busy, 1), name=name, line=line))
-        text += " The red line is the share of the time that the GPU computed."
+        text += " Red line: the share of the time that the GPU was busy."
     return Chart("host", "Host and device", text, figure)
 
 
@@ -170,8 +172,8 @@ def roofline(summary: Summary) -> Chart | None:
     bins, figure = Bins(summary.trace), _over_time("share of the roofline", share=True)
     _area(figure, bins, bins.shares(summary.least_seconds), "share of the roofline", PURPLE)
     text = (
-        "The least time that the device's limits allow for these steps (each reads weights, keys "
-        "and values once, or is bound by arithmetic), over the time that they took."
+        "The least time that the device's limits allow for each step (one read of weights, keys "
+        "and values, or its arithmetic), divided by the time that it took."
     )
     return Chart("roofline", "Share of the roofline", text, figure)
 
@@ -181,12 +183,12 @@ def replicas(summary: Summary) -> Chart | None:
     engines, bins = summary.trace.engines, Bins(summary.trace)
     if len(engines) < 2:
         return None
-    figure, colors = _over_time("tokens generated / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+    figure, colors = _over_time("generated tokens / s"), (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
     for i, engine in enumerate(engines):
         rates = bins.spread(engine, engine["sampled_tokens"]) / bins.width
         line = {"color": colors[i % len(colors)], "width": 1.8}
         figure.add_trace(go.Scatter(x=bins.times, y=rates, name=engine.name, line=line))
-    text = "Tokens that each generated a second. One that ends early had less to do."
+    text = "Generated tokens per second of each replica. One that ends early had less to do."
     return Chart("replicas", "Replicas", text, figure)
 
 
@@ -194,7 +196,7 @@ def replicas(summary: Summary) -> Chart | None:
 
 
 def latencies(summary: Summary) -> Chart | None:
-    """Histograms of requests' times, on logarithmic axes."""
+    """Histograms of the latencies, on logarithmic axes."""
     spreads = {key: summary.times(key) for key in TIMES}
     if not len(spreads["total_us"]):
         return None
@@ -216,7 +218,7 @@ def latencies(summary: Summary) -> Chart | None:
     figure.update_yaxes(title="requests", col=1)
     figure.update_annotations(font_size=13)
     figure.update_layout(_layout(500), showlegend=False, bargap=0)
-    text = "Requests by their times, on logarithmic axes. The median stands above each."
+    text = "Histograms on logarithmic axes, each with its median in the heading."
     return Chart("latencies", "Latencies", text, figure)
 
 
@@ -249,7 +251,7 @@ def round_values(low: float, high: float) -> list[float]:
 
 
 def _over_time(*titles: str, share: bool = False) -> Any:
-    """Charts over the same time, one below another; `share`: of shares in percent."""
+    """Charts over one time axis, one below another; `share` gives their axes in percent."""
     figure = make_subplots(len(titles), 1, shared_xaxes=True, vertical_spacing=0.1)
     figure.update_layout(_layout(190 + 110 * len(titles)), hovermode="x unified")
     for row, title in enumerate(titles, 1):

@@ -1,16 +1,16 @@
-"""The causes that held a run back, in words: each with its figures and its remedy.
+"""The bottlenecks of a run in words: each with its figures and its remedy.
 
 The rules look at shares of the time that engines had requests, and name a cause
 
 - from `NOTABLE`, a tenth, up if time is lost (a GPU that waits, sequences that wait for blocks):
-  its remedy wins about as much, and smaller shares differ between two runs of the same;
-- from `MOST`, half, up if time goes into work that is wanted (prompts), or that more requests could
-  share (few sequences): a run is bound only by the work that takes most of its time.
+  its remedy gains about as much, and smaller shares vary between runs of the same workload;
+- from `MOST`, half, up if the time goes into useful work (prompts), or into work that more requests
+  could share (few sequences): a run is bound only by the work that takes most of its time.
 
-A decode step reads all weights, however few its rows, so further sequences cost little until
-arithmetic takes as long as reading: on an H200, with 790e12 operations and 4.3e12 bytes a second,
-that is at 184 rows for 16-bit weights. `FEW` rows are a third of that; on a CPU, which has some 20
-operations per byte, 16.
+A decode step reads all weights, however small the batch, so further sequences cost little until
+arithmetic takes as long as reading: at 184 rows for 16-bit weights on an H200, with 790e12
+operations and 4.3e12 bytes per second. `FEW` is a third of that; `FEW_ON_CPU` is 16, as a CPU does
+some 20 operations per byte.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from nanovllm.report.summary import Summary
 NOTABLE, MOST = 0.1, 0.5
 FEW, FEW_ON_CPU = 64, 16
 BLOCKS, PREFILL, HOST, FEW_SEQUENCES, TAIL, NOTHING = (
-    *("waiting for blocks", "prefill-bound", "host-bound", "too few sequences"),
+    *("KV pool too small", "prefill-bound", "host-bound", "too few sequences"),
     *("few sequences at the end", "nothing"),
 )
 
@@ -47,9 +47,7 @@ class Finding:
 
 
 def find(summary: Summary) -> list[Finding]:
-    """The causes that held the run back, the largest share first; if there is none, one finding
-    that says so.
-    """
+    """The bottlenecks, largest share first; without any, one finding that says so."""
     rules: list[Callable[[Summary], Finding | None]] = [blocks, prefill, host, few_sequences]
     found = [finding for rule in rules if (finding := rule(summary)) is not None]
     return sorted(found, key=lambda finding: -finding.share) or [nothing(summary)]
@@ -61,7 +59,7 @@ def percent(share: float) -> str:
 
 
 def blocks(summary: Summary) -> Finding | None:
-    """The finding that sequences wait for KV blocks, or lose them."""
+    """The finding that the KV pool is too small: sequences wait for blocks, or lose them."""
     engines, facts = summary.trace.engines, summary.facts
     share = summary.share(each["seconds"] * (each.held_by == "blocks") for each in engines)
     repeated = summary.num_repeated_tokens
@@ -70,30 +68,28 @@ def blocks(summary: Summary) -> Finding | None:
     if max(share, again) < NOTABLE:
         return None
     num_blocks, size = engines[0].num_blocks, facts["kvcache_block_size"]
-    text = (
-        f"For {percent(share)} of the time a request waited because the pool had no blocks for "
-        f"it. Its {num_blocks:,} blocks hold {num_blocks * size:,} tokens; "
-        f"{summary.mean('running'):.0f} sequences ran on average, of {facts['max_num_seqs']:,} "
-        "that may (`max_num_seqs`)."
+    text = f"Requests waited for KV blocks {percent(share)} of the time. " if share else ""
+    text += (
+        f"The pool's {num_blocks:,} blocks hold {num_blocks * size:,} tokens; "
+        f"{summary.mean('running'):.0f} sequences ran on average (`max_num_seqs`: "
+        f"{facts['max_num_seqs']:,})."
     )
     if preempted := int(summary.trace.total("preempted")):
-        often = "Once" if preempted == 1 else f"{preempted:,} times"
         text += (
-            f" {often} a running sequence lost its blocks to another; for that, "
-            f"{repeated:,} tokens were computed again, {percent(repeated_share)} of what prefills "
-            "computed."
+            f" After {preempted:,} preemption{'s' * (preempted != 1)}, {repeated:,} tokens were "
+            f"computed again: {percent(repeated_share)} of all prefill."
         )
-    remedy = "Give the pool more memory: a higher `gpu_memory_utilization`"
+    remedy = "Give the pool more memory: raise `gpu_memory_utilization`"
     if facts["device"] == "cpu":
-        remedy = "Give the pool more memory: a higher `kv_cache_memory_bytes`"
-    remedy += ", or no `num_kvcache_blocks` where you set one"
+        remedy = "Give the pool more memory: raise `kv_cache_memory_bytes`"
+    remedy += ", or leave out `num_kvcache_blocks` if you set it"
     if "8" not in facts["kv_cache_dtype"]:
-        remedy += '; `kv_cache_dtype="fp8"` holds nearly twice the tokens in the same'
+        remedy += '; `kv_cache_dtype="fp8"` holds nearly twice the tokens in the same memory'
     if facts["device"] != "cpu":
         remedy += "; `tensor_parallel_size` spreads weights and blocks over several GPUs"
     remedy += "."
     if preempted:
-        remedy += " A lower `max_num_seqs` stops the preemptions."
+        remedy += " A lower `max_num_seqs` avoids the preemptions."
     return Finding(BLOCKS, max(share, again), text, remedy)
 
 
@@ -106,30 +102,29 @@ def prefill(summary: Summary) -> Finding | None:
     computed = int(summary.trace.total("prefill_tokens"))
     generated = int(summary.trace.total("sampled_tokens"))
     text = (
-        f"Prompts took {percent(share)} of the time: {computed:,} of their tokens were computed "
-        f"for {generated:,} that were generated. The prefix cache served "
-        f"{percent(summary.hit_rate)} of the prompts' tokens."
+        f"Prefill took {percent(share)} of the time: {computed:,} prompt tokens were computed "
+        f"for {generated:,} generated tokens. The prefix cache served "
+        f"{percent(summary.hit_rate)} of the prompt tokens."
     )
     full = summary.share(each["seconds"] * (each.held_by == "tokens") for each in engines)
     if full >= NOTABLE:
         text += (
-            f" For {percent(full)} of the time the next prompt waited because the step was full "
-            f"(`max_num_batched_tokens`, {facts['max_num_batched_tokens']:,})."
+            f" The next prompt waited {percent(full)} of the time because the step was full "
+            f"(`max_num_batched_tokens`: {facts['max_num_batched_tokens']:,})."
         )
-    remedy = "Put what prompts have in common at their beginning, so that it is computed once"
+    remedy = "Put the text that prompts share at their beginning, so that it is computed once"
     if not facts["enable_prefix_caching"]:
-        remedy = "Leave `enable_prefix_caching` on, so that common beginnings are computed once"
+        remedy = "Leave `enable_prefix_caching` on, so that shared prefixes are computed once"
     remedy += (
-        '; `quantization="fp8"` doubles the arithmetic of GPUs that have it; `data_parallel_size` '
-        "divides prompts over several GPUs."
+        '; `quantization="fp8"` doubles the arithmetic rate of GPUs that support it; '
+        "`data_parallel_size` spreads the prompts over several GPUs."
     )
     return Finding(PREFILL, share, text, remedy)
 
 
 def prefill_seconds(engine: Engine) -> Floats:
-    """[steps] the time of each step that is due to prompts: its time beyond that of the median step
-    with decodes only, if it decodes as well. If there is no such step, the prompts' share of its
-    tokens counts.
+    """[steps] prefill time of each step. In a step that also decodes, it is the time beyond the
+    median step with decodes only; without any such step, the prompts' share of the tokens.
     """
     seconds, prefill, decode = engine["seconds"], engine["prefill_tokens"], engine["decode_tokens"]
     only_decodes = seconds[(prefill == 0) & (decode > 0)]
@@ -148,16 +143,16 @@ def host(summary: Summary) -> Finding | None:
     shares = host_shares(summary)
     largest = max(("schedule", "launch", "book", "between"), key=shares.__getitem__)
     does = {
-        "schedule": "choosing the next step",
-        "launch": "launching it",
-        "book": "booking tokens (and making text of them where it is streamed)",
+        "schedule": "scheduling the next step",
+        "launch": "launching the step",
+        "book": "booking tokens (and detokenizing them for streams)",
         "between": "the caller's own code between two steps",
     }
     step = summary.busy_seconds / sum(len(each["seconds"]) for each in summary.trace.engines) * 1e3
     text = (
-        f"The GPU computed for {percent(busy)} of the time and waited for the host for the rest: "
-        f"of {step:.2f} ms that a step took on average, {busy * step:.2f}. Most of the host's "
-        f"time, {percent(shares[largest])} of all, went into {does[largest]}."
+        f"The GPU was busy {percent(busy)} of the time, {busy * step:.2f} of the {step:.2f} ms of "
+        "an average step, and waited for the host the rest of it. The largest part of the host's "
+        f"work was {does[largest]}, {percent(shares[largest])} of the time."
     )
     remedies = []
     if not facts.get("overlap", True):
@@ -167,8 +162,8 @@ def host(summary: Summary) -> Finding | None:
     if largest == "between":
         remedies.append("do less in listeners and between calls of step(), or call generate()")
     remedies.append(
-        "run more sequences at once (more prompts to a call, a higher `max_num_seqs`), which makes "
-        "steps longer but not the host's part of them"
+        "run larger batches (more prompts per call, a higher `max_num_seqs`): they lengthen steps, "
+        "but not the host's part of them"
     )
     remedy = "; ".join(remedies)
     return Finding(HOST, 1 - busy, text, remedy[0].upper() + remedy[1:] + ".")
@@ -182,19 +177,17 @@ def host_shares(summary: Summary) -> dict[str, float]:
 
 
 def few_sequences(summary: Summary) -> Finding | None:
-    """The finding that decode steps have few rows while nobody waits, or while `max_num_seqs` lets
-    no more run.
-    """
+    """The finding that decode batches are small: nobody waits, or `max_num_seqs` is low."""
     engines, facts = summary.trace.engines, summary.facts
     few = FEW_ON_CPU if facts["device"] == "cpu" else FEW
     lacking = [_decodes_few(each, few, "") for each in engines]
     bounded = [_decodes_few(each, few, "sequences") for each in engines]
     share, bounded_share = summary.share(lacking), summary.share(bounded)
-    base = f"A decode step reads all weights, whether for one sequence or for {few} and more"
+    base = f"A decode step reads all weights, whether its batch size is 1 or {few}"
     if bounded_share >= MOST:
         text = (
-            f"For {percent(bounded_share)} of the time requests waited although only "
-            f"{facts['max_num_seqs']:,} sequences ran: no more may. {base}."
+            f"Requests waited {percent(bounded_share)} of the time although at most "
+            f"{facts['max_num_seqs']:,} sequences ran, the limit set by `max_num_seqs`. {base}."
         )
         return Finding(FEW_SEQUENCES, bounded_share, text, "Raise `max_num_seqs`.")
     pairs = zip(engines, lacking, strict=True)
@@ -202,16 +195,15 @@ def few_sequences(summary: Summary) -> Finding | None:
     mean_rows = rows / max(share * summary.busy_seconds, 1e-9)
     if share >= MOST:
         text = (
-            f"For {percent(share)} of the time fewer than {few} sequences ran, {mean_rows:.1f} on "
-            f"average, and none waited. {base}, so most of what the device can do was not asked "
-            "for."
+            f"Fewer than {few} sequences ran {percent(share)} of the time, {mean_rows:.1f} on "
+            f"average, and none waited. {base}, so most of the device's capacity was unused."
         )
         remedy = (
-            "Give the engine more requests at once: all prompts in one generate(), many tasks with "
-            "AsyncLLM."
+            "Give the engine more requests at once: all prompts in one generate(), or many tasks "
+            "with AsyncLLM."
         )
         if facts["data_parallel_size"] > 1:
-            remedy += " Fewer replicas (`data_parallel_size`) would have larger batches each."
+            remedy += " With fewer replicas (`data_parallel_size`), each would have larger batches."
         return Finding(FEW_SEQUENCES, share, text, remedy)
     if share >= NOTABLE and _is_tail(engines, lacking):
         text = (
@@ -219,23 +211,23 @@ def few_sequences(summary: Summary) -> Finding | None:
             f"{mean_rows:.1f} on average. {base}."
         )
         remedy = (
-            "Run several batches as one, so that there is one end instead of several; begin with "
-            "the requests that generate most."
+            "Merge several batches into one, which has only one such end; start with the requests "
+            "that generate most."
         )
         return Finding(TAIL, share, text, remedy)
     return None
 
 
 def _decodes_few(engine: Engine, few: int, held_by: str) -> Floats:
-    """[steps] the time of each step that has fewer than `few` rows and no prompt, while the first
-    in the queue is `held_by` that; else 0.
+    """[steps] time of each step with fewer than `few` rows and no prompt, while `held_by` is the
+    reason why the first in the queue waits; else 0.
     """
     decodes = (engine["prefill_tokens"] == 0) & (engine["rows"] < few)
     return engine["seconds"] * (decodes & (engine.held_by == held_by))
 
 
 def _is_tail(engines: list[Engine], lacking: list[Floats]) -> bool:
-    """Whether three quarters of that time lie in the second half of all time."""
+    """Whether three quarters of that time lie in the second half of the run."""
     late = total = 0.0
     for engine, part in zip(engines, lacking, strict=True):
         ends = np.cumsum(engine["seconds"])
@@ -246,14 +238,14 @@ def _is_tail(engines: list[Engine], lacking: list[Floats]) -> bool:
 
 def nothing(summary: Summary) -> Finding:
     """The finding that no rule applies."""
-    text = "No cause took a notable part of the time."
+    text = "No bottleneck took a notable share of the time."
     if (busy := summary.gpu_share) is not None:
-        text += f" The GPU computed for {percent(busy)} of it."
+        text += f" The GPU was busy {percent(busy)} of it."
     text += f" {summary.mean('running'):.0f} sequences ran on average."
     if (share := summary.roofline_share) is not None:
-        text += f" The steps were at {percent(share)} of what the GPU's limits allow for them."
+        text += f" The steps reached {percent(share)} of the roofline."
     remedy = (
-        "What is left is the work itself: fewer bits (`quantization`, `kv_cache_dtype`), or more "
+        "The rest is the work itself: use fewer bits (`quantization`, `kv_cache_dtype`) or more "
         "GPUs (`data_parallel_size`, `tensor_parallel_size`)."
     )
     return Finding(NOTHING, 0.0, text, remedy)

@@ -28,7 +28,7 @@ h2 { font-size: 1.2rem; margin: 40px 0 12px; }
 h3 { font-size: 1.05rem; margin: 0 0 6px; }
 p { margin: 0 0 8px; }
 code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, monospace; background: var(--page);
-  border: 1px solid var(--line); border-radius: 4px; padding: 0 4px; overflow-wrap: anywhere; }
+  border: 1px solid var(--line); border-radius: 4px; padding: 0 4px; white-space: nowrap; }
 .soft { color: var(--soft); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 16px 18px; margin: 0 0 14px; }
@@ -37,9 +37,10 @@ code { font: 0.88em ui-monospace, SFMono-Regular, Menlo, monospace; background: 
 .finding .share { float: right; font-weight: 600; color: var(--warn); }
 .finding.fine .share { display: none; }
 .finding h3::first-letter { text-transform: uppercase; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px; }
+.figures { display: grid; gap: 10px; grid-template-columns: repeat(auto-fill, minmax(
+  max(150px, calc((100% + 9px) / var(--columns) - 10px)), 1fr)); }
 .figures .card { margin: 0; padding: 12px 14px; }
-.figures .value { font-size: 1.15rem; font-weight: 600; white-space: nowrap; }
+.figures .value { font-size: 1.1rem; font-weight: 600; white-space: nowrap; }
 .figures .name, .figures .more { color: var(--soft); font-size: 0.88rem; line-height: 1.4; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -49,7 +50,8 @@ th { color: var(--soft); font-weight: 500; }
 .plot { width: 100%; }
 @media (max-width: 560px) { main { padding: 20px 10px 48px; } .card { padding: 12px 10px; }
   .figures { grid-template-columns: repeat(2, 1fr); gap: 8px; }
-  table { font-size: 0.86rem; } th, td { padding-left: 10px; } }
+  table { font-size: 0.86rem; } th, td { padding-left: 10px; }
+  td:first-child { white-space: normal; } }
 """
 
 SCRIPT = """
@@ -84,9 +86,9 @@ def page(summary: Summary, source: str) -> str:
 
     Args:
         summary: figures of the trace.
-        source: name of the trace, for the reader of the page.
+        source: name of the trace.
     """
-    drawn = charts(summary)
+    drawn, key = charts(summary), key_figures(summary)
     title = f"A run of {summary.facts['model']}, {duration(summary.trace.seconds)}"
     figures = ",".join(f"{json.dumps(each.name)}:{each.figure.to_json()}" for each in drawn)
     return "\n".join(
@@ -98,17 +100,17 @@ def page(summary: Summary, source: str) -> str:
             f"<h1>{html.escape(title)}</h1>",
             f'<p class="soft">{html.escape(subtitle(summary))}</p>',
             *(f'<p class="card">{html.escape(each)}</p>' for each in warnings(summary)),
-            "<h2>What held the run back</h2>",
+            "<h2>Bottlenecks</h2>",
             *map(_finding, find(summary)),
             *(f'<p class="soft">{_words(each)}</p>' for each in unknown(summary)),
-            "<h2>In figures</h2>",
-            '<div class="figures">',
-            *(_figure(*each) for each in key_figures(summary)),
+            "<h2>Key figures</h2>",
+            f'<div class="figures" style="--columns:{(len(key) + 1) // 2}">',  # two rows
+            *(_figure(*each) for each in key),
             "</div>",
             _latency_table(summary),
             "<h2>Over time</h2>",
             '<p class="soft">Drag across a chart to zoom in, double-click to zoom out; a click on '
-            "a name in a legend hides it.</p>",
+            "a legend entry hides its curve.</p>",
             *map(_chart, drawn),
             f'<p class="soft">Drawn by <code>nanovllm report</code> from {html.escape(source)}, '
             "which https://ui.perfetto.dev shows step by step.</p>",
@@ -127,7 +129,7 @@ def _words(text: str) -> str:
 
 def _finding(finding: Finding) -> str:
     fine = finding.cause == NOTHING
-    title = "Nothing did" if fine else finding.cause
+    title = "None found" if fine else finding.cause
     return (
         f'<div class="card finding{" fine" if fine else ""}" data-cause="{finding.cause}">'
         f'<span class="share">{percent(finding.share)} of the time</span><h3>{title}</h3>'
@@ -145,10 +147,10 @@ def _figure(value: str, name: str, more: str) -> str:
 
 def _latency_table(summary: Summary) -> str:
     spreads = {name: summary.times(key) for key, (name, _) in TIMES.items()}
-    if not len(spreads["In all"]):
+    if not len(summary.times("total_us")):
         return ""
-    percentiles = (f"{each}% within" for each in PERCENTILES)
-    rows = [_row("th", ["Times of requests", "mean", *percentiles, "longest"])]
+    percentiles = (f"p{each}" for each in PERCENTILES)
+    rows = [_row("th", ["Latency", "mean", *percentiles, "max"])]
     for name, values in spreads.items():
         if len(values):
             found = [values.mean(), *np.percentile(values, PERCENTILES), values.max()]

@@ -1,6 +1,6 @@
 """`read_trace`: a file of `tracing/trace_file.py` as arrays of steps and sequences.
 
-It is read line by line, so a file whose process was killed is read as far as it goes.
+Reads line by line, so the file of a killed process is read as far as it goes.
 """
 
 import json
@@ -31,12 +31,12 @@ class Engine:
     Attributes:
         name: name of the process in viewers.
         facts: facts about the engine, see `engine_facts`.
-        steps: columns of [steps] float64, by the names of a step's args, times in seconds, without
-            `_us`. `begin` is counted from the trace's first step. `seconds` is the time since the
-            end of the step before it, unless the engine had no request then; `own` is the step's
-            own time, as `metrics()` counts it. `gpu` is NaN if the device is the host.
+        steps: columns of [steps] float64 under the names of a step's args; times are in seconds,
+            their names without `_us`. `begin` counts from the trace's first step. `seconds` is the
+            time since the end of the previous step, unless the engine had no request then; `own`
+            is the step's own time, as in `metrics()`. `gpu` is NaN if the device is the host.
         held_by: [steps] reason why the first waiting sequence did not run.
-        keys, pairs: [steps, 1 + windows] keys and pairs that rows see, see `StepRecord`.
+        keys, pairs: [steps, 1 + windows] keys and pairs in the rows' attention, see `StepRecord`.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Trace:
     """The contents of a file.
 
     Attributes:
-        engines: engines that computed a step, by their numbers.
-        sequences: args of the sequences that ended, with `arrived` in seconds on the steps' clock.
-        has_ended: whether the recording came to its end; else its process was killed.
-        is_full: whether the file had no room for all of it.
+        engines: engines that computed a step, in the order of their numbers.
+        sequences: args of the finished sequences, with `arrived` in seconds on the steps' clock.
+        has_ended: whether the recording is complete; else its process was killed.
+        is_full: whether the file reached its size limit.
     """
 
     engines: list[Engine]
@@ -73,7 +73,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Time from the first step's begin to the last one's end."""
+        """Time from the first step's begin to the last step's end."""
         return max(float((each["begin"] + each["seconds"]).max()) for each in self.engines)
 
     def total(self, column: str) -> float:
@@ -124,7 +124,7 @@ def read_trace(path: str) -> Trace:
         raise _no_trace(path)
     if not engines:
         raise ValueError(
-            f"{path} has no step: nothing was computed while it was recorded, or its process was "
+            f"{path} has no step: nothing was computed during the recording, or its process was "
             "killed within a second"
         )
     return Trace(engines, sequences, ENDED in seen, FULL in seen)
@@ -174,8 +174,8 @@ def _engine(process: _Process, origin: float) -> Engine:
 
 
 def _timed(gpu: Floats, seconds: Floats) -> Floats:
-    """The GPU's time of each step. A step launched before the recording began was not timed: it
-    counts as an average one.
+    """GPU time of each step. A step launched before the recording began was not timed and counts
+    as an average one.
     """
     known = ~np.isnan(gpu)
     if known.any():
@@ -184,7 +184,7 @@ def _timed(gpu: Floats, seconds: Floats) -> Floats:
 
 
 def _gaps(begin: Floats, seconds: Floats, sequences: list[dict[str, Any]]) -> Floats:
-    """[steps] the time before each step in which no step was under way, but some sequence was."""
+    """[steps] time before each step without a step under way, but with an open sequence."""
     ends = np.concatenate([begin[:1], (begin + seconds)[:-1]])
     arrived = np.sort([seq["arrived"] for seq in sequences])
     ended = np.sort([seq["arrived"] + seq["total_us"] * US for seq in sequences])

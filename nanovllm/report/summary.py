@@ -1,4 +1,4 @@
-"""`Summary`: the figures of a trace, on which also the rules of `findings.py` rest."""
+"""`Summary`: the figures of a trace, for the report and for the rules of `findings.py`."""
 
 import json
 import tempfile
@@ -19,13 +19,13 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Summary:
-    """The figures of a trace. Shares are of the time that engines had requests, all replicas
-    together.
+    """The figures of a trace. Shares are of the time that engines had requests, summed over
+    replicas.
 
     Args:
         trace: trace to sum up.
-        bandwidth: limit of one device in bytes per second; None: the known one.
-        flops: limit of one device in operations per second; None: the known one.
+        bandwidth: limit of one device in bytes per second; None: from the table of known devices.
+        flops: limit of one device in operations per second; None: from the same table.
     """
 
     trace: Trace
@@ -43,17 +43,17 @@ class Summary:
         return self.trace.total("seconds")
 
     def share(self, seconds: Iterable[Floats]) -> float:
-        """The share of that time that the engines' steps took, given the seconds of each."""
+        """Share of that time, from the seconds of each engine's steps."""
         return sum(float(each.sum()) for each in seconds) / self.busy_seconds
 
     def mean(self, column: str) -> float:
-        """The mean of a column over that time."""
+        """Mean of a column over that time."""
         return self.share(each[column] * each["seconds"] for each in self.trace.engines)
 
     # -- requests -------------------------------------------------------------------------------
 
     def num_requests(self, *reasons: str) -> int:
-        """Number of requests all of whose completions ended for one of the reasons."""
+        """Number of requests whose completions all ended for one of the reasons."""
         ended: dict[int, bool] = {}
         for seq in self.trace.sequences:
             request = seq["request"]
@@ -61,8 +61,8 @@ class Summary:
         return sum(ended.values())
 
     def times(self, name: str) -> Floats:
-        """[sequences] seconds since the arrival, of sequences that came so far: `queue_us`,
-        `first_token_us`, `total_us`; for `token_us` the mean time of a later token.
+        """[finished sequences] seconds from the arrival for `queue_us`, `first_token_us` and
+        `total_us`; for `token_us` the time per output token after the first.
         """
         found = []
         for seq in self.trace.sequences:
@@ -84,7 +84,7 @@ class Summary:
 
     @property
     def num_repeated_tokens(self) -> int:
-        """Tokens that preempted sequences computed again: those of prefills beyond the prompts'."""
+        """Tokens recomputed after preemptions: prefill tokens beyond those of the prompts."""
         once = sum(
             seq["prompt_tokens"] - seq["cached_tokens"]
             for seq in self.trace.sequences
@@ -103,15 +103,15 @@ class Summary:
 
     @property
     def peak_pool_share(self) -> float:
-        """The largest share of its KV blocks that an engine held."""
+        """Largest share of its KV blocks that an engine used."""
         return max(
             float(each["used_blocks"].max()) / each.num_blocks for each in self.trace.engines
         )
 
     @cached_property
     def least_seconds(self) -> list[Floats] | None:
-        """The least time of each step, [steps] for each engine, by the limits of its device; None
-        if these are not known.
+        """Least time of each step by the limits of its device, [steps] for each engine; None if
+        the limits are unknown.
         """
         found = [least_seconds(each, self.bandwidth, self.flops) for each in self.trace.engines]
         known = [each for each in found if each is not None]
@@ -119,13 +119,13 @@ class Summary:
 
     @property
     def roofline_share(self) -> float | None:
-        """The least time of all steps, over their time."""
+        """Least time of all steps, divided by the time that they took."""
         return None if self.least_seconds is None else self.share(self.least_seconds)
 
 
 def least_seconds(engine: Engine, bandwidth: float | None, flops: float | None) -> Floats | None:
-    """[steps] the least time of each step, see `limits.least_step_seconds`. Shared prefixes are
-    read once at best, so no more keys are counted than the pool held.
+    """[steps] least time of each step, see `limits.least_step_seconds`. Shared prefixes are read
+    once at best, so no more keys are counted than the pool held.
     """
     facts = engine.facts
     itemsize = 4 if facts["dtype"] == "float32" else 2

@@ -11,10 +11,10 @@ def in_words(summary: Summary) -> str:
     lines = [subtitle(summary), *warnings(summary)]
     for value, name, more in key_figures(summary):
         lines.append(f"{value} {name}" + f" ({more})" * bool(more))
-    lines += ["", "What held the run back:"]
+    lines += ["", "Bottlenecks:"]
     for each in find(summary):
-        title = f"{each.cause.capitalize()} ({percent(each.share)} of the time)"
-        lines += ["", "Nothing did" if each.cause == NOTHING else title, each.text, each.remedy]
+        title = f"{each.cause[0].upper()}{each.cause[1:]} ({percent(each.share)} of the time)"
+        lines += ["", "None found" if each.cause == NOTHING else title, each.text, each.remedy]
     if left_open := unknown(summary):
         lines += ["", *left_open]
     return "\n".join(lines)
@@ -38,11 +38,11 @@ def warnings(summary: Summary) -> list[str]:
     trace, found = summary.trace, []
     if trace.is_full:
         found.append(
-            f"The trace's file was full after {duration(trace.seconds)}: the rest of the run is "
-            "not in this report. `with llm.trace(path):` records a part of a long run."
+            f"The trace file was full after {duration(trace.seconds)}: this report lacks the rest "
+            "of the run. `with llm.trace(path):` records a part of a long run."
         )
     if not trace.has_ended:
-        found.append("The recording has no end: its process was killed, or is still running.")
+        found.append("The recording has no end: its process was killed or is still running.")
     return found
 
 
@@ -51,19 +51,19 @@ def unknown(summary: Summary) -> list[str]:
     found, name = [], summary.facts["device_name"]
     if summary.gpu_share is None:
         found.append(
-            "The device is a CPU, which is the host as well: the report cannot tell whether the "
-            "host held the run back."
+            "On a CPU, host and device are the same: the report cannot tell whether the run is "
+            "host-bound."
         )
     if summary.least_seconds is None:
         found.append(
-            f"The limits of this device ({name}, {summary.facts['dtype']}) are not known, so there "
-            "is no share of the roofline: pass them by `--bandwidth` and `--flops`."
+            f"The share of the roofline is missing because the limits of this device ({name}, "
+            f"{summary.facts['dtype']}) are unknown: pass them as `--bandwidth` and `--flops`."
         )
     return found
 
 
 def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
-    """Value, name and detail of each figure: "64,000 tok/s", "generated", "25,600 tokens"."""
+    """Value, name and detail of each figure: "4 ms", "run time", "100% with requests"."""
     trace, facts = summary.trace, summary.facts
     seconds, generated = trace.seconds, trace.total("sampled_tokens")
     busy = min(1.0, summary.busy_seconds / seconds / len(trace.engines))
@@ -75,22 +75,22 @@ def key_figures(summary: Summary) -> list[tuple[str, str, str]]:
     running, num_blocks = f"{summary.mean('running'):,.1f}", trace.engines[0].num_blocks
     pool = f"{num_blocks:,} blocks of {facts['kvcache_block_size']} tokens"
     preempted = int(trace.total("preempted"))
-    again = f"{summary.num_repeated_tokens:,} tokens computed again" if preempted else ""
+    again = f"{summary.num_repeated_tokens:,} tokens recomputed" if preempted else ""
     found = [
-        (f"{generated / seconds:,.0f} tok/s", "generated", f"{generated:,.0f} tokens"),
-        (f"{prompts / seconds:,.0f} tok/s", "of prompts computed", f"{prompts:,.0f} tokens"),
+        (f"{generated / seconds:,.0f} tok/s", "generation throughput", f"{generated:,.0f} tokens"),
+        (f"{prompts / seconds:,.0f} tok/s", "prefill throughput", f"{prompts:,.0f} tokens"),
         (f"{done:,}", f"request{'s' * (done != 1)} finished", ", ".join(more)),
-        (duration(seconds), "from the first step to the last", f"{percent(busy)} with requests"),
+        (duration(seconds), "first step to last", f"{percent(busy)} with requests"),
         (f"{steps:,}", f"step{'s' * (steps != 1)}", f"{duration(trace.total('own') / steps)} each"),
-        (running, "sequences at once, on average", f"{facts['max_num_seqs']:,} may run"),
-        (percent(summary.peak_pool_share), "of the KV pool used at most", pool),
-        (percent(summary.hit_rate), "of the prompts' tokens cached", ""),
+        (running, "running sequences on average", f"limit {facts['max_num_seqs']:,}"),
+        (percent(summary.peak_pool_share), "peak KV pool usage", pool),
+        (percent(summary.hit_rate), "prefix cache hit rate", ""),
         (f"{preempted:,}", f"preemption{'s' * (preempted != 1)}", again),
     ]
     if summary.gpu_share is not None:
-        found.append((percent(summary.gpu_share), "of the time the GPU computed", ""))
+        found.append((percent(summary.gpu_share), "GPU busy time", ""))
     if summary.roofline_share is not None:
-        found.append((percent(summary.roofline_share), "of the roofline reached", ""))
+        found.append((percent(summary.roofline_share), "share of the roofline", ""))
     return found
 
 

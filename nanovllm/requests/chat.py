@@ -132,7 +132,7 @@ class ChatRenderer:
         if texts and not self._has_warned:
             self._has_warned = True  # once is enough for many conversations
             logger.warning(
-                "the chat template leaves out the arguments of `tool_calls`, in `%s` first", name
+                "the chat template leaves out the arguments of `tool_calls`, first in `%s`", name
             )
         return arguments_as_object
 
@@ -155,7 +155,7 @@ def _line_of(error: Exception) -> str:
     """The line of the template that raised an error, in words; "" if other code raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename in JINJA]
-    return f" in its line {lines[-1]}" if lines else ""
+    return f" in line {lines[-1]} of the template" if lines else ""
 
 
 def _read_tool(tool: Any, name: str) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def special_stops(
         for token, token_id in special_tokens.items():
             if token in text:
                 raise ValueError(
-                    f"`{name}` must hold strings that a text can have, got {text!r}: {token} is a "
-                    f"special token, which is left out. Pass stop_token_ids=[{token_id}], or "
-                    "skip_special_tokens=False"
+                    f"`{name}` must hold strings that can occur in a text, got {text!r}: "
+                    f"{token} is a special token, which is left out. Pass "
+                    f"stop_token_ids=[{token_id}], or skip_special_tokens=False"
                 )
     return found
 
@@ -139,7 +139,7 @@ def encode(tokenizer: Tokenizer, text: str, name: str, **options: bool) -> list[
     except (TypeError, UnicodeError) as error:
         reason: object = error
         if re.search("[\ud800-\udfff]", text):
-            reason = "it has lone surrogates, which are no characters"
+            reason = "it has lone surrogates, which are not characters"
         raise ValueError(f"`{name}` cannot be tokenised: {reason}") from None
 
 
@@ -185,7 +185,7 @@ def whole_numbers(items: list[Any], name: str) -> list[int]:
     wrong = [item for item in items if not _is_int(item)]  # numpy's integers, say, are right
     if wrong:
         is_prompt = isinstance(wrong[0], (str, Mapping)) or listed(wrong[0]) is not None
-        remedy = ": it is one prompt, no list of them" if is_prompt else ""
+        remedy = ": it is one prompt, not a list of prompts" if is_prompt else ""
         raise TypeError(f"`{name}` must hold integer token ids, got {wrong[0]!r}{remedy}")
     return [int(item) for item in items]
 

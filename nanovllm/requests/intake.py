@@ -249,8 +249,8 @@ class Intake:
         for field, remedy in TEXT_FIELDS.items() if self._tokenizer is None else ():
             if getattr(params, field):
                 raise ValueError(
-                    f"`{name}.{field}` is about text, but the model directory has no "
-                    f"tokenizer: {remedy}"
+                    f"`{name}.{field}` needs a tokenizer, but the model directory has none: "
+                    f"{remedy}"
                 )
         for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
@@ -377,4 +377,4 @@ def _catch_up(
 
 
 def _no_text(token_id: int) -> None:
-    """None, in the place of a token's text, where texts are not wanted."""
+    """Stand in for a token's text where no text is wanted: None."""

@@ -106,7 +106,7 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     if content is None and (role != "assistant" or not calls):
         raise ValueError(
             f"`{name}` must have `content`, got none: only an assistant's message with "
-            "`tool_calls` may do without"
+            "`tool_calls` may omit it"
         )
     if calls:
         fields["tool_calls"] = calls
@@ -129,7 +129,7 @@ def _read_content(fields: dict[str, Any], name: str) -> str | None:
         raise TypeError(f'`{name}["refusal"]` must be a string, got {refusal!r}')
     if fields["role"] != "assistant" or content:
         raise ValueError(
-            f'`{name}["refusal"]` must be None but in an assistant\'s message without content, '
+            f'`{name}["refusal"]` must be None except in an assistant\'s message without content, '
             f"got {refusal!r}"
         )
     return refusal

@@ -112,7 +112,7 @@ class Grammar:
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
-            logger.warning("a structured output ends unfinished: %s", reason)
+            logger.warning("a structured output is incomplete: %s", reason)
         self._has_warned = True  # a step may be repeated
 
 
@@ -254,7 +254,7 @@ class GrammarCompiler:
                 matcher = self._matcher(kind, value)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"`{name}` must be within what llguidance supports, got {reprlib.repr(value)}: "
+                f"`{name}` must be supported by llguidance, got {reprlib.repr(value)}: "
                 f"{_reason(kind, str(error))}"
             ) from None
         known = frozenset(tokenizer.eos_tokens)
@@ -302,11 +302,11 @@ class GrammarCompiler:
         try:
             ends = [t for t in self._eos_token_ids if tokenizer.convert_ids_to_tokens(t)]
             if not ends:
-                raise ValueError("it has no end-of-sequence token, which alone ends a text")
+                raise ValueError("it has no end-of-sequence token to end a text with")
             special = [t for t, added in tokenizer.added_tokens_decoder.items() if added.special]
             known = [t for t in ends if t in special] or special[:1]
             if not known:
-                raise ValueError("it has no special token, which can end a text and spells nothing")
+                raise ValueError("it has no special token to end a text with")
             whole = _whole_tokenizer(tokenizer)
             return LLTokenizer(whole, n_vocab=self._vocab_size, eos_token=known), frozenset(ends)
         except (AttributeError, ValueError) as error:

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from nanovllm.engine.sequence import End, Sequence
 
 NOT_NUMBERS = (
-    "the model has computed NaN for this request, so there is no next token: weights of the "
-    "checkpoint are broken, or values are too large for their dtype (float16 ends at 65,504: try "
+    "the model computed NaN for this request, so it has no next token: the checkpoint's weights "
+    "are broken, or values overflow their dtype (the maximum of float16 is 65,504: try "
     'dtype="bfloat16" or "float32")'
 )
 

@@ -33,7 +33,7 @@ def num_blocks_for_cuda(
         else:
             remedy = "free memory that other processes hold, or lower gpu_memory_utilization"
         raise ValueError(
-            f"no memory for a KV cache: the engine uses {own_peak / GIB:.2f} GiB of a share of "
+            f"no memory for a KV cache: the engine uses {own_peak / GIB:.2f} GiB of its share of "
             f"{total * utilization / GIB:.2f} GiB, {free / GIB:.2f} GiB are free, and a block "
             f"takes {block_bytes / GIB:.3f} GiB; {remedy}, or lower max_num_batched_tokens"
         )

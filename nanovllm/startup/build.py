@@ -76,9 +76,9 @@ def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> No
     for rope in dict.fromkeys(layer.rope for layer in model_config.layers):
         if rope.is_stretched(max_model_len):
             logger.warning(
-                "RoPE scaling %r goes by max_model_len, %d, and not by the length of each text: of "
-                "texts of up to %d tokens transformers computes other logits; pass "
-                "max_model_len=%d if all texts are so short",
+                "RoPE scaling %r depends on max_model_len (%d), not on the length of each text: "
+                "for texts of up to %d tokens, transformers computes different logits; pass "
+                "max_model_len=%d if all texts are that short",
                 rope.rope_type,
                 max_model_len,
                 rope.original_max_position_embeddings,

@@ -140,7 +140,7 @@ class Builder:
         return choose_build(self.config, self.model_config, self.group, self.device)
 
     def start_compiler(self) -> Compiler | None:
-        """None where no kernels of ours run, and where no process can be started."""
+        """The compile server; None where no kernels of ours run, or no process can be started."""
         if self.device.type != "cuda" or triton_refusal(self.device) is not None:
             return None
         preparing = prepare_device(self.device)
@@ -149,8 +149,8 @@ class Builder:
             return Compiler(target_of(self.device), num_processes(num_ranks))
         except OSError as error:
             logger.warning(
-                "no process that compiles kernels can be started (%s): they are compiled when they "
-                "are first launched, which takes longer",
+                "the compile server cannot be started (%s): kernels are compiled at their first "
+                "launch, which takes longer",
                 error,
             )
             return None
@@ -253,8 +253,8 @@ class Builder:
         except (MemoryError, ValueError, torch.OutOfMemoryError):  # numpy's and torch's
             size = pool.num_bytes(num_blocks) / memory.GIB
             raise ValueError(
-                f"a KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit the memory "
-                "of the device: lower num_kvcache_blocks or kv_cache_memory_bytes"
+                f"a KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into "
+                "the device's memory: lower num_kvcache_blocks or kv_cache_memory_bytes"
             ) from None
         pool.log(max_model_len)
         return num_blocks

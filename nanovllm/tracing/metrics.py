@@ -14,32 +14,32 @@ from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
 @dataclass
 class Metrics:
-    """What an engine has done since it was built.
+    """Counters of an engine's work since it was built.
 
-    A request counts once, when it ends, however often it was preempted. What an aborted one has
-    computed is found in the steps and their tokens only.
+    A request counts once, when it ends, however often it was preempted. The work of an aborted one
+    counts only in the steps and their tokens.
 
-    `num_prefill_tokens / prefill_seconds` and `num_decode_tokens / decode_seconds` are the rates
-    of the steps that do either; `num_sampled_tokens / step_seconds` is that of the engine. A step
-    that does both counts with all its time for both, so `prefill_seconds` and `decode_seconds` may
-    add up to more than `step_seconds`.
+    `num_prefill_tokens / prefill_seconds` and `num_decode_tokens / decode_seconds` are the
+    throughputs of steps with prefills or decodes, `num_sampled_tokens / step_seconds` is the
+    engine's. A step with both counts with all its time for both, so `prefill_seconds` and
+    `decode_seconds` may add up to more than `step_seconds`.
 
     Attributes:
         num_steps: steps of the model.
-        num_prefill_tokens: prompt tokens computed (and whatever a preempted sequence repeats).
+        num_prefill_tokens: prompt tokens computed (and tokens recomputed after preemptions).
         num_decode_tokens: tokens computed one at a time, each giving the next.
-        num_sampled_tokens: tokens that sequences got: the first, too, which a prefill gives.
+        num_sampled_tokens: generated tokens, including the first one, which a prefill gives.
         prefill_seconds: time of the steps in which a sequence prefilled.
         decode_seconds: time of the steps in which a sequence decoded.
         step_seconds: time of all steps.
         num_finished: requests that ended.
         num_aborted: requests that were dropped, by `abort` or after an error.
-        num_finished_by_stop: completions of finished requests that ended with "stop".
-        num_finished_by_length: those that ended with "length".
-        num_finished_by_error: those that ended with "error".
+        num_finished_by_stop: completions of finished requests with the reason "stop".
+        num_finished_by_length: completions of finished requests with the reason "length".
+        num_finished_by_error: completions of finished requests with the reason "error".
         num_generated_tokens: tokens of these completions.
         num_prompt_tokens: prompt tokens of finished requests, counted for each completion.
-        num_cached_tokens: those of them that the prefix cache served.
+        num_cached_tokens: prompt tokens from the prefix cache.
     """
 
     num_steps: int = 0
@@ -108,7 +108,7 @@ class Metrics:
             setattr(self, name, getattr(self, name) + value)
 
     def since(self, earlier: "Metrics") -> "Metrics":
-        """What has been counted since the copy `earlier`."""
+        """Counts since the copy `earlier`."""
         before = earlier.as_dict()
         return Metrics(**{k: v - before[k] for k, v in self.as_dict().items()})  # type: ignore[arg-type]
 
@@ -121,9 +121,9 @@ class Latencies:
 
     Attributes:
         prefill_step_seconds: steps in which a sequence prefilled.
-        decode_step_seconds: steps in which a sequence decoded; those that do both are in both.
+        decode_step_seconds: steps in which a sequence decoded; a step with both is in both.
         queue_seconds, first_token_seconds, total_seconds: as in `RequestMetrics`.
-        seconds_per_token: likewise; of the requests that have more than one token.
+        seconds_per_token: as in `RequestMetrics`, for requests with more than one token.
     """
 
     def __init__(self) -> None:

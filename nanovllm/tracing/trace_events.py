@@ -140,7 +140,7 @@ class SequenceRecord(NamedTuple):
     reason: str
 
     def events(self, pid: int) -> list[str]:
-        """Its events: its life, and its times in the queue, before and after its first token."""
+        """Events of its life, and of its times queued, before and after its first token."""
         arrived, started, first, end = map(_ns, self[3:7])
         moments = [arrived, started or end, first or end, end]
         phases = zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False)

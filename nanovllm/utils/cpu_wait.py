@@ -42,10 +42,10 @@ class CpuWait:
         if most > SHARE * seconds:
             self._has_warned = True
             logger.warning(
-                "a thread of this process waited %.1f s for a CPU in the last %.1f s, and threads "
-                "of PyTorch wait for each other: there are fewer CPUs than threads, or others use "
-                "them; pass the number of free CPUs to torch.set_num_threads, before the engine is "
-                "made, or set OMP_NUM_THREADS to it, before Python starts",
+                "CPU contention: a thread of this process waited %.1f s for a CPU in the last "
+                "%.1f s, and PyTorch's threads wait for each other; pass the number of free CPUs "
+                "to torch.set_num_threads before building the engine, or set OMP_NUM_THREADS to it "
+                "before starting Python",
                 most,
                 seconds,
             )

@@ -34,7 +34,7 @@ def resolve_device(
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if size > 1 and device.index is not None:
             raise ValueError(
-                f"`device` must be without an index for {option} {size}, got {choice!r}: choose "
+                f"`device` must have no index with {option} {size}, got {choice!r}: choose "
                 "the GPUs by CUDA_VISIBLE_DEVICES"
             )
         if 0 < count < size:
@@ -44,7 +44,7 @@ def resolve_device(
         index = device.index if device.index is not None else rank
         if index >= count:
             raise ValueError(
-                f"`device` {choice!r} is not there: PyTorch sees {count} CUDA devices; "
+                f"`device` {choice!r} does not exist: PyTorch sees {count} CUDA devices; "
                 "use device='cpu' or 'auto', or install a PyTorch build for CUDA"
             )
         device = torch.device("cuda", index)

@@ -31,9 +31,8 @@ def check_threads() -> None:
     if num_threads > 1 and not _threads_answer():
         torch.set_num_threads(1)
         logger.warning(
-            "this process is a fork, and threads that PyTorch started before it are not here: it "
-            'computes with one thread, not with %d; multiprocessing\'s "spawn" starts a process '
-            "that has its own",
+            "this process is a fork without PyTorch's threads: it computes with one thread, not "
+            'with %d; start the process by multiprocessing\'s "spawn"',
             num_threads,
         )
     _known.add(os.getpid())

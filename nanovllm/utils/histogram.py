@@ -50,7 +50,7 @@ class Histogram:
         than 4.8 % between 10 µs and 1000 s. Shorter ones read as at most 10 µs, longer ones as
         `max`.
         """
-        assert 0 < p <= 100, f"{p} is no percentage"
+        assert 0 < p <= 100, f"{p} is not a percentage"
         cumulative = list(accumulate(self._counts))
         if not cumulative[-1]:
             return None

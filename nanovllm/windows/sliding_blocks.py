@@ -41,7 +41,7 @@ class Part:
     Attributes:
         block_id: number of its first page.
         ref_count: number of sequences that hold it.
-        chain_id: that of the block with which it is published; ROOT_CHAIN: it is not.
+        chain_id: chain of the block with which it is published; ROOT_CHAIN: not published.
     """
 
     __slots__ = ("block_id", "chain_id", "ref_count")
@@ -225,7 +225,7 @@ class SlidingBlockManager(BlockManager):
         for part_id in reversed(kv.window_table[kv.num_dropped :]):
             self._give_back_part(self.parts[part_id])
         kv.window_table.clear()
-        kv.num_dropped = 0  # of parts: blocks are all held
+        kv.num_dropped = 0  # counts parts: all blocks are held
         super().deallocate(seq)
 
     def drop_before_window(self, seq: Sequence, num_computed: int) -> None:

@@ -69,7 +69,7 @@ class Hall:
         return await asyncio.wait_for(self.async_llm.metrics(), PATIENCE)
 
     async def assert_idle(self):
-        """What was asked before has been done when the answer comes."""
+        """Check that nothing is left: earlier calls are done when `metrics` answers."""
         metrics = await self.metrics()
         left = {k: metrics[k] for k in ("num_used_kvcache_blocks", "num_waiting", "num_running")}
         assert not any(left.values()), left
@@ -184,7 +184,7 @@ def test_one_call_of_the_loop_for_each_step(hall, checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
 def test_a_device_has_its_next_step_before_coroutines_run(overlap, checkpoint, monkeypatch):
-    """What they do then costs no step: Python runs them or the engine, not both."""
+    """Their work then costs no step: Python runs them or the engine, not both."""
     hall, calls = Hall(checkpoint, monkeypatch, device="cuda:0", overlap=overlap), []
     for name in ("run", "wait"):
         call = getattr(hall.llm.executor, name)
@@ -501,7 +501,7 @@ WRONG = {
     "type": (7, None, TypeError, "`prompt` must be a string"),
     "text": ("text", None, ValueError, "no tokenizer"),
     "params": (PROMPT, "greedy", TypeError, "`sampling_params` must be a SamplingParams"),
-    "stop": (PROMPT, greedy(2, stop=["x"]), ValueError, "stop` is about text"),
+    "stop": (PROMPT, greedy(2, stop=["x"]), ValueError, "stop` needs a tokenizer"),
 }
 
 
@@ -534,7 +534,7 @@ def test_error_in_a_step_reaches_all(point, k, after, hall, checkpoint, monkeypa
             fail_at(patch, *FAULT_POINTS[point](hall.llm), k, error, after=after)
             work = [tokens_of(hall.async_llm, *item) for item in zip(PROMPTS, PARAMS, strict=True)]
             found = await asyncio.gather(*work, return_exceptions=True)
-        # They come one after the other: some may have ended before, or have begun behind it.
+        # They come one after the other: some may have ended before, or have begun after it.
         assert any(one is error for one in found)
         for one, expected in zip(found, references(checkpoint), strict=True):
             assert one is error or one == expected
@@ -647,7 +647,7 @@ def test_context_manager_closes(checkpoint):
 
 
 def test_nothing_is_asked_behind_the_end(checkpoint):
-    """Checked before exit() and queued behind it, a request waited for ever."""
+    """Checked before exit() and queued after it, a request waited forever."""
     async_llm = AsyncLLM(checkpoint, **SMALL)
     check, thread = async_llm._check_open, threading.Thread(target=async_llm.exit)
 
@@ -752,7 +752,7 @@ def test_thread_gives_the_memory_back(checkpoint):
 
 
 def test_used_engine_is_an_llm(checkpoint):
-    """What the thread leaves behind is as after `LLM.stream`."""
+    """The thread leaves the same state as `LLM.stream`."""
     llm = LLM(checkpoint, **SMALL)
     jobs, heard = _Jobs(llm), []
     jobs.add(PROMPT, greedy(50), heard.append)

@@ -38,7 +38,7 @@ from nanovllm.requests.beam_search import beam_search
 
 @functools.cache
 def model_logprobs(path, prefix):
-    """Of every token after `prefix`, by transformers without any cache."""
+    """Log-probability of every token after `prefix`, by transformers without any cache."""
     with torch.inference_mode():
         logits = reference_model(path)(torch.tensor([prefix])).logits[0, -1]
     return logits.log_softmax(-1).tolist()
@@ -46,7 +46,7 @@ def model_logprobs(path, prefix):
 
 @functools.cache
 def toy_logprobs(seed, vocab, prefix):
-    """The same of a random language model, which is a table."""
+    """Log-probabilities of a random language model, which is a table."""
     logits = 2 * np.random.default_rng([seed, *prefix]).normal(size=vocab)
     return (logits - np.log(np.exp(logits).sum())).tolist()
 
@@ -105,7 +105,7 @@ def transformers_search(path, prompt, params, **options):
 
 
 def assert_found(output, expected, eos=()):
-    """That an output has these (tokens, log-probability), and the reasons that follow."""
+    """Check an output's (tokens, log-probability) pairs, and its finish reasons."""
     found = output.sequences
     assert [tuple(beam.tokens) for beam in found] == [ids for ids, _ in expected]
     assert [beam.cum_logprob for beam in found] == pytest.approx([t for _, t in expected], abs=1e-4)
@@ -154,7 +154,7 @@ def test_search_is_vllms(eos, width, length_penalty):
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize(("eos", "max_tokens"), [((), 3), ((2,), 4), ((0, 2), 6)], ids=str)
 def test_search_that_keeps_everything_is_exhaustive(eos, max_tokens, length_penalty):
-    """Of three tokens at most nine beams go on: none of the best sequences can be missed."""
+    """With three tokens at most nine beams go on: none of the best sequences can be missed."""
     params = BeamSearchParams(10, max_tokens, length_penalty=length_penalty)
     for seed in range(3):
         [output], _ = toy_search(seed, 3, [[1, 2]], params, eos)
@@ -253,7 +253,7 @@ def test_ends_are_those_of_vllm(overlap, ending):
 
 
 def test_ends_are_at_least_as_likely_as_in_transformers(ending):
-    """Which gives up candidates that would end a beam, see above. Here some are good ones."""
+    """transformers gives up candidates that would end a beam, see above. Some here are good."""
     prompts = [PROMPT, [3, 4], PROMPT[:3]]
     params = BeamSearchParams(3, 9, length_penalty=0.0)
     with LLM(ending, **SMALL) as llm:
@@ -340,7 +340,7 @@ def test_search_ends_with_the_room_there_is(limits, room, checkpoint):
 
 
 def test_prefix_cache_serves_the_beams(llm):
-    """Of 40 tokens two whole blocks; only the first step computes all."""
+    """Two whole blocks of 40 tokens are served; only the first step computes all."""
     llm.beam_search(list(range(40)), BeamSearchParams(4, 3))
     assert llm.metrics()["num_prefill_tokens"] == 40 + 4 * 9 + 4 * 10
 

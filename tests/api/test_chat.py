@@ -74,7 +74,7 @@ def weather(city: str) -> str:
 
 
 def token_ids(text):
-    """By hand: the embedded tokenizer's tokens are bytes and three special ones."""
+    """Token ids, by hand: the embedded tokenizer has bytes and three special tokens."""
     for name, token in SPECIAL.items():
         if name in text:
             before, after = text.split(name, 1)
@@ -83,7 +83,7 @@ def token_ids(text):
 
 
 def prompt_of(llm, messages, **options):
-    """What the template makes of one conversation; its tokens are checked."""
+    """Rendered prompt of one conversation, with its tokens checked."""
     [output] = llm.chat(messages, greedy(1), use_tqdm=False, **options)
     assert output.prompt_token_ids == token_ids(output.prompt)
     return output.prompt
@@ -273,7 +273,7 @@ def test_a_template_without_calls_is_warned_of_once(llm, caplog):
     plain = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
     llm.chat([conversation(call)] * 3, greedy(1), use_tqdm=False, chat_template=plain)
     [said] = [record.getMessage() for record in caplog.records if "tool_calls" in record.msg]
-    assert said.endswith("arguments of `tool_calls`, in `messages[0]` first")
+    assert said.endswith("arguments of `tool_calls`, first in `messages[0]`")
 
 
 NULLS = dict.fromkeys(("refusal", "audio", "function_call", "name", "annotations", "tool_calls"))
@@ -356,7 +356,7 @@ def test_final_message_is_continued(llm):
 
 USER = {"role": "user", "content": "Hi"}
 CALLS = [{"function": {"name": "f"}}]
-NO_CONTENT = "got none: only an assistant's message with `tool_calls` may do without"
+NO_CONTENT = "got none: only an assistant's message with `tool_calls` may omit it"
 
 REFUSED = [
     *(
@@ -426,7 +426,7 @@ REFUSED = [
             ),
             (
                 *({"refusal": "No"}, ValueError),
-                '`messages[1]["refusal"]` must be None but in an assistant\'s message without '
+                '`messages[1]["refusal"]` must be None except in an assistant\'s message without '
                 "content, got 'No'",
             ),
             ({"name": 5}, TypeError, '`messages[1]["name"]` must be a string, got 5'),
@@ -576,7 +576,7 @@ def test_the_line_of_a_template_that_fails_is_named(wrong, llm):
     """The frames of Jinja, which have it, are not shown."""
     with pytest.raises(ValueError) as caught:
         llm.chat(HELLO, chat_template="{# one #}\n{{ 'two' }}\n" + wrong + "\nfour")
-    assert str(caught.value).endswith(") in its line 3")
+    assert str(caught.value).endswith(") in line 3 of the template")
 
 
 def test_prompt_that_cannot_run_names_the_conversation(llm):

@@ -192,7 +192,7 @@ def test_token_budget_below_max_num_seqs_is_refused_with_remedy():
         ("gpu_memory_utilisation", "did you mean `gpu_memory_utilization`?"),
         ("quux", "no option `quux`; options: max_num_batched_tokens, .*, trace$"),
         ("tokenizer", "no option `tokenizer`; the tokenizer is read from the model's directory$"),
-        ("trust_remote_code", "; leave it out: no code of a checkpoint is run$"),
+        ("trust_remote_code", "; leave it out: code from a checkpoint is never run$"),
         ("speculative_config", "; speculative decoding is not supported$"),
         ("compilation_config", "; CUDA graphs are captured anyway; enforce_eager=True"),
         ("block_size", "; pass kvcache_block_size$"),
@@ -431,10 +431,10 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
         ),
         (
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},
-            "OwnFor.* Python code of the checkpoint by `auto_map`, and no code",
+            "OwnFor.* Python code in the checkpoint .`auto_map`., which is never run",
         ),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu' is not supported; supported: silu, gelu_"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported: take a"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported: use a"),
         ({"layer_types": ["full_attention", "linear"]}, "`layer_types` 'linear' is not supported"),
         ({"layer_types": ["full_attention"]}, "`layer_types` must be a list of .* values, 2, got"),
         ({"dtype": "float8_e4m3fn"}, "`dtype` 'float8_e4m3fn' is not supported, only bfloat16"),
@@ -443,10 +443,11 @@ def test_checks_hold_without_asserts_and_triton_without_gpu_is_refused(way, chec
         ({"vocab_size": 0}, "`vocab_size` must be between 1 and .*, got 0"),
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings` must be True or False, got 'yes'"),
         ({"num_key_value_heads": 3}, "multiple of `num_key_value_heads`, got 4 and 3"),
-        ({"head_dim": 31}, "must leave an even number of `head_dim` 31, got 1.0"),
+        ({"head_dim": 31}, "must select an even number of dimensions of `head_dim` 31, got 1.0"),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.3}},
-            "`partial_rotary_factor` of RoPE must leave an even number of `head_dim` 32, got 0.3",
+            "`partial_rotary_factor` of RoPE must select an even number of dimensions of "
+            "`head_dim` 32, got 0.3",
         ),
         ({"rope_scaling": {"rope_type": "mrope"}}, "RoPE scaling 'mrope' is not supported, only"),
         ({"rope_scaling": {"type": "linear"}}, "`factor` is missing"),
@@ -505,7 +506,7 @@ NASTY = [
 
 
 def outcome(read, file, values, key):
-    """What `read` makes of a file with these values, None if it refuses one by file and key."""
+    """Result of `read` for a file with these values; None if it refuses one by file and key."""
     file.unlink(missing_ok=True)  # a file that is cut to nothing and written waits for the disk
     file.write_text(json.dumps(values))
     try:
@@ -735,7 +736,10 @@ def test_keys_that_would_change_texts_are_named(tmp_path, caplog):
     edit_json(tmp_path / "generation_config.json", **changes)
     assert read_sampling_params(str(tmp_path)) == SamplingParams()
     [record] = caplog.records
-    assert "`suppress_tokens`, `no_repeat_ngram_size`, `num_beams`, which would" in record.message
+    assert (
+        "`suppress_tokens`, `no_repeat_ngram_size`, `num_beams`, which transformers would apply"
+        in record.message
+    )
 
 
 def test_generate_and_add_request_take_the_checkpoints_defaults(checkpoint, tmp_path):

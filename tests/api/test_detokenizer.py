@@ -36,7 +36,7 @@ def wrap(tokenizer: Tokenizer, **options: Any) -> Any:
 
 
 def byte_level() -> Any:
-    """As Qwen's. Some tokens begin or end within a character."""
+    """A tokenizer like Qwen's. Some tokens begin or end within a character."""
     words = ["he", "the", " the", "lo", "\n\n", "  ", "é", "stop", FFFD, b"\xf0\x9f", b"\x98\x80 x"]
     pieces = [word if isinstance(word, bytes) else word.encode() for word in words]
     vocab = [*BYTES.values(), *("".join(BYTES[b] for b in piece) for piece in pieces)]
@@ -53,7 +53,7 @@ BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def metaspace(pieces: list[str] = PIECES) -> Any:
-    """As Llama 2's: leading spaces, and bytes for what has no piece."""
+    """A tokenizer like Llama 2's: leading spaces, and bytes where no piece fits."""
     vocab = {piece: i for i, piece in enumerate(["<unk>", *BYTE_PIECES, *pieces])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -63,7 +63,7 @@ def metaspace(pieces: list[str] = PIECES) -> Any:
 
 
 def unigram(**options: Any) -> Any:
-    """As T5's, but with bytes for what has no piece."""
+    """A tokenizer like T5's, but with bytes where no piece fits."""
     vocab = [(piece, -1.0) for piece in ["<unk>", *BYTE_PIECES, *PIECES]]
     tokenizer = Tokenizer(models.Unigram(vocab, 0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -72,7 +72,7 @@ def unigram(**options: Any) -> Any:
 
 
 def word_piece() -> Any:
-    """As BERT's."""
+    """A tokenizer like BERT's."""
     pieces = [
         "[UNK]",
         "do",
@@ -126,7 +126,7 @@ codecs.register_error("each", lambda error: (FFFD * (error.end - error.start), e
 
 
 def slow(errors: str) -> Any:
-    """With one U+FFFD for the wrong bytes of a character as GPT-2's, or as sentencepiece each."""
+    """A slow tokenizer: U+FFFD per wrong character, as GPT-2's, or per byte, as sentencepiece."""
     tokenizer = SlowBytes(eos_token=SPECIAL)
     tokenizer.errors = errors
     tokenizer.add_tokens([ADDED])
@@ -190,7 +190,7 @@ def token_ids(draw: st.DrawFn, name: str, max_size: int = 14) -> list[int]:
 
 
 def num_tokens(name: str) -> int:
-    """How many token ids to try: also two that the tokenizer does not know, if it bears them."""
+    """Number of token ids to try, with two unknown to the tokenizer if it accepts them."""
     return len(get(name)) + (0 if name.startswith("slow") else 2)
 
 
@@ -302,7 +302,7 @@ def test_spaces_are_not_cleaned_up():
     assert detokenizer.text == "a . n"
 
 
-# -- behind a prompt ------------------------------------------------------------------------------
+# -- after a prompt -------------------------------------------------------------------------------
 
 
 def check_behind(name: str, prompt: list[int], ids: list[int], skip: bool) -> None:
@@ -343,7 +343,7 @@ def test_text_behind_a_prompt_is_what_it_adds(name):
 @pytest.mark.parametrize("name", ["metaspace", "unigram"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_the_first_space_of_a_completion(name, skip):
-    """There behind any text, and not where the text begins."""
+    """A space after any text, and none where the text begins."""
     the, space, end = get(name).convert_tokens_to_ids(["▁the", "▁", SPECIAL])
     for prompt in ([the], [space], [the, *[end] * 40], byte_ids(name, *b"ab"), [end, space]):
         context = Decoder(get(name)).context(prompt, skip)
@@ -468,7 +468,7 @@ class Counting:
 
 
 class CountingStream:
-    """What `DecodeStream` does, in Python."""
+    """`DecodeStream` in Python."""
 
     def __init__(self, skip_special_tokens: bool) -> None:
         self.skip, self.ids, self.prefix, self.num_prefix = skip_special_tokens, [], "", 0
@@ -517,7 +517,7 @@ def test_a_token_costs_the_same_everywhere(name, monkeypatch):
 def first_stop(
     name: str, ids: list[int], stop: list[str], min_tokens: int
 ) -> tuple[int, str, int, int] | None:
-    """By decoding every prefix: number of tokens, stop string, where it begins and ends."""
+    """Number of tokens, stop string, its begin and end, by decoding every prefix."""
     seen = len(as_text(get(name), ids[:min_tokens], True).rstrip(FFFD))
     for n in range(min_tokens + 1, len(ids) + 1):
         text = as_text(get(name), ids[:n], True)
@@ -594,7 +594,7 @@ def test_stop_strings_against_every_prefix(name):
 
 
 def run(name: str, text: str, *stop: str, include: bool = False, min_tokens: int = 0) -> Any:
-    """What was found, after how many tokens, and the text."""
+    """The stop found, the number of tokens until then, and the text."""
     detokenizer = Detokenizer(get(name), stop, include)
     found, n = feed(detokenizer, encode(name, text), min_tokens)
     detokenizer.finish()
@@ -684,7 +684,7 @@ def test_nothing_is_held_back_that_stays_anyway():
     ("text", "stop", "min_tokens", "expected"),
     [
         ("ab ab", ["ab"], 2, ("ab", 5, "ab ")),  # complete before: never looked for
-        ("ab ab", ["ab"], 1, ("ab", 2, "")),  # begun before, complete behind
+        ("ab ab", ["ab"], 1, ("ab", 2, "")),  # begun before, complete after
         ("aaa", ["aa"], 2, ("aa", 3, "a")),
         ("ab", ["ab"], 2, (None, 2, "ab")),
         ("a€", ["€"], 3, ("€", 4, "a")),

@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 
 def pooled(path: Any, token_ids: list[int], pooling: str) -> torch.Tensor:
-    """What transformers says: [M]."""
+    """Embedding by transformers: [M]."""
     hidden = reference_hidden(path, token_ids)
     return hidden[-1] if pooling == "last" else hidden.mean(0)
 
@@ -207,7 +207,7 @@ def test_generate_goes_on_as_before(checkpoint: Any) -> None:
 
 
 def test_a_checkpoint_that_was_saved_without_its_head(tmp_path: Any) -> None:
-    """As Qwen3-Embedding is: nothing is called `model.`."""
+    """Qwen3-Embedding is such a one: nothing is called `model.`."""
     path = make_checkpoint(tmp_path / "whole", tie_word_embeddings=True)
     bare = shutil.copytree(path, tmp_path / "bare")
     tensors = load_file(bare / "model.safetensors")

@@ -114,7 +114,7 @@ def hub(model: Path) -> Iterator[Hub]:
 
 
 def ask(home: Path, url: str, code: str, **env: str) -> list[str]:
-    """What a new process prints, whose hub is at `url` and whose cache is in `home`."""
+    """Output of a new process with its hub at `url` and its cache in `home`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     command = [sys.executable, "-c", code]
@@ -166,16 +166,16 @@ with LLM("our/model", device="cpu", **{options!r}) as llm:
     assert shard.is_file() and len(hub.requests) > num_requests
 
 
-def test_what_cannot_be_had_says_why_and_what_to_do(hub: Hub, tmp_path: Path) -> None:
+def test_an_unavailable_model_gets_a_reason_and_a_remedy(hub: Hub, tmp_path: Path) -> None:
     calls = [("our/gated", None), ("our/none", None), ("our/model", "v7"), ("our/model", "v1")]
     gated, none, revision, found = ask(tmp_path, hub.url, FIND.format(calls=calls))
     assert gated == (
-        "ValueError: `model` 'our/gated' cannot be had: it is for those who have agreed to its "
-        f"terms; do so on {hub.url}/our/gated, and set HF_TOKEN to a token of yours"
+        "ValueError: `model` 'our/gated' is not available: it is gated; accept its terms on "
+        f"{hub.url}/our/gated, and set HF_TOKEN to a token of yours"
     )
     assert none == (
-        "ValueError: `model` 'our/none' cannot be had: the hub has no such name, or it is private; "
-        "correct the name, or set HF_TOKEN to a token that may read it"
+        "ValueError: `model` 'our/none' is not available: the hub has no such repository, or it is "
+        "private; correct the name, or set HF_TOKEN to a token with access to it"
     )
     assert "has no revision 'v7'" in revision and f"see {hub.url}/our/model" in revision
     assert found.endswith(SHA)
@@ -197,7 +197,9 @@ def test_what_is_no_name_is_no_directory(name: str) -> None:
 
 
 def test_a_file_of_weights_is_no_model() -> None:
-    with pytest.raises(ValueError, match=r"'our/model\.gguf' is a GGUF file, which is not read"):
+    with pytest.raises(
+        ValueError, match=r"'our/model\.gguf' is a GGUF file, which is not supported"
+    ):
         checkpoint_directory("our/model.gguf", None)
 
 
@@ -206,7 +208,7 @@ def test_a_download_that_breaks_says_so(hub: Hub, tmp_path: Path) -> None:
     """The hub ends each file in its middle."""
     hub.breaks = True
     [broken] = ask(tmp_path, hub.url, FIND.format(calls=[("our/model", None)]))
-    assert "'our/model' cannot be had: " in broken
+    assert "'our/model' is not available: " in broken
     assert "try again, or pass the directory of a checkpoint" in broken
     hub.breaks = False
     [found] = ask(tmp_path, hub.url, FIND.format(calls=[("our/model", None)]))

@@ -236,14 +236,14 @@ def test_list_of_prompts_for_one_is_named(prompts, intake):
     with pytest.raises(TypeError) as caught:
         intake.read_prompt(prompts)
     assert str(caught.value) == (
-        f"`prompt` must hold integer token ids, got {prompts[0]!r}: it is one prompt, no list of "
-        "them"
+        f"`prompt` must hold integer token ids, got {prompts[0]!r}: it is one prompt, not a list "
+        "of prompts"
     )
 
 
 def test_lone_surrogates_are_named(tiny):
     """The tokenizer's own words are of its types."""
-    reason = "it has lone surrogates, which are no characters"
+    reason = "it has lone surrogates, which are not characters"
     with pytest.raises(ValueError, match=rf"^`prompts\[1\]` cannot be tokenised: {reason}$"):
         tiny.generate(["a", "a\ud800b"], use_tqdm=False)
 
@@ -372,11 +372,11 @@ def test_sampling_params_that_the_model_meets_pass():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"stop": "end"}, "stop` is about text, .* no tokenizer: pass stop_token_ids"),
-        ({"bad_words": ["x"]}, "bad_words` is about text, .* no tokenizer: pass logit_bias"),
+        ({"stop": "end"}, "stop` needs a tokenizer, .* has none: pass stop_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words` needs a tokenizer, .* has none: pass logit_bias"),
         (
             {"structured_outputs": StructuredOutputsParams(json_object=True)},
-            "structured_outputs` is about text, .* no tokenizer: pass allowed_token_ids",
+            "structured_outputs` needs a tokenizer, .* has none: pass allowed_token_ids",
         ),
     ],
 )
@@ -458,11 +458,11 @@ def test_defect_17_one_bad_prompt_queues_none(prompts, params, error, match, eng
         ({"stop_token_ids": [VOCAB]}, r"stop_token_ids` must hold token ids in 0\.\.127 .*got 128"),
         ({"allowed_token_ids": [1, VOCAB]}, r"allowed_token_ids` must hold token ids in 0\.\.127"),
         ({"logit_bias": {VOCAB: 1}}, r"logit_bias` must hold token ids in 0\.\.127"),
-        ({"stop": "end"}, "stop` is about text"),
-        ({"bad_words": ["word"]}, "bad_words` is about text"),
+        ({"stop": "end"}, "stop` needs a tokenizer"),
+        ({"bad_words": ["word"]}, "bad_words` needs a tokenizer"),
         (
             {"structured_outputs": StructuredOutputsParams(regex="a")},
-            "structured_outputs` is about",
+            "structured_outputs` needs a tokenizer",
         ),
     ],
 )
@@ -573,7 +573,7 @@ RIGHT = {3: PROMPT, len(MIXED) - 1: PROMPT[:2]}
 
 
 def words_of(call):
-    """What is wrong with each of the wrong prompts, in the words of the error that it raises."""
+    """The error message of each wrong prompt."""
     words = {}
     for i, prompt in enumerate(MIXED):
         if i not in RIGHT:

@@ -32,7 +32,7 @@ OUTPUTS = [value for value in CLASSES if issubclass(value, Record)]
 
 @pytest.fixture(scope="module", name="results")
 def results_fixture():
-    """Of every call, the last one refused."""
+    """Results of every call, the last one refused."""
     params = [SamplingParams(1.5, 4, n=2, seed=1, logprobs=2, prompt_logprobs=1), greedy(9)] * 2
     texts, options = [TEXT, TEXT + "\u2028é", "", "a" * 500], {"on_error": "return"}
     with LLM(TINY, **SMALL) as llm:
@@ -143,6 +143,6 @@ def test_reprs_are_short_and_say_what_matters(results):
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_repr_of_what_is_half_built(kind):
-    """As a debugger meets it in the middle of unpickling."""
+    """A debugger meets such objects in the middle of unpickling."""
     assert len(OUTPUTS) == 9
     assert repr(object.__new__(kind)).startswith(f"{kind.__name__}(")

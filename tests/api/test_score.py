@@ -147,7 +147,7 @@ def test_preempted_prompts_have_each_place_once(
     assert_right(checkpoint, outputs, params)
     assert metrics["num_preemptions"] == len(known) > 0
     assert any(1 < places < size for places, size in known), "none in the middle of its prompt"
-    assert any(places == size for places, size in known), "none behind its prompt"
+    assert any(places == size for places, size in known), "none after its prompt"
     assert whole == [places < size for places, size in known]
 
 
@@ -156,7 +156,7 @@ def test_preempted_prompts_have_each_place_once(
 def test_failed_launch_is_repeated(
     k: int, overlap: bool, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the failed step has computed does not count, and its places come once."""
+    """Results of the failed step do not count, and its places come once."""
     with LLM(checkpoint, overlap=overlap, **{**SMALL, "max_num_batched_tokens": 24}) as llm:
         ids = [llm.add_request(*request) for request in zip(PROMPTS, PARAMS, strict=True)]
         fail_at(

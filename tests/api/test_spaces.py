@@ -61,7 +61,7 @@ def llm_fixture(path: Path) -> Any:
 
 
 def added(path: Path, prompt: list[int], ids: list[int], skip: bool = True) -> str:
-    """By transformers, from all tokens."""
+    """Text that the completion adds, by transformers, from all tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     before, whole = (tokenizer.decode(t, skip_special_tokens=skip) for t in (prompt, prompt + ids))
     return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071 - strings, not paths

@@ -1,4 +1,4 @@
-"""What ends a completion: stop strings and tokens, end-of-sequence tokens, lengths, `min_tokens`.
+"""Ends of completions: stop strings and tokens, end-of-sequence tokens, lengths, `min_tokens`.
 
 The tokens are scripted, and what must come out is written down or follows from a naive search. The
 tokenizer's tokens are the bytes of UTF-8; 258 ends a text.
@@ -100,7 +100,7 @@ CASES = {
         {"stop": ["<|im_start|>"], "min_tokens": 3},
         *("ab", 5, "stop", "<|im_start|>"),
     ),
-    "special token behind the beginning of a stop string": (
+    "special token after the beginning of a stop string": (
         ["ab", SPECIAL],
         {"stop": ["abc", "<|im_start|>"]},
         *("ab", 3, "stop", "<|im_start|>"),
@@ -255,7 +255,7 @@ def test_completions_end_each_at_its_own(llm, monkeypatch):
 
 
 def test_superfluous_token_is_dropped(llm, monkeypatch):
-    """With overlap the step behind the stop string is under way when it is found."""
+    """With overlap the step after the stop string is under way when it is found."""
     before = llm.metrics()["num_steps"]
     play(monkeypatch, llm, [said("abXcX")])
     run, launches = llm.executor.run, []

@@ -63,7 +63,7 @@ def test_two_threads_import_transformers(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where code of a checkpoint leaves its mark. At the end there is none, nobody has read the
+    """Directory for marks of a checkpoint's code. At the end there is none, nobody has read the
     "y" on standard input, and nobody has looked for another machine.
     """
     calls: list[Any] = []
@@ -110,7 +110,7 @@ def test_a_slow_import_says_what_makes_it_fast(
     with caplog.at_level(logging.INFO, "nanovllm"):
         load_tokenizer(TINY)
     assert (f"transformers {installed} imported in" in caplog.text) == (not slow)
-    assert ("5.24 takes less" in caplog.text) == (helps and not slow)
+    assert ("5.24 needs less" in caplog.text) == (helps and not slow)
 
 
 @pytest.mark.parametrize("reference", ["mine.", "other/repository--mine."])

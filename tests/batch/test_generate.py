@@ -30,7 +30,7 @@ def generate_fixture(tiny: str) -> Iterator[Generate]:
 
 @pytest.fixture(name="expected", scope="module")
 def expected_fixture(tiny: str) -> dict[str, list[Any]]:
-    """What the engine says in one call."""
+    """Results of the engine in one call."""
     with LLM(tiny, **OPTIONS) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(**GREEDY), False, on_error="return")
         with pytest.raises(ValueError) as refusal:
@@ -56,7 +56,7 @@ BATCHES: dict[str, Any] = {
 
 
 def columns(batch: Any) -> dict[str, list[Any]]:
-    """With None for what is missing."""
+    """Columns as lists, with None for missing values."""
     if isinstance(batch, dict):
         return {name: column.tolist() for name, column in batch.items()}
     if isinstance(batch, pandas.DataFrame):
@@ -141,7 +141,7 @@ def test_columns_of_structs_have_nulls_for_other_rows_fields(generate: Generate)
 
 
 def test_conversations(tiny: str) -> None:
-    """As dictionaries, as JSON, or as prompts, against `LLM.chat`."""
+    """Dictionaries, JSON, or prompts, against `LLM.chat`."""
     turns = ["127+345=", "reverse: hello ="]
     messages = [[{"role": "user", "content": turn}] for turn in turns]
     with LLM(tiny, **OPTIONS) as llm:
@@ -182,7 +182,7 @@ def test_a_row_with_an_id_is_drawn_alike_wherever_it_is(tiny: str) -> None:
 
 
 def test_map_reads_the_next_batches_while_one_is_answered(generate: Generate) -> None:
-    """Until the engine has twice as many rows as it runs at once, behind those of the first."""
+    """The engine then has twice as many rows as it runs at once, besides those of the first."""
     read: list[int] = []
 
     def batches() -> Iterator[Any]:

@@ -67,7 +67,7 @@ def table(path: Path) -> list[dict]:
 def test_killed_and_started_again_each_row_is_there_once(
     command, tmp_path, rows, prompts, expected
 ):
-    """By SIGKILL, by Ctrl-C and by SIGTERM, within a line."""
+    """Killed by SIGKILL, by Ctrl-C and by SIGTERM, within a line."""
     path, moments = tmp_path / "out.jsonl", random.Random(1)
     size = sum(170 + 2 * len(prompt) for prompt in prompts)
     signals = {"SIGKILL": -9, "SIGINT": 130, "SIGTERM": 143}
@@ -114,7 +114,7 @@ def test_some_rows_are_wrong(command, tmp_path):
     code, said = command(*options)
     assert code == 1 and "5 of 5 rows" in said and "4 with errors" in said
     assert "--retry-errors" in said
-    assert "the first error of this run: row 1 (the first is 0): line must be JSON" in said
+    assert "the first error of this run: row 1 (counting from 0): line must be JSON" in said
     by_row = {line["_row"]: line for line in lines(path)}
     assert by_row[0]["generated_text"] == "472" and by_row[0]["mine"] == 1
     says = ("line must be JSON", "byte 0xff", "`custom_id` must differ", "max_model_len")
@@ -143,14 +143,14 @@ def test_rows_that_were_edited(command, tmp_path):
     write([prompts[2], prompts[1], prompts[2]])  # the second is as it was
     code, said = command(*options)
     assert code == 2 and said.count("\n") == 1
-    assert "row 0 (the first is 0) must be as it was" in said and "`custom_id` 'r0'" in said
+    assert "row 0 (counting from 0) must be unchanged" in said and "`custom_id` 'r0'" in said
     assert "--recompute-changed" in said and path.read_bytes() == before
     piped = ("--input", "-", *options[2:])
     code, said = command(*piped, "--recompute-changed", stdin=str(file))
     assert code == 2 and "--recompute-changed reads the input twice" in said
     code, said = command(*options, "--recompute-changed")
     assert code == 0, said
-    assert "rows that have changed, and are computed again: 1\n" in said
+    assert "changed rows, computed again: 1\n" in said
     assert "3 of 3 rows" in said and "2 rows in" in said
     texts = {line["custom_id"]: line["generated_text"] for line in lines(path)}
     assert (texts["r1"], len(lines(path))) == ("olleh", 3)
@@ -227,7 +227,7 @@ def test_mistakes_end_with_one_line_and_nothing_computed(command, tmp_path, rows
         (("--input", rows, "--retry-errors"), "--retry-errors needs an output"),
         (("--input", tmp_path / "none.jsonl"), "No such file"),
         (("--input", rows, "--output", tmp_path / "none" / "out.jsonl"), "No such file"),
-        (("--input", rows, "--output", rows), "is not the output of such a job"),
+        (("--input", rows, "--output", rows), "is not the output of a job"),
     ):
         code, said = command(*options)
         assert code == 2 and says in said and said.count("\n") == 1, said

@@ -1,4 +1,4 @@
-"""What rows ask for: plain ones, and requests of OpenAI's batch format."""
+"""Requests of rows: plain ones, and requests of OpenAI's batch format."""
 
 import io
 import json
@@ -88,7 +88,7 @@ def test_other_floats_are_no_integers(name, value):
 
 
 def test_a_column_of_integers_with_a_gap():
-    """As pandas has it, in all ways in which it may come here."""
+    """Such a column in pandas, in all forms in which it may arrive."""
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"prompt": ["x", "y"], "max_tokens": [8, None], "custom_id": [3, 4]})
     lines = table.to_json(orient="records", lines=True).encode().splitlines(keepends=True)
@@ -150,7 +150,7 @@ def test_rows_are_known_by_their_id_else_by_number_and_content():
 
 
 def test_contents_are_known_whatever_they_are_written_like():
-    """By a `custom_id` alone, a row that was edited was the old one."""
+    """An edited row counted as the old one, known by its `custom_id` alone."""
     same = [
         b'{"custom_id": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}\n',
         b'{"max_tokens":8,  "messages":[{"content":"\\u0078","role":"user"}],"custom_id":"a"}\n',
@@ -247,7 +247,7 @@ def test_what_a_body_cannot_have_is_refused_by_name(values, says):
 
 
 def test_results_have_openais_form():
-    """As the example of the reference has it: code that reads that service's files reads ours."""
+    """The form of the reference's example: code that reads that service's files reads ours."""
     place = {7: Logprob(-0.5, 2, "b"), 8: Logprob(-0.1, 1, "a")}
     completion = CompletionOutput(0, "b", [7], "stop", None, [place], -0.5)
     output = RequestOutput(3, "hi", [1, 2], [completion], True, 1)

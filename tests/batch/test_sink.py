@@ -48,7 +48,7 @@ def finish(path, rows, count=None, job=None, **options):
 
 
 def numbers(path):
-    """Which rows the output has, by its own words."""
+    """Numbers of the rows in the output, as it names them."""
     if path.suffix == ".jsonl":
         return [json.loads(line)["_row"] for line in path.read_text("utf-8").splitlines()]
     import pyarrow.parquet
@@ -63,8 +63,8 @@ def output(directory, kind):
 @SEVERAL
 @given(st.data())
 def test_cut_at_any_byte_the_output_is_completed(tmp_path_factory, data):
-    """What a kill, a full disk or a power cut leaves: the beginning of what was written, perhaps
-    with zeros behind it.
+    """A kill, a full disk or a power cut leaves the beginning of the written data, perhaps followed
+    by zeros.
     """
     directory = tmp_path_factory.mktemp("cut")
     rows, path = rows_of(directory, 6), output(directory, "jsonl")
@@ -122,7 +122,7 @@ def test_errors_are_kept_and_tried_again_when_that_is_asked_for(tmp_path, kind):
 
 
 def named_rows(directory, prompts, is_openai=False):
-    """With ids "r0", "r1", ..."""
+    """Rows with the ids "r0", "r1", ..."""
     rows = [{"custom_id": f"r{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
     if is_openai:
         ask = {"method": "POST", "url": "/v1/completions"}
@@ -151,8 +151,8 @@ def test_a_row_that_was_edited_is_refused(tmp_path, kind, is_openai):
             with pytest.raises(ValueError) as caught:
                 look(iter(edited))
             said = str(caught.value)
-            assert said.startswith("row 1 (the first is 0) must be as it was when its result in ")
-            assert "got another under the `custom_id` 'r1': choose another output" in said
+            assert said.startswith("row 1 (counting from 0) must be unchanged since its result in ")
+            assert "got a changed one under the `custom_id` 'r1': choose another output" in said
             assert said.endswith("`drop_changed`")
         sink.check(named_rows(tmp_path, "abcD", is_openai))  # which has no result yet
     assert contents(path) == before
@@ -200,7 +200,7 @@ def test_a_row_that_failed_may_be_mended(tmp_path):
 @pytest.mark.parametrize("is_openai", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_results_without_a_hash_of_their_rows_go_on(tmp_path, kind, is_openai):
-    """As they were written before there was one: what they were made of, nobody can say."""
+    """Results from before there was a hash: nobody can tell their rows."""
     path, rows = output(tmp_path, kind), named_rows(tmp_path, "abc", is_openai)
     finish(path, rows, 2)
     if kind == "parquet":
@@ -246,7 +246,7 @@ def test_another_job_is_refused_and_what_differs_is_named(tmp_path):
 def test_what_is_no_output_of_a_job_is_left_alone(tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text("my notes")
-    with pytest.raises(ValueError, match="is not the output of such a job"):
+    with pytest.raises(ValueError, match="is not the output of a job"):
         ResumableSink(path)
     assert path.read_text() == "my notes"
     (tmp_path / "data.parquet").write_text("PAR1")
@@ -396,7 +396,7 @@ def test_a_disk_that_is_full_leaves_whole_results(tmp_path):
 
 
 def test_a_failed_write_is_not_in_the_way_of_the_next(tmp_path, monkeypatch):
-    """The disk has room again: the same sink goes on behind the last whole line."""
+    """The disk has room again: the same sink goes on after the last whole line."""
     rows, path = rows_of(tmp_path, 3), output(tmp_path, "jsonl")
     write, parts = os.write, []
 

@@ -259,7 +259,7 @@ def test_info_of_a_gpu(
     capsys: pytest.CaptureFixture[str],
     set_capability: Callable[[tuple[int, int]], None],
 ) -> None:
-    """Of one that is too old for our kernels."""
+    """A GPU that is too old for our kernels."""
     set_capability((7, 5))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -301,7 +301,7 @@ def compile_into(cache: Path, *options: str) -> "subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 def test_a_second_compile_finds_all_kernels(tiny: str, tmp_path: Path) -> None:
-    """Of both ranks, which have kernels of their own. The cache is in a directory to be made."""
+    """Kernels of both ranks, which differ. The cache is in a directory to be made."""
     options = "--model", tiny, "--max-num-seqs", "2", "--max-num-batched-tokens", "64"
     found = []
     for size in ("2", "1"):

@@ -24,7 +24,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12", "--num-kvcache-blocks", "1
 
 @pytest.fixture(name="prompts")
 def prompts_fixture(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine is asked, and how much of it was cached."""
+    """Prompts that the engine gets, and their cached tokens."""
     seen: list[Any] = []
     stream = LLM.stream
 

@@ -168,7 +168,7 @@ def test_prompt_of_k_blocks_leaves_the_last_one_to_compute(manager, k):
 
 
 def test_whole_chain_is_verified(manager):
-    """A block in the middle is found behind its own prefix only."""
+    """A block in the middle is found after its own prefix only."""
     run_and_free(manager, A + B + TAIL)
     assert num_hits(manager, A + B + TAIL) == 2
     assert num_hits(manager, B + TAIL) == 0

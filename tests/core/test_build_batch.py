@@ -82,7 +82,7 @@ def test_batches_of_random_steps_agree_with_the_definitions(seed):
 
 
 def test_a_chunk_of_one_token_among_prefills():
-    """It stands behind a longer chunk, so it belongs to the prefills; it may not sample."""
+    """It stands after a longer chunk, so it belongs to the prefills; it may not sample."""
     scheduler = make_scheduler(10, max_num_batched_tokens=8)
     scheduler.add(make_seq(7))
     scheduler.add(make_seq(5))

@@ -1,4 +1,4 @@
-"""Which devices a replica gets."""
+"""Devices of a replica."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_there_must_be_enough(monkeypatch):
         device_shares("cuda", 5, 1)
     with pytest.raises(ValueError, match=r"`data_parallel_size \* tensor_parallel_size` .* got 6"):
         device_shares("auto", 3, 2)
-    with pytest.raises(ValueError, match="without an index for data_parallel_size 2"):
+    with pytest.raises(ValueError, match="have no index with data_parallel_size 2"):
         device_shares("cuda:1", 2, 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # after PyTorch has looked
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES must name a device"):

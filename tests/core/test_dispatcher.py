@@ -1,4 +1,4 @@
-"""Which replica gets which request, without any replica."""
+"""Assignment of requests to replicas, without any replica."""
 
 import random
 from collections import Counter

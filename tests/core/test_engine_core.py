@@ -13,7 +13,7 @@ from nanovllm.requests.request import Request
 
 
 class Tokens(NamedTuple):
-    """What a step has sampled, with nothing beside it."""
+    """Sampled tokens of a step, with nothing else."""
 
     token_ids: list[int]
     extras: None = None
@@ -84,7 +84,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.mark.parametrize("call", [1, 2, 4, 7])
 def test_a_failed_launch_is_repeated_when_all_is_booked(engine: Engine, call: int) -> None:
-    """What the step to be repeated needs is known to the host only when the others are booked."""
+    """The host knows the inputs of the repeated step only when the others are booked."""
     engine.executor.fails = {call}
     requests = [engine.add(n) for n in (5, 9, 2, 7)]
     with pytest.raises(RuntimeError, match="injected"):

@@ -134,7 +134,7 @@ def test_ctrl_c_gives_a_place_up(place):
 @contextlib.contextmanager
 def interrupt_at_call(k):
     """KeyboardInterrupt at the k-th place of the lock's code where Python raises it: the start of
-    a function, or behind a call.
+    a function, or after a call.
     """
     count = 0
 
@@ -184,7 +184,7 @@ def is_interrupted(state, k):
     ("state", "fewest"), [("free", 5), ("held by this thread", 3), ("held by another", 12)]
 )
 def test_ctrl_c_at_any_call(state, fewest):
-    """What has been done by then is undone."""
+    """The work done by then is undone."""
     k = 1
     while is_interrupted(state, k):
         k += 1

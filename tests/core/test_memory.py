@@ -48,7 +48,7 @@ def test_too_small_a_gpu_names_the_remedy(free, own_peak, remedy):
     with pytest.raises(ValueError, match=remedy) as error:
         num_blocks_for_cuda(GIB, 80 * GIB, int(free * GIB), own_peak * GIB, own_peak * GIB, 0.5)
     message = str(error.value)
-    assert f"uses {own_peak:.2f} GiB of a share of 40.00 GiB, {free:.2f} GiB are free" in message
+    assert f"uses {own_peak:.2f} GiB of its share of 40.00 GiB, {free:.2f} GiB are free" in message
     assert message.endswith("or lower max_num_batched_tokens")
 
 

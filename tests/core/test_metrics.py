@@ -125,7 +125,7 @@ def scripted_llm(checkpoint, **options):
 
 
 def of(metrics, **expected):
-    """Those values of `metrics` that `expected` has."""
+    """Values of `metrics` under the names in `expected`."""
     return {name: metrics[name] for name in expected}
 
 
@@ -352,7 +352,7 @@ def test_since_subtracts_counters():
 
 
 def assert_consistent(metrics, outputs):
-    """What the engine says of all requests is what their outputs say of each."""
+    """Check that the engine's totals equal the sums over its outputs."""
     completions = [completion for output in outputs for completion in output.outputs]
     reasons = [completion.finish_reason for completion in completions]
     expected = {

@@ -13,7 +13,7 @@ from nanovllm.requests.news import AllNews, News
 
 
 def told(seed: int, num_tokens: int, n: int, *, logprobs: bool) -> list[RequestOutput]:
-    """What a request tells, step by step: its completions begin and end at different steps, some
+    """News of a request, step by step: its completions begin and end at different steps, some
     of them by an error, without a token.
     """
     rng, outputs = random.Random(seed), []

@@ -1,4 +1,4 @@
-"""Which decodes share what they begin with, one pair and one group of them at a time."""
+"""Shared prefixes of decodes, one pair and one group of them at a time."""
 
 import random
 from itertools import islice, takewhile
@@ -99,7 +99,7 @@ def nested(groups: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]
 
 
 def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
-    """Of 8 prompts with 4 samples each, and of one that has nothing else in common with them."""
+    """Groups of 8 prompts with 4 samples each, and of one with nothing else in common with them."""
     prompts = [(4, [1, *range(10 * p, 10 * p + 8)]) for p in range(1, 9)]
     found = find_shared_prefixes(*nested([*prompts, (1, [1])]), 1024, 16)
     assert found is not None and found.lens.tolist() == [9 * 1024] * 32 + [0]
@@ -109,7 +109,7 @@ def test_a_common_system_prompt_leaves_samples_what_they_share() -> None:
 @pytest.mark.parametrize(
     ("parts", "wanted"),
     [
-        # (prompts, samples of each, own blocks), behind 40 common blocks. Only the long one leaves:
+        # (prompts, samples of each, own blocks), after 40 common blocks. Only the long one leaves:
         ([(15, 4, 1), (1, 4, 100)], [(60, 40), (4, 140)]),
         ([(32, 4, 1), (1, 16, 200)], [(128, 40), (16, 240)]),
         # All leave, some leave, none does.
@@ -149,7 +149,7 @@ def test_each_level_may_leave_the_one_before() -> None:
     ],
 )
 def test_a_group_leaves_for_what_its_parts_save(others: int, own: int, wanted: list[int]) -> None:
-    """Of the decodes with 40 blocks in common eight have one more, and each four of these more."""
+    """Decodes share 40 blocks; eight of them share one more, and each four of these yet more."""
     common = list(range(1, 41))
     fours = [[*common, 50, *range(first, first + own - 41)] for first in (100, 500)]
     singles = [(1, [*common, 60 + i]) for i in range(others)]

@@ -141,7 +141,7 @@ def test_identical_prefixes_admitted_together_are_computed_once(
 
 
 def test_others_pass_those_that_wait_for_their_prefix():
-    """Those keep their places: they start before all that could not pass them at once."""
+    """The waiting ones keep their places: they start before all that could not pass at once."""
     scheduler = make_scheduler(20, max_num_seqs=2)
     first, second, third = (make_seq([*SHARED, i], max_tokens=4 + i) for i in range(3))
     others = [make_seq(3, max_tokens=3), make_seq(3)]
@@ -309,7 +309,7 @@ def test_endings(max_tokens, eos_at, ignore_eos, length, reason):
 
 
 def test_abort_of_many():
-    """Of some that run, some that wait and one that has gone; the others go on."""
+    """Abort some that run, some that wait and one that has gone; the others go on."""
     scheduler = make_scheduler(40, max_num_seqs=4)
     model, seqs = FakeModel(scheduler), [make_seq(4, max_tokens=8) for _ in range(14)]
     for seq in seqs:

@@ -73,7 +73,7 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As where a program has embedded Python. Nothing is left behind."""
+    """Programs that embed Python are such a case. Nothing is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(builder, "triton_refusal", lambda device: None)
     monkeypatch.setattr(builder, "target_of", lambda device: ("cuda", 90, 32, 1 << 30))
@@ -85,7 +85,7 @@ def test_where_no_python_can_be_started_kernels_are_compiled_at_launch(
     )
     with caplog.at_level(logging.WARNING):
         assert Builder.start_compiler(one) is None
-    assert "no process that compiles kernels can be started (this program" in caplog.text
+    assert "the compile server cannot be started (this program" in caplog.text
     assert not [*tmp_path.iterdir()]
 
 
@@ -111,7 +111,7 @@ def test_processes_take_half_of_the_cores_and_no_more_than_a_quota(
 def test_the_tokenizer_and_the_weights_are_loaded_while_kernels_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which the rehearsal has found by then."""
+    """The rehearsal has found these kernels by then."""
     calls = list[str]()
 
     def note(owner: Any, name: str) -> None:

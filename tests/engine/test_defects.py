@@ -128,7 +128,7 @@ def test_defect_23_a_long_prompt_does_not_stall_decodes(tiny: str) -> None:
 
 
 def test_the_embedded_tasks_read_well(tiny: str) -> None:
-    """What `python example.py` shows."""
+    """The output of `python example.py`."""
     answers = {
         "127+345=": "472",
         train_tiny.reverse_prompt("hello"): "olleh",

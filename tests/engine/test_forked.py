@@ -57,8 +57,8 @@ child()
 
 
 def test_an_engine_computes_in_a_fork(reference: Any) -> None:
-    """With one thread behind a parent that has computed with several, where PyTorch waited for ever
-    for threads that were not there; with all of them behind another.
+    """Compute with one thread after a parent that has computed with several, where PyTorch waited
+    forever for missing threads; with all threads after any other parent.
     """
     prompts = [[*b"127+345="], [231, 5, 97, 94, 200, 13], [*b"reverse: hello ="]]
     command = [sys.executable, "-c", SCRIPT, json.dumps(prompts)]
@@ -72,5 +72,5 @@ def test_an_engine_computes_in_a_fork(reference: Any) -> None:
     assert (unused[:2], one[:2]) == ([3, []], [1, []])
     for count, warnings, _ in (used, sets):
         assert count == 1 and len(warnings) == 1
-        assert "this process is a fork, and threads that PyTorch started" in warnings[0]
+        assert "this process is a fork without PyTorch's threads" in warnings[0]
         assert "one thread, not with 3" in warnings[0]

@@ -49,7 +49,7 @@ def make_pool(checkpoint):
     ("size", "cache_dtype", "head_bytes"), [(1, None, 64), (2, None, 64), (2, FP8, 33)]
 )
 def test_each_layer_has_its_part(checkpoint, make_pool, size, cache_dtype, head_bytes):
-    """Of its own, full of zeros, whatever was there before."""
+    """Parts of their own, full of zeros, whatever was there before."""
     model, heads = attentions(checkpoint, Group(0, size), cache_dtype=cache_dtype), 2 // size
     pool = make_pool(model)
     assert pool.block_bytes == 2 * 2 * 16 * heads * head_bytes
@@ -85,7 +85,7 @@ class Recurrent(StatefulLayer):
 
 
 def test_a_layer_keeps_what_it_declares(checkpoint, make_pool, monkeypatch):
-    """Of sequences as well as of blocks; how many blocks fit minds both."""
+    """States of sequences and of blocks; the number of blocks that fit counts both."""
     model = nn.ModuleList([Recurrent(), *attentions(checkpoint), Recurrent()])
     pool, plain = make_pool(model, max_num_seqs=3), make_pool(max_num_seqs=3)
     assert pool.sequence_bytes == 2 * (15 * 2 + 7 * 4) and not plain.sequence_bytes
@@ -252,7 +252,7 @@ def test_a_pool_that_does_not_fit_leaves_none(checkpoint, make_pool):
 
 
 def test_how_many_fit_a_gpu(make_pool, monkeypatch):
-    """What this engine holds now is free for it; its peak, and the reserve, are not."""
+    """Memory that this engine holds now is free for it; its peak, and the reserve, are not."""
     free, total = 30 * GIB + RESERVE, 100 * GIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     pool = make_pool(device=torch.device("cuda"), gpu_memory_utilization=0.5)

@@ -79,7 +79,7 @@ class SeesFunctions(TorchFunctionMode):
 
 
 class SeesOperators(TorchDispatchMode):
-    """Likewise."""
+    """A dispatch mode that fails on any operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"seen: {func}")
@@ -118,7 +118,7 @@ def _refuse(x: torch.Tensor) -> torch.Tensor:
 
 
 def modes_on() -> tuple[Any, ...]:
-    """Of the thread, and of the process."""
+    """Modes of the thread, and of the process."""
     level = torch._C._functorch.peek_interpreter_stack()
     return (
         torch.get_default_dtype(),
@@ -170,7 +170,7 @@ def expected(llm: LLM, reference: Any) -> list[Any]:
 def test_modes_of_the_caller_change_nothing(
     name: str, tiny: str, llm: LLM, expected: list[Any]
 ) -> None:
-    """And are on as before, behind each call."""
+    """They are on as before after each call."""
     off = modes_on()
 
     def use() -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def until_nan(prompt, token_ids):
 
 
 def params_of(kind):
-    """Of one of KINDS."""
+    """Sampling parameters of one of KINDS."""
     if kind == "structured":
         pytest.importorskip("llguidance", reason='pip install ".[structured-outputs]"')
     return KINDS[kind]
@@ -94,7 +94,7 @@ def assert_only_nan_ends(found, wanted):
             has_nan.append(is_lost)
             ended += [len(tokens)] * is_lost
         assert (output.error is not None) == any(has_nan)
-        assert output.error is None or "the model has computed NaN for this request" in output.error
+        assert output.error is None or "the model computed NaN for this request" in output.error
     return ended
 
 
@@ -156,7 +156,7 @@ def test_the_engine_goes_on_and_says_it_once(broken, caplog):
         llm.reset_prefix_cache()
         again = llm.generate(clean, short, use_tqdm=False)
     assert [o["token_ids"] for o in again] == [o["token_ids"] for o in first]
-    assert len([r for r in caplog.records if "has computed NaN" in r.message]) == 1
+    assert len([r for r in caplog.records if "computed NaN" in r.message]) == 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_replicas(broken):
         news = list(llm.stream("count from 6: ", GREEDY))
         metrics = llm.metrics()
     ended = assert_only_nan_ends(found, wanted)
-    assert news[-1].finished and "has computed NaN" in news[-1].error
+    assert news[-1].finished and "computed NaN" in news[-1].error
     assert metrics["num_finished_by_error"] == len(ended) + 1
     assert metrics["num_replica_restarts"] == 0
 
@@ -262,7 +262,7 @@ def test_rows_of_a_file(broken, tmp_path):
     for row, whole in zip(rows, wanted, strict=True):
         _, is_lost = until_nan(whole.prompt_token_ids, whole.outputs[0].token_ids)
         if is_lost:
-            assert "has computed NaN" in row["error"] and row["generated_text"] is None
+            assert "computed NaN" in row["error"] and row["generated_text"] is None
         else:
             assert row["error"] is None and row["generated_text"] == whole["text"]
 
@@ -275,7 +275,7 @@ def test_scores(broken):
         wanted = whole.score(texts, use_tqdm=False)
     for text, score, want in zip(texts, scores, wanted, strict=True):
         if "9" in text:
-            assert "has computed NaN" in score.error and math.isnan(score.total_logprob)
+            assert "computed NaN" in score.error and math.isnan(score.total_logprob)
             assert score.logprobs == score.ranks == []
         else:
             assert score == want
@@ -286,11 +286,11 @@ def test_prompt_logprobs_of_a_row_that_is_nan_in_one_column(tmp_path):
     path = break_row(tmp_path / "model", "lm_head.weight", 200)
     with LLM(path, **OPTIONS) as llm:
         [score] = llm.score(["1 2 3"], use_tqdm=False)
-    assert "has computed NaN" in score.error
+    assert "computed NaN" in score.error
 
 
 def lose_first_row(llm):
-    """Have the first hidden state of the next step be NaN, behind all layers: no other sees it."""
+    """Have the first hidden state of the next step be NaN, after all layers: no other sees it."""
     norm = llm.model_runner.model.model.norm
     compute = norm.whole_forward
 
@@ -305,7 +305,7 @@ def lose_first_row(llm):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_vectors(pooling):
-    """Of texts in two chunks. The last hidden state is right here, so the mean alone is NaN."""
+    """Vectors of texts in two chunks. The last hidden state is right here: only the mean is NaN."""
     with LLM(TINY, **OPTIONS) as llm:
         lose_first_row(llm)
         [lost] = llm.embed(["1" * 40], pooling, use_tqdm=False)
@@ -322,21 +322,21 @@ def test_a_score_of_which_one_token_is_lost():
         lose_first_row(llm)
         lost, right = (llm.score([each * 40], use_tqdm=False)[0] for each in "12")
         assert llm.metrics()["num_finished_by_error"] == 1
-    assert "has computed NaN" in lost.error and lost.logprobs == lost.ranks == []
+    assert "computed NaN" in lost.error and lost.logprobs == lost.ranks == []
     assert right.error is None and len(right.logprobs) == 39
 
 
 def test_a_vector_without_a_next_token(tmp_path):
-    """Of a model whose head is broken nothing is given."""
+    """A model with a broken head gives nothing."""
     path = break_row(tmp_path / "model", "lm_head.weight", 200)
     with LLM(path, **OPTIONS) as llm:
         [lost] = llm.embed(["1 2 3"], use_tqdm=False)
-    assert "has computed NaN" in lost.error and lost.outputs.embedding == []
+    assert "computed NaN" in lost.error and lost.outputs.embedding == []
 
 
 def test_beams(broken):
     params = BeamSearchParams(beam_width=2, max_tokens=6)
     with LLM(broken, **OPTIONS) as llm:
         lost, right = llm.beam_search(["count from 195: ", "count from 100: "], params)
-    assert "has computed NaN" in lost.error and lost.sequences == []
+    assert "computed NaN" in lost.error and lost.sequences == []
     assert right.error is None and len(right.sequences) == 2

@@ -56,7 +56,7 @@ def select(events, **wanted):
 
 
 def counts(events):
-    """What `metrics()` calls these, by the file."""
+    """Counts in the file, under their names in `metrics()`."""
     steps = [event["args"] for event in select(events, cat="step")]
     seqs = [e["args"] for e in select(events, cat="request", name="request", ph="b")]
     reasons = Counter(seq["finish_reason"] for seq in seqs)
@@ -533,7 +533,7 @@ def test_the_device_is_placed_by_its_own_clock_between_launch_and_wait():
         ((1.0, 1.1, 2.0), (0.0, 0.8), (1.2, 2.0)),  # the wait ended with it
         ((2.1, 3.5, 3.50001), (0.3, 0.5), (2.3, 2.8)),  # it had ended long before
         ((3.6, 3.7, 3.70001), (0.1, 0.05), (3.6, 3.65)),  # not before its launch
-        ((3.8, 3.9, 3.90001), (0.2, 0.2), (3.70001, 3.90001)),  # not behind its wait
+        ((3.8, 3.9, 3.90001), (0.2, 0.2), (3.70001, 3.90001)),  # not after its wait
         ((4.0, 4.1, 5.0), (0.0, 2.0), (3.90001, 5.0)),  # not over the one before it
     ]
     lines = []

@@ -16,7 +16,7 @@ SECONDS = 300  # only to turn a hang into a failure
 
 
 def environment() -> dict[str, str]:
-    """Of a user's process. Kernels are not interpreted there, as they are in these tests."""
+    """Environment of a user's process, where kernels are not interpreted as in these tests."""
     found = {**os.environ, **SETTINGS, "TQDM_DISABLE": "1"}
     found.pop("TRITON_INTERPRET", None)
     return found
@@ -29,7 +29,7 @@ class Runner:
         self._forks = Forks(**SETTINGS, TRITON_INTERPRET=None)
 
     def __call__(self, name: str, *args: str, directory: Path) -> str:
-        """What a script prints."""
+        """Output of a script."""
         printed = directory / ".printed"
         printed.touch()
         call = {"script": str(SCRIPTS[name]), "cwd": str(directory), "stdout": str(printed)}

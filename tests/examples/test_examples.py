@@ -29,7 +29,7 @@ def test_each_script_is_short_and_has_a_page(name: str) -> None:
 
 
 def names(name: str) -> dict[str, Any]:
-    """Of a script, as if it had been imported."""
+    """Names of a script, as if it had been imported."""
     return runpy.run_path(str(SCRIPTS[name]), run_name=name)
 
 
@@ -80,7 +80,7 @@ def embeddings(directory: Path, printed: str, run: Runner) -> None:
 
 
 def synthetic_data(directory: Path, printed: str, run: Runner) -> None:
-    """What is kept is right, and what was drawn is not always."""
+    """Check that all kept answers are right, and that some sampled ones are not."""
     examples = lines(directory / "synthetic.jsonl")
     for example in examples:
         question, answer = example["messages"]

@@ -59,7 +59,7 @@ def test_the_adapter_agrees_with_transformers(adapted: Any, reference: Any) -> N
     longest = 63
 
     def logprobs(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token but the first, and whether it is the likeliest."""
+        """Log-probability of each token but the first, and whether it is the likeliest."""
         with torch.no_grad():
             logits = reference(torch.tensor(ids)[None]).logits[0, :-1].double()  # [T - 1, V]
         found = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -134,7 +134,7 @@ def test_the_page_adapts_conversations(adapted: Any) -> None:
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Its address. The server is a thread of this process."""
+    """Serve the app in a thread of this process; yields its address."""
     import uvicorn
 
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
@@ -220,7 +220,7 @@ def test_the_server_as_users_start_it(tmp_path: Path) -> None:
 def test_the_notebook_runs_and_shows_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its cells print is what is stored in it; times are in pictures alone."""
+    """The cells print the stored outputs; times are in pictures alone."""
     for package in ("nbclient", "ipykernel", "matplotlib", "pandas"):
         pytest.importorskip(package, reason=INSTALL.format("examples"))
     import nbformat
@@ -244,7 +244,7 @@ def test_the_notebook_runs_and_shows_what_it_says(
 
 
 def outputs(cell: Any) -> list[tuple[str, str]]:
-    """What a cell shows: kinds, and text that is the same on each machine. How a stream is cut into
+    """Outputs of a cell: kinds, and text that is the same on each machine. How a stream is cut into
     messages depends on the time.
     """
     found: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""On a CUDA device: backends, graphs, memory, and bf16 against transformers. Skipped elsewhere."""
+"""Tests on a CUDA device: backends, graphs, memory, bf16 against transformers."""
 
 import dataclasses
 import gc
@@ -219,8 +219,8 @@ def test_gpu_without_kernels_answers_as_a_cpu(
     set_capability: Callable[[tuple[int, int]], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a GPU below compute capability 8.0 does: no kernel of ours is launched, and tokens are
-    drawn by the host.
+    """A GPU below compute capability 8.0 does so: it launches no kernel of ours, and the host draws
+    the tokens.
     """
     params = [SamplingParams(max_tokens=8, seed=5, **own) for own in CONTROLS]
     prompts = make_prompts()[: len(params)]
@@ -426,8 +426,8 @@ DENSE = [name for name, (_, changes) in OTHERS.items() if "num_experts_per_tok" 
 def test_log_probabilities_in_eight_bits(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of keys and values, and of weights and activations: a mantissa of 3 bits where bfloat16 has 7
-    rounds 16 times as much, though not everything.
+    """Keys and values, and weights and activations, in 8 bits: a mantissa of 3 bits, where bfloat16
+    has 7, rounds 16 times as much, though not everything.
     """
     family, shape = shape_of(name)
     path = str(make_checkpoint(tmp_path / "model", family, **shape))
@@ -458,8 +458,8 @@ FEWER: dict[str, Any] = {**ALONE, "max_num_seqs": 7, "max_num_batched_tokens": 9
 
 
 def gaps_of(plain: list[CompletionOutput], other: list[CompletionOutput]) -> list[list[float]]:
-    """For each of `GREEDY_CONTROLS`, by how much log-probabilities of tokens differ, up to the
-    first token of a sequence that is another.
+    """Differences between log-probabilities for each of `GREEDY_CONTROLS`, up to the first token
+    of a sequence that differs.
     """
     gaps: list[list[float]] = [[] for _ in GREEDY_CONTROLS]
     for i, (one, two) in enumerate(zip(plain, other, strict=True)):
@@ -530,9 +530,9 @@ def mean_errors(
     held: str = "none",
     **options: Any,
 ) -> dict[int, tuple[float, float]]:
-    """For each size of the batches of prompts of these lengths: how far log-probabilities of all
-    tokens are, after greedy ones, from transformers' in float64, ours and transformers' in bf16; of
-    the checkpoint `reference`, if that is another. Weights are `held` in a format.
+    """Errors for each size of the batches of prompts of these lengths: how far log-probabilities of
+    all tokens are, after greedy ones, from transformers' in float64, ours and transformers' in
+    bf16; of the checkpoint `reference`, if that is another. Weights are `held` in a format.
     """
     rng = random.Random(SEED)
     exact, rounded = (
@@ -573,8 +573,8 @@ def mean_errors(
 def largest_difference(
     path: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
-    """Of a log-probability of a greedy token from transformers', for batches of prompts of these
-    lengths.
+    """Largest difference of a greedy token's log-probability from transformers', for batches of
+    prompts of these lengths.
     """
     rng = random.Random(SEED)
     reference = AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.bfloat16).cuda()
@@ -656,7 +656,7 @@ def test_this_process_compiles_no_kernel(
 def test_an_error_at_the_start_leaves_no_compiler(
     owner: Any, name: str, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the rehearsal, in it, while what it found is compiled, and behind all of it."""
+    """Before the rehearsal, in it, while its kernels are compiled, and after all of it."""
     servers, begin = list[Any](), compiler._start
 
     def ours() -> list[Path]:
@@ -697,7 +697,7 @@ def test_an_error_at_the_start_leaves_no_compiler(
 def test_activations_measured_without_launches(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By few layers, and as many bytes as all layers take where kernels are launched."""
+    """Measured by few layers, as many bytes as all layers take where kernels are launched."""
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
     heads = {"head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32000}
     experts = {"num_experts": 8, "num_local_experts": 8}  # of those families that have any
@@ -842,7 +842,7 @@ def upload_numbers(values: range) -> torch.Tensor:
 def test_a_timeline_has_the_time_of_the_device(
     options: dict[str, Any], tiny: str, tmp_path: Path
 ) -> None:
-    """By CUDA events: no more than passed between two of ours, one step behind the other."""
+    """Time by CUDA events: no more than passed between two of ours, one step after the other."""
     path, params = tmp_path / "trace.json", SamplingParams(temperature=0.7, max_tokens=40, seed=1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with LLM(tiny, **SMALL, **options) as llm:

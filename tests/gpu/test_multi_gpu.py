@@ -63,7 +63,7 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
 
 @pytest.fixture
 def owners_add(mode: str, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the mode of that name, on all ranks."""
+    """Sum in the mode of that name, on all ranks."""
     if mode == "owners":
         code = "from nanovllm.kernels import peers; peers.TWO_SHOT_MIN_BYTES = 0"
         inject(CONNECT, code, rank=None)
@@ -212,7 +212,7 @@ def free() -> list[int]:
 
 @pytest.fixture(scope="module")
 def warm(tiny: str) -> None:
-    """What CUDA, NCCL and cuBLAS (in each of two threads) start once and keep is there."""
+    """Start whatever CUDA, NCCL and cuBLAS (in each of two threads) start once and keep."""
     for size in (2, 4)[: torch.cuda.device_count() // 2]:
         use = functools.partial(answer, tiny, tensor_parallel_size=size, **POOL)
         assert use() == within_deadline(use) == "472"

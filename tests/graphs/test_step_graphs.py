@@ -1,4 +1,4 @@
-"""What CUDA graphs are given, without CUDA: buckets, padded buffers, steps that have room."""
+"""Inputs of CUDA graphs, without CUDA: buckets, padded buffers, steps that have room."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def test_defect_3_every_batch_size_has_a_bucket(max_num_seqs):
 
 
 def check_layout(parts: dict[str, np.ndarray], batch: Batch, shape: Shape) -> None:
-    """By the definitions, row by row: what is there, and that nothing else is."""
+    """Check a layout row by row against the definitions, and that nothing else is there."""
     n, D, count = batch.num_decodes, shape.decodes, len(batch.sample_rows)
     T, P = len(batch.input_ids) - n, len(batch.context_lens) - n
     rows = {i if i < n else i - n + D: i for i in range(n + T)}
@@ -271,7 +271,7 @@ class Unpinned(StaticInputs):
 
 
 class OnCpu(StepGraphs):
-    """Its graphs are `Replayed`, its inputs `Unpinned`; `steps` are those it was asked for."""
+    """Graphs on a CPU, `Replayed` with `Unpinned` inputs; `steps` are the requested ones."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class OnCpu(StepGraphs):
 
     @property
     def replayed(self) -> list[Shape]:
-        """Those with prompts."""
+        """Shapes of the replayed steps with prompts."""
         return [shape for shape, (graph, _) in self._graphs.items() if shape.tokens and graph.count]
 
     def replay(self, batch: Batch, timer: StepTimer | None = None) -> Computed | None:
@@ -410,7 +410,7 @@ def test_a_fact_of_sequences_is_declared_once(max_prompt_tokens, checkpoint, mon
 def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
     checkpoint, monkeypatch, caplog
 ):
-    """What larger steps need stays free."""
+    """The memory for larger steps stays free."""
     set_tokens(monkeypatch, 8)
     prompts = [[i, 9, 8, 7] for i in range(3)]
     options = {**SMALL, "max_num_seqs": 1, "enable_prefix_caching": False}
@@ -425,7 +425,7 @@ def test_without_memory_for_more_graphs_steps_are_launched_one_by_one(
             assert tokens(outputs) == [reference(checkpoint, p, 2) for p in wanted]
         assert [shape.tokens for shape in graphs.captured if shape.tokens] == [8]
     assert free.call_count == 3, "nobody asks again"
-    assert caplog.text.count("too little memory is left for more CUDA graphs") == 1
+    assert caplog.text.count("too little memory for more CUDA graphs") == 1
 
 
 def test_a_capture_that_fails_is_not_repeated(checkpoint, monkeypatch):
@@ -515,7 +515,7 @@ def test_a_size_that_comes_and_goes_takes_a_larger_graph(monkeypatch):
 
 
 def test_shared_prefixes_in_padded_graphs_are_right(checkpoint, monkeypatch):
-    """As many as come together, and fewer as some end, by a larger graph and then by their own. (A
+    """Full groups, and smaller ones as some end, by a larger graph and then by their own. (A
     CPU reads each prefix by itself, from the same tables.)
     """
     monkeypatch.setattr(graph_runner, "PATIENCE", 2)
@@ -540,7 +540,7 @@ def test_shared_prefixes_in_padded_graphs_are_right(checkpoint, monkeypatch):
 
 
 def all_logprobs(output: RequestOutput) -> list[dict[int, Any]]:
-    """Of the prompt and of the completion, where asked for."""
+    """Log-probabilities of the prompt and of the completion, as requested."""
     rows = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
     return [row or {} for row in rows]
 

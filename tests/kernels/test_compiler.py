@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def run(script: str, *args: str, **env: str) -> Any:
-    """What a script prints, in a process where kernels are compiled."""
+    """Output of a script in a process that compiles kernels."""
     own = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     own |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **env}
     command = [sys.executable, TESTS / script, *args]
@@ -42,7 +42,7 @@ def test_a_kernel_that_is_launched_while_it_is_pending_goes_first(found: Any) ->
 
 
 def test_of_kernels_that_wait_the_longest_goes_first(found: Any) -> None:
-    """Behind those of earlier rehearsals, and all behind the one that came first of all."""
+    """They come after those of earlier rehearsals, and all after the very first one."""
     long, short, shortest = OURS
     assert found["compiled_in_order"] == {
         "longest first": [short, long, shortest],
@@ -72,7 +72,7 @@ def test_without_a_server_nothing_waits_and_one_warning_comes(found: Any) -> Non
     case = found["served_by_nobody"]
     assert case["launched"] == ["stays_kernel", "late_kernel"] and case["pending"] == 0
     [warning] = case["warnings"]
-    assert "the process that compiles kernels has ended" in warning
+    assert "the compile server has ended" in warning
 
 
 def test_threads_rehearse_one_after_the_other(found: Any) -> None:

@@ -54,7 +54,7 @@ def to_device(*arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def among_others(logits: torch.Tensor) -> torch.Tensor:
-    """On the device, as columns of a wider tensor, all else in which is infinite."""
+    """The logits on the device, as columns of a wider tensor that is infinite elsewhere."""
     wider = torch.nn.functional.pad(logits, (0, 3), value=INF)
     return wider.to(DEVICE)[:, : logits.shape[1]]
 
@@ -99,7 +99,7 @@ def kernel_process(
 
 
 def kernel_kept(logits: torch.Tensor, temperatures: torch.Tensor, c: Controls) -> torch.Tensor:
-    """Which tokens [n, V] are not below the thresholds."""
+    """Mask [n, V] of the tokens that are not below the thresholds."""
     x, tops = kernel_process(logits, torch.arange(len(logits), dtype=torch.int32), c, None)
     filters = to_device(c.top_k, c.top_p, c.min_p)
     least = thresholds(x, tops, temperatures.to(DEVICE), *filters).cpu()
@@ -194,7 +194,7 @@ def test_thresholds_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["random", rare("ties"), rare("extremes"), rare("equal")])
 def test_top_p_among_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What top_p looks at is narrowed down first, if it is more than `PART` values."""
+    """The candidates of top_p are narrowed down first, if there are more than `PART`."""
     monkeypatch.setattr(thresholds_kernels, "PART", 32 if kind == "random" else 256)
     rng, n, V = np.random.default_rng(SEED), 10, 1000
     logits = random_logits(rng, n, V, kind)
@@ -231,7 +231,7 @@ def test_logprobs(kind: str, V: int, num_logprobs: int) -> None:
 
 
 def test_large_logits_do_not_round_log_probabilities() -> None:
-    """Those of certain tokens came out above 0."""
+    """The log-probabilities of certain tokens came out above 0."""
     logits = torch.zeros(24, 50)
     logits[:, 7] = 60 + 0.37 * torch.arange(24)
     logits[12:, 8] = logits[12:, 7] - 1

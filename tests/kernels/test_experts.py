@@ -130,7 +130,7 @@ def test_experts_in_8_bits_are_those_of_float64(
     experts, scales = route(x[:, :E], k, norm=True)
     out = gated_experts(x, w, experts, scales, tiles)
     wanted = expected(x, w, experts, scales)
-    # Weights are rounded to dtype on their way to tensor cores, and inner numbers behind.
+    # Weights are rounded to dtype on their way to tensor cores, and inner numbers after them.
     error = (out.double().sum(0).cpu() - wanted).norm() / wanted.norm()
     assert error < torch.finfo(dtype).eps, error
 
@@ -140,7 +140,7 @@ def test_experts_in_8_bits_are_those_of_float64(
 def test_products_of_every_number_of_tokens_are_rehearsed(
     k: int, E: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
+    """Products of Mixtral, OLMoE, Qwen3 and gpt-oss, on a GPU with room for large tiles."""
     monkeypatch.setattr(experts_kernels, "has_room", lambda x: True)
     x = torch.zeros(1, 1, dtype=torch.float16, device=DEVICE)
 

@@ -169,7 +169,7 @@ def test_rows_of_any_size(power: int) -> None:
 
 
 def test_tiles_of_the_8b_shape() -> None:
-    """Those that were measured (docs/experiments.md, 38 and 39): rows, splits, inputs and stages,
+    """The measured tiles (docs/experiments.md, 38 and 39): rows, splits, inputs and stages,
     outputs, and more rows.
     """
     qkv, down, up = (6144, 4096, True, False), (4096, 12288, True, False), (24576, 4096, False)
@@ -204,7 +204,7 @@ def test_tiles_of_the_8b_shape() -> None:
 
 @X_BLOCKS
 def test_wide_tiles(act_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 128 outputs, where more programs would not run at once."""
+    """Tiles of 128 outputs, where more programs would not run at once."""
     monkeypatch.setattr(fp8_linear, "ROOMY_PROGRAMS", 1)
     assert choose_tiles(100, 256, 512, False, act_block > 0) == (128, 1, 128, 3, 128, 0)
     x, weight = quantize(randn(100, 512), act_block), weight_of(256, 512, act_block)

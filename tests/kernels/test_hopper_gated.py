@@ -68,7 +68,7 @@ def check_gated(
 def test_hopper_gated(
     T: int, I: int, K: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one program for each multiprocessor, by few that take many tiles, and by each its own."""
+    """One program per multiprocessor, few programs with many tiles, and one program per tile."""
     dtype = torch.bfloat16 if kind == FP8 else kind
     behind = randn(T + 200, K, seed=1, dtype=dtype)
     behind[T:] = torch.nan
@@ -114,7 +114,7 @@ def test_a_weight_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @needs_hopper
 def test_a_weight_of_codes_quantises_what_it_gates() -> None:
-    """As a product of codes takes it, a row with a scale: 4 bits of each number are kept."""
+    """Codes with a scale per row, as products need them: 4 bits of each number are kept."""
     codes = quantize(randn(512, 256, seed=5, dtype=torch.bfloat16) / 16, 0)
     with torch.device(DEVICE):
         weight = Fp8Weight(512, 256, torch.bfloat16, True, Fp8((1, 0), ""))

@@ -45,7 +45,7 @@ def make_case(fp8: bool, dtype: torch.dtype, **how: Any) -> Case:
 
 
 def attend(case: Case, shared: dict[Hashable, Any], behind: int = 0) -> torch.Tensor:
-    """With room for so many more tokens, which are NaN."""
+    """Attention with room for `behind` more tokens, which are NaN."""
     context = case.context
     TorchBackend().store_kvcache(case.k, case.v, case.cache, context.slot_mapping)
     q, k, v = (
@@ -110,7 +110,7 @@ def test_more_programs_than_tiles_and_fewer(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @needs_hopper
 def test_prompts_without_tokens() -> None:
-    """As in a step with room for more prompts: at the end, between others, and nothing else."""
+    """Steps with room for more prompts have them: at the end, between others, and alone."""
     case = make_case(False, torch.bfloat16, **CASES["cached"])
     wanted, context = case.wanted(), case.context
     for name in ("cu_seqlens_q", "cu_seqlens_k"):

@@ -129,7 +129,7 @@ EACH = [(*shape, way) for shape in (BLOCKS, STEPS, BOTH) for way in ("", "partia
 def test_a_program_for_one_row_has_several(
     K: int, block_k: int, programs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is loaded ahead is that of the next step, or of the next block."""
+    """The data loaded ahead belongs to the next step, or to the next block."""
     for name in ("BLOCKS", "GATED_BLOCKS"):
         monkeypatch.setattr(int4_row, name, (8, programs, None))
     monkeypatch.setattr(int4_row, "BLOCK_K", block_k)

@@ -67,7 +67,7 @@ def test_products(T: int, N: int, K: int) -> None:
 
 @pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**12])
 def test_activations_are_the_nearest_integers(size: float) -> None:
-    """Of 16 bits, by the largest of a row."""
+    """Activations of 16 bits, scaled by the largest of a row."""
     x = randn(5, 400)[:, :330] * size
     codes, scales = in_bytes(x)
     integers = 256 * codes[::2].long() + codes[1::2].long()

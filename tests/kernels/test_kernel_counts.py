@@ -1,4 +1,4 @@
-"""How many kernels models need on an H100, and that all of them are rehearsed. Nothing is compiled.
+"""Numbers of kernels that models need on an H100, all of them rehearsed. Nothing is compiled.
 
 A kernel more is compiled by each user once; whoever adds one changes the table.
 """
@@ -22,8 +22,8 @@ class Model(NamedTuple):
     """An engine of a model that is cut to a few layers, and its kernels.
 
     Attributes:
-        start: that the engine launches as it starts.
-        later: that only some requests need.
+        start: kernels that the engine launches during its start.
+        later: kernels that only some requests need.
     """
 
     options: dict[str, Any]

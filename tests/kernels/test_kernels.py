@@ -541,7 +541,7 @@ def test_attention_of_a_step_with_room_for_more(name: str, fp8: bool, dtype: tor
 def test_attention_in_tiles_of_smaller_gpus(
     shape: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of 8.x and 12.x, also for more heads than a tile has rows."""
+    """Tiles of 8.x and 12.x, also for more heads than a tile has rows."""
     case = Case([1, 1, 9, 40], [30, 5, 41, 40], num_decodes=2, d=256, dtype=dtype, **shape)
     largest = decode_tiles(case.q)
     for module in (hopper, paged_decode, paged_prefill):
@@ -683,7 +683,7 @@ def test_who_reads_an_fp8_cache(
 ) -> None:
     cuda = torch.device("cuda")
     needs = AttentionNeeds(cuda, torch.bfloat16, 128, 256, fp8=True)
-    assert "no FP8 KV cache" in str(FlashAttentionBackend.refusal(needs))
+    assert "not support an FP8 KV cache" in str(FlashAttentionBackend.refusal(needs))
     assert "from 32 on" in str(TritonBackend.refusal(replace(needs, head_dim=16)))
     set_capability((8, 6))
     assert "compute capability 8.9 or higher" in str(fp8_refusal(cuda))
@@ -715,7 +715,7 @@ def test_what_no_8_bits_hold_does_not_pass_for_right(dtype: torch.dtype) -> None
 def test_decodes_of_every_batch_take_kernels_of_powers_of_two(
     fp8: bool, hkv: int, d: int, g: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which are rehearsed, as if they were all that a model may have."""
+    """These are rehearsed, as if they were all that a model may have."""
     launched, splits = list[tuple[int, ...]](), list[int]()
 
     class Kernel:
@@ -758,7 +758,7 @@ def test_decodes_store_their_own_token_where_a_step_has_one_of_each(tmp_path: Pa
 
 
 def test_products_of_every_number_of_rows_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights of several shapes, and one row too, which is the kernel of its shape."""
+    """Products with weights of several shapes; a single row has the kernel of its shape."""
     kernels = {linear_kernels: "_tiles_kernel", row_kernels: "_row_kernel"}
     launched, counts = record_launches(monkeypatch, kernels), list[int]()
     monkeypatch.setattr(linear_kernels.F, "linear", lambda *args: None)
@@ -865,7 +865,7 @@ def test_triton_is_kept_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_callee_is_hashed_before_its_globals_are_taken_over() -> None:
-    """As Triton up to 3.6 does it: a second start compiled 27 of 50 kernels again."""
+    """Triton up to 3.6 does so: a second start compiled 27 of 50 kernels again."""
 
     class Function:
         def __init__(self) -> None:

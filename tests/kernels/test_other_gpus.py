@@ -58,7 +58,7 @@ class Compiled(NamedTuple):
     """A kernel, as Triton has compiled it.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         shared: bytes of shared memory for each block of threads.
         spilled: bytes of each thread's registers that lie in memory.
         text: the assembly.
@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
 
 
 def run(card: str, jobs: Iterable[dict[str, Any]], cache: Path, first: str = "") -> Any:
-    """What `stand_in.py` says; the compiled kernels are in `cache`. Packages in the directory
+    """Output of `stand_in.py`; the compiled kernels are in `cache`. Packages in the directory
     `first` come before those of the environment.
     """
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

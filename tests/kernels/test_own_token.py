@@ -146,7 +146,7 @@ def test_decodes_of_projections_in_16_bits(B: int, S: int, num_splits: int, fp8:
 
 @pytest.mark.skipif(HAS_CUDA or sys.platform != "linux", reason="a table in the memory of Linux")
 def test_a_table_is_not_read_behind_its_end() -> None:
-    """Where it ends, memory ends: splits without tiles begin behind that."""
+    """Memory ends at the table's end: splits without tiles begin after it."""
     page, width = mmap.PAGESIZE, 9
     table = np.frombuffer(mmap.mmap(-1, 2 * page), np.int32, width, page - 4 * width)
     table[:] = range(width)

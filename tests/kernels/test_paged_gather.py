@@ -100,7 +100,7 @@ def test_heads_at_once() -> None:
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(40, 110), (100, 117)])
 def test_codes_behind_a_tile_of_queries(q_len: int, k_len: int) -> None:
-    """Where a tile of keys reaches beyond what the queries see, its exponents are of block 0, which
+    """Exponents of a tile of keys that reaches beyond the queries' last key are block 0's, which
     nobody owns here.
     """
     case = Case([q_len], [k_len], fp8=True)

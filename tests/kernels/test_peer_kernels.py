@@ -57,7 +57,7 @@ def jobs(
 def norm_inputs(
     i: int, size: int, dtype: torch.dtype, parts: int, M: int = M
 ) -> list[dict[str, Any]]:
-    """By rank, those of call i. Every third call has no residual."""
+    """Inputs of call i, by rank. Every third call has no residual."""
     T = ROWS[i]
     weight = randn(M, seed=i).to(dtype)
     residual = None if i % 3 == 2 else randn(T, M, seed=100 + i).to(dtype)
@@ -216,7 +216,7 @@ def sample_inputs(i: int, size: int, V: int) -> tuple[np.ndarray, list[dict[str,
 def test_the_best_of_all_ranks_is_drawn(
     processes: RankProcesses, size: int, V: int, tmp_path: Path
 ) -> None:
-    """What the oracle draws from the whole vocabulary: two GPUs write the text that one writes."""
+    """The token that the oracle draws from the whole vocabulary: two GPUs write one GPU's text."""
     inputs = [sample_inputs(i, size, V) for i in range(len(ROWS))]
     by_rank = [[calls[rank] for _, calls in inputs] for rank in range(size)]
     sizes = [call["logits"].shape[1] for call in inputs[0][1]]
@@ -318,7 +318,7 @@ def test_flags_between_kernels() -> None:
 
 
 def test_flags_at_a_low_address() -> None:
-    """Which Triton takes for an int32. Memory is that low where a program's heap is."""
+    """Triton takes such an address for an int32. The heap of a program may be that low."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     read_write, private_anonymous_32bit = 3, 0x62

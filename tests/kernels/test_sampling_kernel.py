@@ -51,7 +51,7 @@ def tensors(
 @interpreted
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_the_best_of_two_parts_is_the_best_of_the_whole_vocabulary(temperature) -> None:
-    """What ranks do; the second begins with columns equal to some of the first."""
+    """Ranks draw so; the second part begins with columns equal to some of the first."""
     rng, n, V, span = np.random.default_rng(SEED), 24, 70, 16
     logits = torch.from_numpy(rng.normal(0, 2, (n, V)).astype(np.float32))
     logits[:4] = 1.0

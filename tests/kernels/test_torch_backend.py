@@ -42,7 +42,7 @@ def test_decode_of_mixed_lengths_pads_little(lens, monkeypatch):
 
 
 def test_layers_share_the_plan_of_a_step(monkeypatch):
-    """What to gather is the same in all layers, and another in each step."""
+    """The gathered rows are the same in all layers, and differ between steps."""
     planned, plan = [], torch_backend._plan
 
     def counting(*args):

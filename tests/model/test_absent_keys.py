@@ -169,8 +169,8 @@ def without_each(full: Raw) -> Iterator[tuple[str, Raw]]:
 
 
 def facts(directory: Path, raw: Raw) -> Raw | str:
-    """What we read in a config.json, or why not. Of tokens that end a text the tokenizer knows more
-    than the defaults of a class, so those are left out.
+    """Facts that we read in a config.json, or the error. End-of-text tokens are left out, as the
+    tokenizer knows more of them than the defaults of a class.
     """
     (directory / "config.json").write_text(json.dumps(raw))
     try:
@@ -253,7 +253,7 @@ def test_logprobs_without_a_key_are_those_of_transformers(name: str, tmp_path: P
 
 
 def logprobs(path: Path, text: list[int]) -> torch.Tensor | None:
-    """Of a text, by transformers; None where it fails."""
+    """Log-probabilities of a text by transformers; None where it fails."""
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.inference_mode():

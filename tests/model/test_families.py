@@ -268,7 +268,7 @@ def test_layers_that_slide_keep_a_window(overlap: bool, tmp_path: Path) -> None:
 
 
 def test_logprobs_are_those_of_transformers(path: Path) -> None:
-    """Of prompts of one to several blocks, within 1e-4."""
+    """Log-probabilities of prompts of one to several blocks, within 1e-4."""
     wanted = reference_logprobs(path, TEXT)
     texts = [TEXT[:n] for n in (2, 15, 16, 17, 48, 100)]
     with LLM(path, **SMALL) as llm:
@@ -329,7 +329,7 @@ def test_fused_layers_with_fp8_weights(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer, the plain one with activations rounded likewise. Where theirs is the other
-    neighbour, a number differs by 2 ** -3: that is seldom, but layers behind would amplify it.
+    neighbour, a number differs by 2 ** -3: that is seldom, but later layers would amplify it.
     """
     pytest.importorskip("triton")
     from nanovllm.kernels.products import fp8_linear
@@ -350,8 +350,8 @@ def test_fused_layers_with_fp8_weights(
 def test_fused_layers_with_experts_in_fp8(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whose products attention's alone have rounded activations: kernels take the codes of
-    experts, which no dequantised numbers replace.
+    """Attention's products alone have rounded activations: kernels take the codes of experts,
+    which no dequantised numbers replace.
     """
     pytest.importorskip("triton")
     from nanovllm.kernels.products import experts
@@ -511,7 +511,7 @@ def test_scalings_that_go_by_the_length_go_by_the_longest(
         # The last token is not looked at, but makes the text as long as the limit.
         want = reference_logprobs(path, TEXT[:length])[: length - 2].gather(1, following)[:, 0]
         difference = (torch.tensor(score.logprobs) - want).abs().max()
-        warned = [r for r in caplog.records if "goes by max_model_len, 100" in r.getMessage()]
+        warned = [r for r in caplog.records if "depends on max_model_len (100)" in r.getMessage()]
         assert (difference < 1e-4) == (longest == 32 or length == 100), (longest, length)
         assert len(warned) == (longest == 100)
 
@@ -815,7 +815,7 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     (pickled / "pytorch_model.bin").write_bytes(b"")
     for directory, match in (
         (adapter, r"holds an adapter.*merge it into its base model 'Qwen/Qwen3-0.6B'"),
-        (gguf, r"holds GGUF files, which are not read: pass the checkpoint"),
+        (gguf, r"holds GGUF files, which are not supported: pass the original"),
         (pickled, r"no \*\.safetensors, but pytorch_model\.bin: .* convert .*save_pretrained"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -27,7 +27,7 @@ NUM_TOKENS = 20
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
-    """What 8 bits hold of vectors x: [..., D], by a search in the table of numbers."""
+    """The 8-bit values nearest to vectors x: [..., D], by a search in the table of numbers."""
     values = x.double().numpy()
     most = np.abs(values).max(-1, keepdims=True)
     power = 2.0 ** np.ceil(np.log2(np.maximum(most, 1e-18) / 448))
@@ -52,7 +52,7 @@ def reference_logits(path: Path, ids: list[int], rounds: bool = True) -> torch.T
 
 
 def assert_greedy(path: Path, outputs: list[RequestOutput]) -> None:
-    """Each of NUM_TOKENS tokens is the likeliest behind those before it."""
+    """Check that each of NUM_TOKENS tokens is the likeliest after those before it."""
     for prompt, found in zip(PROMPTS, tokens(outputs), strict=True):
         likeliest = reference_logits(path, [*prompt, *found])[len(prompt) - 1 : -1].argmax(-1)
         assert len(found) == NUM_TOKENS and found == likeliest.tolist()

@@ -57,7 +57,7 @@ COMPRESSED: dict[str, Any] = {
 }
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
-# What config.json says, and rows and columns of a scale.
+# Contents of config.json, and rows and columns of a scale.
 WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
     "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
@@ -223,7 +223,7 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
     quantised, _ = checkpoints(tmp_path, "blocks")
     config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
-    with pytest.raises(ValueError, match=f"128 x 16 need whole blocks .* rank: use {remedy}"):
+    with pytest.raises(ValueError, match=f"whole FP8 scale blocks \\(128 x 16\\): use {remedy}"):
         LLM(quantised, tensor_parallel_size=num_ranks, **SMALL)
 
 
@@ -232,11 +232,11 @@ def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> N
     [
         (
             {"quant_method": "bitsandbytes"},
-            "'bitsandbytes' is not supported: take a",
+            "'bitsandbytes' is not supported: use a",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8, e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, r"must be \[rows, columns\], got"),
-        (COMPRESSED, "without one group"),
+        (COMPRESSED, "without exactly one"),
         ("fp8", "'fp8' is not supported"),
         (
             {"quant_method": "fp8", "ignored_layers": ["model.layers.1.mlp.down_proj"]},
@@ -282,11 +282,11 @@ def test_other_ways_are_refused(config: dict[str, Any], message: str, tmp_path: 
 @pytest.mark.parametrize(
     ("scales", "message"),
     [
-        (torch.ones(95, 1), r"weight_scale has shape \[95, 1\], config.json implies \[96, 1\]"),
+        (torch.ones(95, 1), r"weight_scale has shape \[95, 1\], but config.json implies \[96, 1\]"),
         (
             None,
-            r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; if no file is "
-            r"missing, it is not quantised as `quantization_config` says, with all linear layers",
+            r"missing from the checkpoint: model.layers.0.mlp.up_proj.weight_scale; unless a "
+            r"file is missing, its quantisation contradicts `quantization_config`: use",
         ),
     ],
 )
@@ -305,7 +305,7 @@ def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
         LLM(path, quantization="fp8", **SMALL)
     edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
     with pytest.raises(
-        ValueError, match=r"'compressed-.* these experts: take the original weights$"
+        ValueError, match=r"'compressed-.* these experts: use the original weights$"
     ):
         LLM(path, **SMALL)
     path = make_checkpoint(tmp_path / "mixtral", "mixtral")
@@ -318,7 +318,7 @@ def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """How many numbers the results of operations have."""
+    """Sizes of the results of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,5 +361,5 @@ def test_tensors_that_config_json_does_not_describe(tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "rows")
     name = "model.layers.0.mlp.up_proj.weight"
     edit_tensors(quantised, **{name: torch.zeros(96, 64)})
-    with pytest.raises(ValueError, match=f"{name} is F32, config.json implies F8_E4M3"):
+    with pytest.raises(ValueError, match=f"{name} is F32, but config.json implies F8_E4M3"):
         LLM(quantised, **SMALL)

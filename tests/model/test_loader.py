@@ -115,8 +115,8 @@ def test_an_optional_tensor_may_be_missing() -> None:
 def test_problems_say_when_codes_are_the_reason(own) -> None:
     shards = {own: Shard.whole(torch.empty(0))}
     *_, reason = match(shards, ["model.a.scales"]).problems()
-    assert ("must describe" in reason) == (own == "model.a.weight")
-    assert ("as `quantization_config` says" in reason) == (own == "model.a.qweight")
+    assert ("without a `quantization_config`" in reason) == (own == "model.a.weight")
+    assert ("contradicts `quantization_config`" in reason) == (own == "model.a.qweight")
 
 
 # -- what loads -----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_files_with_weights_that_are_not_read_are_named(sharded_dir, caplog):
     (sharded_dir / "adapter_config.json").write_text("{}")
     with LLM(sharded_dir, **SMALL):
         pass
-    said = [record.message for record in caplog.records if "is not read" in record.message]
+    said = [record.message for record in caplog.records if "is ignored" in record.message]
     assert ["model.safetensors" in said[0], "adapter_config.json" in said[1]] == [True, True]
 
 
@@ -228,15 +228,15 @@ def test_weights_are_converted_to_the_chosen_dtype(model_dir):
         ({f"x{i:02}": torch.ones(2) for i in range(11)}, "x00, x01, .*, x07 and 3 more$"),
         (
             {Q_KEY: torch.ones(64, 64)},
-            rf"tensor {Q_PROJ} has shape \[64, 64\], config.json implies \[128, 64\]",
+            rf"tensor {Q_PROJ} has shape \[64, 64\], but config.json implies \[128, 64\]",
         ),
         (
             {Q_KEY: torch.ones(128, 64, dtype=torch.int8)},
-            f"tensor {Q_PROJ} is I8, config.json implies F64 or F32",
+            f"tensor {Q_PROJ} is I8, but config.json implies F64 or F32",
         ),
         (
             {Q_KEY: torch.ones(128, 64).to(torch.float8_e4m3fn)},
-            f"tensor {Q_PROJ} is F8_E4M3, config.json implies F64",
+            f"tensor {Q_PROJ} is F8_E4M3, but config.json implies F64",
         ),
     ],
     ids=["missing", "two-missing", "unused", "renamed", "many", "shape", "int8", "float8"],
@@ -268,7 +268,7 @@ def test_index_naming_a_tensor_that_its_file_lacks(sharded_dir):
     tensors = load_file(sharded_dir / file)
     del tensors[Q_PROJ]
     save_file(tensors, sharded_dir / file)
-    with pytest.raises(ValueError, match=rf"{file} lacks the tensor {Q_PROJ} that {INDEX} puts"):
+    with pytest.raises(ValueError, match=rf"{file} lacks the tensor {Q_PROJ} that {INDEX} assigns"):
         LLM(sharded_dir, **SMALL)
 
 

@@ -54,7 +54,7 @@ def build(path: Path, rank: int, size: int, **options: Any) -> Qwen3ForCausalLM:
 
 
 def held(name: str, tensor: torch.Tensor, rank: int, size: int, kv_heads: int) -> torch.Tensor:
-    """What a rank must hold of a tensor; of the vocabulary's, see the test."""
+    """Shard of a tensor that a rank must hold; for the vocabulary's, see the test."""
     module, kind = name.split(".")[-2:]
     if module in ("q_proj", "gate_proj", "up_proj"):
         return tensor.chunk(size)[rank]
@@ -140,7 +140,7 @@ def test_heads_in_int8_are_of_the_same_numbers(
     ids=str,
 )
 def test_which_heads_are_in_int8(other: dict[str, Any], in_int8: bool, path: Path) -> None:
-    """Those of models that are quantised while they are loaded, where our kernels multiply."""
+    """Heads of models that are quantised while they are loaded, where our kernels multiply."""
     pytest.importorskip("triton")
     how = {"dtype": torch.float16, "fused": True, "quantization": WHILE_LOADING}
     head = build(path, 0, 1, **how | other).lm_head
@@ -220,7 +220,7 @@ def test_a_tensor_of_another_size_is_refused_by_every_rank(
         if full in (tensors := load_file(file)):
             save_file({**tensors, full: torch.cat([tensors[full]] * 2, dim)}, file)
     for rank in range(size):
-        with pytest.raises(ValueError, match=f"{full} has shape .*, config.json implies"):
+        with pytest.raises(ValueError, match=f"{full} has shape .*, but config.json implies"):
             load_model(build(copy, rank, size), copy)
 
 

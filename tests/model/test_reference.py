@@ -100,7 +100,7 @@ def test_order_does_not_matter(tiny: str, prompts: list[list[int]], reference: A
 
 
 def test_the_last_layer_computes_no_rows_that_nobody_wants(tiny: str) -> None:
-    """Those of prompts whose next token is known, but where their hidden states are asked for."""
+    """Rows of prompts whose next token is known, unless their hidden states are asked for."""
     prompts = [[1] * 9, [2] * 5]
     steps: list[list[int]] = []
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "num_kvcache_blocks": 4}

@@ -557,7 +557,7 @@ def test_rows_name_what_was_compiled() -> None:
 
 
 def test_commands_of_the_page_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the parsers of their scripts; and the page keeps what they measure. Limits go to those
+    """The parsers of their scripts take them, and the page keeps their results. Limits go to those
     that give shares of them.
     """
     limits: dict[str, tuple[float | None, float | None]] = {}
@@ -594,7 +594,7 @@ MEASURED = {
 
 
 def test_the_page_shows_medians_and_where_they_are_from() -> None:
-    """Of made-up records of all kinds, side by side; what is missing has a reason."""
+    """Medians of made-up records of all kinds, side by side; missing ones have a reason."""
     columns = {"A": "python a", "B": "python b", "C": "python c", "D": "python d"}
     starts = {"A": "python start", "B": "python use", "C": "python streams"}
     tables = [page.Table("Title", columns), page.Table("Starts", starts)]
@@ -690,7 +690,7 @@ def test_the_page_goes_on_where_it_ended(
     args = ("--output", str(tmp_path / "found"))
 
     def measure(*more: str) -> tuple[list[int], str]:
-        """How often each has run by now, and the page."""
+        """Number of runs of each command so far, and the page."""
         with pytest.raises(SystemExit, match="1"):
             run(page.main, monkeypatch, *args, *more)
         times = [len((tmp_path / kind).read_text()) for kind in kinds]
@@ -750,7 +750,7 @@ def test_cpu_comparison_counts_useful_tokens(
 
 
 def record_of(model: str, hardware: str = "NVIDIA H200") -> dict[str, Any]:
-    """What workloads.py might save; made up."""
+    """A made-up record, as workloads.py might save one."""
     results = {
         "bench-0": {"median": 20000.0, "unit": "tok/s", "roofline_share": 0.5},
         "prefill": {"median": 0.5, "unit": "s", "roofline_share": 0.4},

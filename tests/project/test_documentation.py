@@ -80,7 +80,7 @@ SLOW += ("sampling_controls", "--num-seqs 1024", "--attention-backend B", "llama
 
 
 def name_of(page: Path) -> str:
-    """Its path in the repository."""
+    """Path of a page in the repository."""
     return str(page.relative_to(ROOT))
 
 
@@ -164,7 +164,7 @@ def said(page: Path) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Those that are run here."""
+    """Commands that run here."""
     known = (*SMALL_COMMANDS, "PYTORCH", "nanovllm generate --model Qwen", "nanovllm bench --")
     known += ("nanovllm report t",)
     found = {line for page in PAGES for line in said(page) if line.startswith(known)}
@@ -172,7 +172,7 @@ def commands() -> list[str]:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Of the files of a directory."""
+    """Contents of the files of a directory."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -235,7 +235,7 @@ def test_shell_commands_run(
 
 
 def test_flags_and_extras_are_there() -> None:
-    """Flags of `nanovllm COMMAND` are its parser's, others are in a source; extras can be had."""
+    """Flags of `nanovllm COMMAND` are its parser's, others are in a source; extras exist."""
     parsers = _parsers()[1]
     folders = ("benchmarks", "examples", "scripts", "nanovllm")
     sources = [(ROOT / ".ci/run"), *(path for f in folders for path in (ROOT / f).rglob("*.py"))]
@@ -261,7 +261,7 @@ def test_flags_and_extras_are_there() -> None:
 
 
 def test_quoted_errors_are_those_of_the_code() -> None:
-    """What users look for in troubleshooting.md is what they have read in a terminal."""
+    """Users search troubleshooting.md for the words that they read in a terminal."""
     sources = [path.read_text("utf-8") for path in (ROOT / "nanovllm").rglob("*.py")]
     code = re.sub(r"[\"']\s*\n\s*[fr]?[\"']", "", "\n".join(sources)).replace("\\'", "'")
     code = re.sub(r"\{[^{}\n]*\}|%[sd]", "…", code)
@@ -311,7 +311,7 @@ def test_every_drawing_is_on_a_page() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub and the site make of headings."""
+    """Anchors that GitHub and the site derive from headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -24,7 +24,7 @@ NEVER += ["llguidance", "pyarrow"]
 
 
 def imported(code: str, modules: list[str]) -> list[str]:
-    """Which of the modules a fresh interpreter has imported after `code`."""
+    """The modules that a fresh interpreter has imported after `code`."""
     code += f"\nimport sys; print([name for name in {modules} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return eval(done.stdout.splitlines()[-1])
@@ -63,7 +63,7 @@ def test_error_inside_a_lazy_import_is_shown(tmp_path):
 
 
 def test_an_engine_without_tokenizer_needs_no_transformers(tmp_path):
-    """Which takes seconds to import. Kernels and flash-attn are not for a CPU either, and
+    """transformers takes seconds to import. Kernels and flash-attn are not for a CPU either, and
     llguidance, which a plain install lacks, is for structured outputs alone.
     """
     shutil.copy(TINY / "config.json", tmp_path)

@@ -1,4 +1,4 @@
-"""How far a reader has to go stays bounded, and the documentation's reading order is true."""
+"""Bounds on a reader's way through the code, and the truth of the documented reading order."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ def test_functions_fit_a_screen() -> None:
 
 def test_a_mistake_of_the_users_has_no_frames_of_libraries() -> None:
     """The sentence says what is wrong; its cause would stand above it, sixty lines for a wrong name
-    on the hub. `raise ... from None`, or a raise behind the handler.
+    on the hub. `raise ... from None`, or a raise after the handler.
     """
     shown = []
     for path in PACKAGE.rglob("*.py"):

@@ -104,7 +104,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def exchanges_of(size: int) -> list[BulkExchange]:
-    """Of all ranks."""
+    """Exchanges of all ranks."""
     abort, device = torch.zeros(1, dtype=torch.int64), torch.device("cpu")
     return [
         BulkExchange(rank, size, device, MAX_ROWS, M, DTYPE, abort, lambda data: [])
@@ -121,7 +121,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 def test_rows_of_large_steps(
     size: int, num_rows: int, act_block: int | None, machine: Machine
 ) -> None:
-    """Of two layers: the second overwrites what the first has sent, and its residual is divided.
+    """Rows of two layers: the second overwrites those that the first sent; its residual is divided.
     With 17 rows a rank has a single one, with 33 one of four has 1 and another none.
     """
     block = None if act_block is None else (128, 128) if act_block else (1, 0)
@@ -167,7 +167,7 @@ def test_rows_of_large_steps(
             assert sorted(arrived, key=with_rows.index) == with_rows
             assert arrived[0] == parts[rank] or parts[rank] not in with_rows
             machine.check_waits()
-            # Sums, and rows before and behind weights, are rounded by 2^-11.
+            # Sums, and rows before and after weights, are rounded by 2^-11.
             rows, bound = x.rows, 2.0**-9 * (wanted.abs() + largest * factor.abs())
             if isinstance(rows, Codes):
                 rows, bound = rows.numbers(), bound + 2.0**-4 * wanted.abs() + 1e-5
@@ -223,6 +223,6 @@ def rows_of(x: torch.Tensor) -> Callable[[slice, torch.Tensor], None]:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """In float16."""
+    """Check closeness in float16."""
     atol = 4e-3 * float(wanted.abs().amax()) if len(wanted) else 0.0
     torch.testing.assert_close(found.double(), wanted, rtol=4e-3, atol=atol)

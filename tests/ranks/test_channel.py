@@ -82,7 +82,7 @@ def test_a_message_of_the_capacity_fits_and_a_longer_one_is_refused(
 
 
 def test_readers_in_other_threads(ends: tuple[Channel, list[Channel]]) -> None:
-    """As in the engine: the reader is woken, the writer asks for room."""
+    """The engine's use: the reader is woken, the writer asks for room."""
     writer, readers = ends
     messages = [b"%d" % i * (i % 30) for i in range(500)]
     woken = [threading.Semaphore(0) for _ in readers]

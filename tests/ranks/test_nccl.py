@@ -64,15 +64,16 @@ PROTOTYPES = {
 
 
 class Library:
-    """Its functions are attributes, as those of a `ctypes.CDLL`. For two ranks with the same x.
+    """A stand-in for NCCL with functions as attributes, like a `ctypes.CDLL`. Two ranks have the
+    same x.
 
     Attributes:
         calls: the names of functions called.
-        errors: what was wrong in a call.
-        counts: of elements, in collectives.
+        errors: mistakes in calls.
+        counts: numbers of elements in collectives.
         waits_in: the name of a function that does not come back until it is aborted.
         fails_in: the name of a function that fails.
-        free_result: of what frees a communicator at the end of a group.
+        free_result: result of freeing a communicator at the end of a group.
         before_handle: called before a communicator's handle is known.
     """
 
@@ -362,7 +363,7 @@ def test_defect_14_ports_are_shut_though_nccl_cannot_free(
     assert library.freed.is_set() and listeners() == before
     [record] = caplog.records
     assert record.getMessage() == (
-        "nccl has not ended (ncclGroupEnd: internal error of the last call): "
+        "nccl did not shut down (ncclGroupEnd: internal error of the last call): "
         "its memory and connections are freed with this process"
     )
 
@@ -379,7 +380,7 @@ def test_nccl_listens_on_either_family(family: socket.AddressFamily) -> None:
 
 
 def test_abort_when_nccl_begins_to_connect(library: Library) -> None:
-    """What there is to abort is known a moment later."""
+    """The thing to abort is known a moment later."""
     library.waits_in, begins = "ncclCommInitRank", threading.Event()
     communicator = Nccl(DEVICE, rank=1, size=2)
 

@@ -315,7 +315,7 @@ def test_kv_heads_are_divided_or_repeated(make: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.usefixtures("threads")
 def test_ranks_sum_in_16_bits_too(dtype: str, tiny: str) -> None:
-    """As good as one rank is: within a few roundings of its logits, and the sum is right."""
+    """The sum is as good as one rank's: within a few roundings of its logits."""
     found = []
     for size in (1, 2):
         with LLM(tiny, tensor_parallel_size=size, dtype=dtype, num_kvcache_blocks=4) as llm:

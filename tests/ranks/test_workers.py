@@ -74,7 +74,7 @@ NATIVE_THREADS = "/proc/self/task"
 
 
 def all_traces():
-    """With the kinds of descriptors, but for files."""
+    """Traces with the kinds of descriptors, except files."""
     found = traces()
     kinds = [link.partition(":")[0] for link in fds()]
     return found, Counter(kind for kind in kinds if kind[0] != "/" or kind == "/memfd")
@@ -822,7 +822,7 @@ def resident_memory():
 
 @pytest.mark.slow
 def test_two_hundred_engines_one_after_the_other(checkpoint, nothing_left):
-    """What each leaves behind adds up overnight."""
+    """Leftovers of each would add up overnight."""
     expected, memory = references(checkpoint), []
     for _ in range(200):
         with LLM(checkpoint, **TP2) as llm:

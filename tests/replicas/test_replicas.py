@@ -60,7 +60,7 @@ def pids(llm):
 
 
 def plain(output):
-    """What callers compare; log-probabilities apart."""
+    """Facts for comparison, without log-probabilities."""
     return [
         (each.index, each.text, each.token_ids, each.finish_reason, each.stop_reason)
         for each in output.outputs
@@ -141,7 +141,7 @@ def test_generate_gives_what_one_engine_gives(case, one, two):
 
 
 def joined(outputs):
-    """By request: text and tokens of each completion; the end is told once."""
+    """Text and tokens of each completion, by request; the end is told once."""
     found, ended = {}, []
     for output in outputs:
         for each in output.outputs:
@@ -267,7 +267,9 @@ def test_generate_survives_a_death(disturbed, one, monkeypatch, caplog):
     (record,) = [record for record in caplog.records if "was killed" in record.getMessage()]
     assert record.levelno == logging.WARNING
     said = record.getMessage()
-    lost = re.match(rf"replica {number} was killed by SIGKILL.*; (\d+) requests", said)
+    lost = re.match(
+        rf"replica {number} was killed by SIGKILL.*; its (\d+) unfinished requests", said
+    )
     assert int(lost[1]) > 0
     within_deadline(lambda: until_ready(llm))
     assert pids(llm)[number] != before[number]
@@ -426,7 +428,7 @@ def test_a_replica_that_cannot_be_started_again(checkpoint, monkeypatch, caplog)
     found = within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
     assert [len(output.outputs[0].token_ids) for output in found] == [24] * 6
     wait_until(lambda: not llm.step() and len(llm.executor.ready) == 1)
-    assert "cannot be started again" in caplog.text
+    assert "cannot be restarted" in caplog.text
     os.kill(pids(llm)[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match="replica 1"):
         within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
@@ -472,7 +474,7 @@ def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplo
         within_deadline(lambda: llm.generate([[1, 2], [3, 4]], use_tqdm=False))
     assert llm.is_closed
     assert "LookupError: injected" in caught.value.worker_traceback
-    assert "not started again" in caplog.text
+    assert "not restarted" in caplog.text
     with pytest.raises(RuntimeError, match="this engine is closed"):
         llm.generate([[1, 2]])
     assert traces() == before
@@ -581,7 +583,7 @@ def test_forked_process_has_no_engine(two):
 
 @pytest.mark.slow  # of one engine, test_timeline.py has it
 def test_replicas_record_to_one_file(checkpoint, tmp_path):
-    """Each as a process of its own, by one clock; one that is started again, too."""
+    """Each as a process of its own, by one clock; a restarted one, too."""
     path, prompts = tmp_path / "trace.json", [[i, i + 1] for i in range(18)]
     with LLM(checkpoint, **PLAIN, trace=str(path)) as llm:
         llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Reports: the figures of a trace, what held the run back, and the page in a browser."""
+"""Reports: the figures of a trace, the bottlenecks of the run, and the page in a browser."""
 
 import builtins
 import re
@@ -93,7 +93,7 @@ def replace_pid(made: MadeTrace, pid: int) -> MadeTrace:
 
 
 def test_time_without_requests_counts_for_nothing(path: Path) -> None:
-    """Of a synchronous engine, the time between two steps is the host's while requests are open."""
+    """Time between two steps of a synchronous engine is the host's while requests are open."""
     made = MadeTrace().step(1.0, decode=4, gpu=1.0)
     made.now += 1.0  # the caller does something else
     made.step(1.0, decode=4, gpu=1.0).sequence(seconds=3.0)
@@ -169,11 +169,11 @@ def test_share_of_the_roofline_is_that_of_limits_that_are_known(path: Path) -> N
     assert share == pytest.approx(2 * (two or 0))
 
 
-# -- what held the run back ------------------------------------------------------------------------
+# -- bottlenecks -----------------------------------------------------------------------------------
 
 
 def run(*parts: tuple[int, dict[str, Any]], facts: dict[str, Any] = H200) -> MadeTrace:
-    """So many steps of each kind, one kind after the other."""
+    """A trace with `count` steps of each kind, one kind after the other."""
     made = MadeTrace(facts)
     for count, options in parts:
         for _ in range(count):
@@ -239,8 +239,9 @@ def test_causes_name_the_options_that_mend_them(path: Path) -> None:
     assert "the caller's own code" in host.text and "listeners" in host.remedy
     made = run((10, {"held_by": "blocks", "preempted": 2, "prefill": 100}))
     [waits] = find(summary_of(path, made))
-    assert "20 times a running sequence lost its blocks" in waits.text
-    assert "600 tokens were computed again" in waits.text  # 10 * 100, of a prompt of 400
+    assert (
+        "After 20 preemptions, 600 tokens were computed again" in waits.text
+    )  # 10 * 100, of a prompt of 400
     assert "`kv_cache_dtype=" in waits.remedy and "`max_num_seqs`" in waits.remedy
 
 
@@ -336,7 +337,9 @@ def test_without_plotly_the_words_are_printed_all_the_same(
         monkeypatch.delitem(sys.modules, module)
     assert main(["report", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == f"{words}\n" and "Host-bound" in out and "64,000 tok/s generated" in out
+    assert (
+        out == f"{words}\n" and "Host-bound" in out and "64,000 tok/s generation throughput" in out
+    )
     assert err.count("\n") == 1 and err.endswith('plotly\'): pip install "plotly>=6"\n')
     assert not path.with_suffix(".html").exists()
 
@@ -348,14 +351,18 @@ def test_key_figures_are_one_kind_of_phrase(path: Path) -> None:
     one = MadeTrace().step(0.004, decode=1, prefill=9, preempted=1).sequence(prompt=4)
     found = key_figures(summary_of(path, one))
     assert [" ".join(each[:2]) for each in found] == [
-        *("500 tok/s generated", "2,250 tok/s of prompts computed", "1 request finished"),
-        *("4 ms from the first step to the last", "1 step", "2.0 sequences at once, on average"),
-        *("10% of the KV pool used at most", "0% of the prompts' tokens cached", "1 preemption"),
-        *("97% of the time the GPU computed", "7.7% of the roofline reached"),
+        *(
+            "500 tok/s generation throughput",
+            "2,250 tok/s prefill throughput",
+            "1 request finished",
+        ),
+        *("4 ms first step to last", "1 step", "2.0 running sequences on average"),
+        *("10% peak KV pool usage", "0% prefix cache hit rate", "1 preemption"),
+        *("97% GPU busy time", "7.7% share of the roofline"),
     ]
     assert [more for _, _, more in found] == [
-        *("2 tokens", "9 tokens", "", "100% with requests", "4 ms each", "512 may run"),
-        *("1,000 blocks of 256 tokens", "", "5 tokens computed again", "", ""),
+        *("2 tokens", "9 tokens", "", "100% with requests", "4 ms each", "limit 512"),
+        *("1,000 blocks of 256 tokens", "", "5 tokens recomputed", "", ""),
     ]
 
 
@@ -377,25 +384,25 @@ def test_axes_that_count_have_whole_ticks(count: int, steps: set[int | None], pa
     ("waits", "says"),
     [
         ([], "None waited."),
-        ([("blocks", 9)], "no blocks in the pool (100%)."),
-        ([("sequences", 1), ("blocks", 3)], "no blocks in the pool (75%), max_num_seqs run (25%)."),
+        ([("blocks", 9)], "no free KV blocks (100%)."),
+        ([("sequences", 1), ("blocks", 3)], "no free KV blocks (75%), max_num_seqs reached (25%)."),
         (
             [("tokens", 7), ("", 40), ("prefix", 3)],
-            "the step was full (70%), another computes its beginning (30%).",
+            "max_num_batched_tokens reached (70%), shared prefix being computed (30%).",
         ),
     ],
 )
-def test_the_chart_of_sequences_says_why_some_waited(
+def test_batch_occupancy_gives_the_reasons_for_waiting(
     waits: list[tuple[str, int]], says: str, path: Path
 ) -> None:
-    """It said that all waited for `max_num_seqs`, also where the pool had no blocks."""
+    """The text once blamed `max_num_seqs` also where sequences waited for KV blocks."""
     made = MadeTrace().step(0.004, decode=9)
     for reason, count in waits:
         for _ in range(count):
             made.step(0.004, decode=9, held_by=reason)
     text = next(each for each in charts(summary_of(path, made)) if each.name == "sequences").text
-    assert text.startswith("Sequences that ran, of 512 that may (max_num_seqs). ")
-    assert text.endswith(says if not waits else f"reasons of the first of them: {says}")
+    assert text.startswith("Running sequences (max_num_seqs: 512). ")
+    assert text.endswith(says if not waits else f"why the first had to wait: {says}")
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -468,11 +475,11 @@ def test_the_words_are_printed_and_say_what_is_missing(
     assert main(["report", str(path), "-o", str(path.with_name("page.html"))]) == 0
     out = capsys.readouterr().out
     for words in (
-        *("64,000 tok/s generated (25,600 tokens)", "50% of the time the GPU computed"),
+        *("64,000 tok/s generation throughput (25,600 tokens)", "50% GPU busy time"),
         *(
             "file was full after 400 ms",
             "has no end",
-            "What held the run back:\n\nHost-bound (50% of the time)\nThe GPU",
+            "Bottlenecks:\n\nHost-bound (50% of the time)\nThe GPU",
         ),
         *("10 requests finished", "page.html", "Qwen3ForCausalLM, bfloat16, on NVIDIA H200"),
     ):

@@ -332,7 +332,7 @@ def test_only_what_top_p_looks_at_is_sorted(monkeypatch: pytest.MonkeyPatch) -> 
 def process(
     logits: torch.Tensor, controls: Controls, sampler: ControlledSampler | None = None
 ) -> torch.Tensor:
-    """What `process_logits` makes of them after the counts have been set."""
+    """Result of `process_logits` after the counts have been set."""
     n, V = logits.shape
     sampler = sampler or ControlledSampler(V, n)
     if controls.has_penalties:

@@ -225,7 +225,7 @@ def plan(
 
 
 def controlled(scheduled: list[ScheduledSequence]) -> list[int]:
-    """Which of a step's sequences have controls."""
+    """Indices of a step's sequences with controls."""
     return np.flatnonzero(plan_step(scheduled).controlled).tolist()
 
 
@@ -501,7 +501,7 @@ class FaultError(Exception):
 
 
 class Counted:
-    """What the device counts for one slot."""
+    """Counts on the device for one slot."""
 
     def __init__(self) -> None:
         self.tokens: Counter[int] = Counter()
@@ -753,7 +753,7 @@ def test_random_requests(lookahead: int, mixed: bool) -> None:
 
 
 def expected(seq: Sequence, max_model_len: int) -> list[int]:
-    """What the fake model, which heeds no controls, gives for the sequence."""
+    """Tokens of the fake model, which ignores controls, for the sequence."""
     p = seq.sampling_params
     endless = make(seq.prompt_token_ids, max_tokens=p.max_tokens, ignore_eos=True)
     text, _ = reference(endless, 1 << 20)

@@ -96,7 +96,7 @@ def oracle(path: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def wanted(oracle: Oracle) -> list[Completion]:
-    """What REQUESTS should give in a new engine."""
+    """Expected completions of REQUESTS in a new engine."""
     found = [
         oracle.complete(prompt, params, unseeded=f"0 {i}")
         for i, (prompt, params) in enumerate(REQUESTS)
@@ -338,7 +338,7 @@ def test_the_embedded_checkpoint(tiny: str, reference: Any, overlap: bool) -> No
 @pytest.mark.parametrize("overlap", [rare(False), True], ids=["synchronous", "overlap"])
 @pytest.mark.usefixtures("low_guesses")
 def test_bad_words_do_not_come(tiny: str, overlap: bool) -> None:
-    """Of several tokens, the first of which the device alone may know when the last is drawn."""
+    """Words of several tokens, whose first only the device may know when the last is drawn."""
     prompts = [list(f"{i}+{j}=".encode()) for i in (127, 999) for j in (345, 1, 250)]
     plain = params_of(16, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {

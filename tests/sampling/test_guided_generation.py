@@ -195,7 +195,7 @@ def test_any_json_object(llm: LLM) -> None:
 def test_greedy_takes_the_best_token_that_the_form_allows(
     options: dict[str, Any], llm: LLM, reference: Any
 ) -> None:
-    """What transformers and the masks say, token for token; the logprobs are the model's own."""
+    """Tokens equal those of transformers under the masks; the logprobs are the model's own."""
     compiler = GrammarCompiler(llm.tokenizer, 272, llm.eos_token_ids)
     params = guided(30, temperature=0, logprobs=1, **options)
     for output in llm.generate(PROMPTS[:2], params, use_tqdm=False):
@@ -341,7 +341,7 @@ def test_texts_that_end_unfinished_are_told(
     assert [output["text"] for output in outputs] == ["ac", "a", "ab", "a", "a"]
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["stop"] * 4 + ["length"]
-    assert caplog.text.count("a structured output ends unfinished") == 3
+    assert caplog.text.count("a structured output is incomplete") == 3
 
 
 def test_one_of_many_choices(llm: LLM) -> None:
@@ -383,7 +383,7 @@ def test_streams(overlap: bool, expected: list[list[int]]) -> None:
 
 @in_every_mode("chunks-of-7-overlap", "small-pool-overlap")
 def test_draws_are_the_same(mode: Mode, expected: list[list[int]]) -> None:
-    """Those of the guided, and of the others, which draw as if they were alone."""
+    """Draws of the guided, and of the others, which draw as if they were alone."""
     outputs, _ = run_in(mode, TINY, MIXED_PROMPTS, MIXED)
     assert tokens(outputs) == expected
     preempted = [output.metrics.num_preemptions > 0 for output in outputs[1::2]]
@@ -433,7 +433,7 @@ def test_failed_launch_is_repeated(
 def test_ctrl_c_while_grammars_follow(
     k: int, name: str, after: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who cannot say which tokens a grammar knows lets it follow all of them again."""
+    """After an interruption in between, a grammar follows all tokens again."""
     with LLM(TINY, **OPTIONS) as llm:
         prompts = zip(MIXED_PROMPTS[4:], MIXED[4:], strict=True)
         ids = [llm.add_request(*request) for request in prompts]
@@ -501,7 +501,7 @@ def test_a_wrong_form_does_not_disturb_those_under_way(expected: list[list[int]]
         ids = [llm.add_request(*r) for r in zip(MIXED_PROMPTS, MIXED, strict=True)]
         llm.step()
         for options in WRONG:
-            with pytest.raises(ValueError, match="must be within"):
+            with pytest.raises(ValueError, match="must be supported by llguidance"):
                 llm.add_request("x", guided(**options))
         found = {}
         while not llm.is_finished():
@@ -512,7 +512,7 @@ def test_a_wrong_form_does_not_disturb_those_under_way(expected: list[list[int]]
 def test_models_without_text(checkpoint: Any) -> None:
     with LLM(checkpoint, **SMALL) as llm:
         for call in (llm.generate, llm.stream, llm.add_request):
-            with pytest.raises(ValueError, match="is about text, but the model directory has no"):
+            with pytest.raises(ValueError, match="needs a tokenizer, but the model directory has"):
                 call([1, 2], guided(choice=["a"]))
         assert_idle(llm)
 

@@ -134,8 +134,8 @@ REFUSED_WITHIN = [  # a part of the value is named
     *(
         (
             *({name: value, "structured_outputs": StructuredOutputsParams(regex="a")}, ValueError),
-            f"`{name}` must not be given with structured_outputs, which say what may come: "
-            f"together they can leave nothing; got {kept!r}",
+            f"`{name}` must not be combined with structured_outputs: "
+            f"together they may allow no token; got {kept!r}",
         )
         for name, value, kept in (
             ("min_tokens", 2, 2),
@@ -175,7 +175,7 @@ FORMS_REFUSED = [
     ({"choice": []}, ValueError, "`choice` must have at least one string, got none"),
     ({"choice": ["a", ""]}, ValueError, "`choice` must hold strings that are not empty, got ''"),
     ({"choice": ["a", 1]}, TypeError, "`choice` must hold strings, got 1"),
-    ({"json_object": False}, ValueError, "`json_object` must be True where it is given, got False"),
+    ({"json_object": False}, ValueError, "`json_object` must be True if it is given, got False"),
 ]
 
 

@@ -58,7 +58,7 @@ def get_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 @functools.cache
 def get_pieces(name: str) -> dict[int, bytes]:
-    """What each token that is not special spells, by GPT-2's table of bytes."""
+    """Bytes of each token that is not special, by GPT-2's table."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in kept]
     table = {chr(byte): byte for byte in kept}
@@ -78,7 +78,7 @@ def get_compiler(name: str) -> GrammarCompiler:
 
 @pytest.fixture(params=["tiny", "byte_level"])
 def name(request):
-    """Of a tokenizer."""
+    """Name of a tokenizer."""
     return request.param
 
 
@@ -342,7 +342,7 @@ def test_dead_end_ends_the_text_with_a_warning(caplog):
     assert is_finished(grammar)
     with caplog.at_level(logging.WARNING, "nanovllm"):
         accept(grammar, min(ends("tiny")))
-    assert "a structured output ends unfinished: no text matches it" in caplog.text
+    assert "a structured output is incomplete: no text matches it" in caplog.text
     assert len(allowed("tiny", grammar)) > 256
 
 
@@ -374,7 +374,7 @@ def test_ends_that_spell_text_are_no_text(eos, caplog):
     texts = [text.encode() for text in LANGUAGE]
     with caplog.at_level(logging.WARNING, "nanovllm"):
         masks = every_mask(compiler, choice=LANGUAGE)
-    warnings = caplog.text.count("a structured output ends unfinished: only an end-of-sequence")
+    warnings = caplog.text.count("a structured output is incomplete: only an end-of-sequence")
     num_stuck = 0
     for path, tokens in masks.items():
         follow = {t for t in range(256) if any(x.startswith(path + bytes([t])) for x in texts)}
@@ -420,7 +420,7 @@ def test_limit_of_the_library_ends_a_text_whose_ends_spell_text(caplog):
     while allowed("tiny", grammar) - {33}:
         accept(grammar, ord("a"))
     assert allowed("tiny", grammar) == {33}
-    assert caplog.text.count("a structured output ends unfinished") == 1
+    assert caplog.text.count("a structured output is incomplete") == 1
     accept(grammar, 33)
     assert len(allowed("tiny", grammar)) > 256
 
@@ -458,10 +458,10 @@ def test_one_of_many_choices_comes_and_any_can(num, name):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ([str(i) for i in range(20_001)], "20,000 strings of .*, got 20,001 of 88,895"),
+        ([str(i) for i in range(20_001)], "20,000 strings with .*, got 20,001 with 88,895"),
         (
             ["é" * 600, *("x" * 600 for _ in range(1746))],
-            "1,048,576 bytes.*, got 1,747 of 1,048,800",
+            "1,048,576 bytes.*, got 1,747 with 1,048,800",
         ),
     ],
     ids=["number", "bytes"],
@@ -604,9 +604,7 @@ def test_bad_forms_are_refused_in_one_sentence(form, message):
         with pytest.raises(ValueError) as error:
             new("tiny", **form)
         text = str(error.value)
-        assert text.startswith(
-            f"`{next(iter(form))}` must be within what llguidance supports, got "
-        )
+        assert text.startswith(f"`{next(iter(form))}` must be supported by llguidance, got ")
         assert message in text
         assert "\n" not in text
         assert len(text) < 500
@@ -621,8 +619,8 @@ def word_level() -> PreTrainedTokenizerFast:
     ("tokenizer", "vocab_size", "eos", "message"),
     [
         (lambda: None, 272, [258], "for a model without tokenizer"),
-        (lambda: get_tokenizer("tiny"), 272, [], "it has no end-of-sequence token, which alone"),
-        (lambda: get_tokenizer("tiny"), 272, [271], "it has no end-of-sequence token, which"),
+        (lambda: get_tokenizer("tiny"), 272, [], "it has no end-of-sequence token to end"),
+        (lambda: get_tokenizer("tiny"), 272, [271], "it has no end-of-sequence token to end"),
         (lambda: get_tokenizer("tiny"), 200, [258], "vocab size too small; 200 vs 259"),
         (word_level, 2, [1], "a [A-Za-z]+: can't determine decoder type"),
         (object, 2, [1], "with this tokenizer, a object: 'object' object has no attribute"),

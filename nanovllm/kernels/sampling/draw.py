@@ -47,7 +47,7 @@ def _gumbel(bits):
 
 @triton.jit
 def has_nan(x):
-    """Whether there is a NaN in a block of one dimension."""
+    """Whether a block of one dimension has a NaN."""
     return tl.max((x != x).to(tl.int32), 0) != 0  # noqa: PLR0124
 
 

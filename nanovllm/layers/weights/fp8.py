@@ -159,6 +159,7 @@ def _blocks(part: Part, size: int, module: str, block: tuple[int, int]) -> Part:
 def _cut(module: str, block: tuple[int, int], part: Part) -> ValueError:
     remedy = "another tensor_parallel_size, or " if len(part.held) < part.total else ""
     return ValueError(
-        f"{module}: FP8 weights in blocks of {block[0]} x {block[1]} need whole blocks of each "
-        f'projection on each rank: use {remedy}the original weights with quantization="fp8"'
+        f"{module}: each rank's shard of each projection must consist of whole FP8 scale blocks "
+        f"({block[0]} x {block[1]}): use {remedy}the original weights with "
+        'quantization="fp8"'
     )

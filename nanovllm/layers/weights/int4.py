@@ -193,8 +193,8 @@ class Int4Weight(QuantizedWeight):
         if len(cols.held) % how.group:
             remedy = "" if cols.total % how.group else "another tensor_parallel_size, or "
             raise ValueError(
-                f"{module}: INT4 weights need whole groups of {how.group} inputs on each rank: "
-                f"use {remedy}the original weights"
+                f"{module}: each rank's shard must consist of whole INT4 groups of {how.group} "
+                f"inputs: use {remedy}the original weights"
             )
         first = cols.held.start // how.group
         held = range(first, first + len(cols.held) // how.group)

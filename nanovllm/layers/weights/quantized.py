@@ -90,7 +90,7 @@ def dequantize(model: nn.Module) -> None:
                 count += 1
     if count:
         logger.info(
-            "%d quantised matrices were dequantised: no kernel here accepts their codes", count
+            "%d quantised matrices were dequantised: no kernel here supports their format", count
         )
 
 

@@ -30,7 +30,9 @@ class Part(NamedTuple):
     def equal(cls, total: int, group: Group) -> "Part":
         """An equal share for each rank."""
         size = total // group.size
-        assert size * group.size == total, f"{total} elements for {group.size} ranks"
+        assert size * group.size == total, (
+            f"{total} elements do not divide into {group.size} equal shards"
+        )
         return cls(range(group.rank * size, (group.rank + 1) * size), total)
 
     @classmethod
@@ -86,11 +88,11 @@ class Shard:
         shape = list(source.get_shape())
         if not self.fits(shape):
             raise ValueError(
-                f"tensor {name} has shape {shape}, config.json implies {self.full_shape}"
+                f"tensor {name} has shape {shape}, but config.json implies {self.full_shape}"
             )
         if (dtype := source.get_dtype()) not in self.dtypes:
             wanted = " or ".join(self.dtypes)
-            raise ValueError(f"tensor {name} is {dtype}, config.json implies {wanted}")
+            raise ValueError(f"tensor {name} is {dtype}, but config.json implies {wanted}")
 
     def read(self, source: Any) -> torch.Tensor:
         """This rank's part of the checkpoint's tensor, given whole or as a slice of safetensors."""
@@ -131,4 +133,6 @@ class ZeroShard(UnheldShard):
     def check(self, name: str, source: Any) -> None:
         super().check(name, source)
         if source[...].any():
-            raise ValueError(f"tensor {name} is not 0, but config.json says that there is none")
+            raise ValueError(
+                f"tensor {name} has values other than 0, but config.json says that there is none"
+            )

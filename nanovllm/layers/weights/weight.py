@@ -39,7 +39,7 @@ class Gate(NamedTuple):
         kernels if `fused`.
         """
         if not fused:
-            assert out is None, "`out` wants our kernels"
+            assert out is None, "`out` needs our kernels"
             return act_and_mul(both, self.gelu)
         from nanovllm.kernels import activation
 
