@@ -20,7 +20,7 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.decode_many import paged_decode
 from nanovllm.tensors.fp8 import FP8
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.tensors.scoring import Scoring

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from triton.testing import do_bench
 
 from nanovllm.kernels.activation import quantized_act_and_mul
-from nanovllm.kernels.attention.decode import paged_decode
-from nanovllm.kernels.attention.fused_decode import own_decode
+from nanovllm.kernels.attention.decode_few import own_decode
+from nanovllm.kernels.attention.decode_many import paged_decode
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 from nanovllm.kernels.fp8 import quantize
 from nanovllm.kernels.norm import add_rms_norm

@@ -24,7 +24,7 @@ from nanovllm.outputs import (
     TokenLogprobs,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import missing_name
+from nanovllm.utils.options import missing_name
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM

@@ -19,8 +19,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.requests.news import AllNews, News
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
-from nanovllm.utils.checks import takes_foreign
 from nanovllm.utils.fair_lock import FairLock
+from nanovllm.utils.options import takes_foreign
 
 Told: TypeAlias = "RequestOutput | BaseException"
 Tell: TypeAlias = "Callable[[Told], _Mailbox | None]"

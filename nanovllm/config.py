@@ -12,16 +12,14 @@ from typing_extensions import TypedDict
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
-    Foreign,
     check_bool,
     check_choice,
     check_float,
     check_int,
     is_number_or_none,
-    only,
-    own_options,
     plain_numbers,
 )
+from nanovllm.utils.options import Foreign, only, own_options
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -22,7 +22,7 @@ from nanovllm.outputs import (
     ScoreOutput,
 )
 from nanovllm.replicas import assembly as replica_assembly
-from nanovllm.replicas.replicas import Replicas
+from nanovllm.replicas.supervisor import Replicas
 from nanovllm.requests.beam_search import Candidates, beam_search
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
@@ -31,7 +31,8 @@ from nanovllm.requests.news import News
 from nanovllm.requests.request import Listener
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
-from nanovllm.utils.checks import check_bool, check_choice, takes_foreign
+from nanovllm.utils.checks import check_bool, check_choice
+from nanovllm.utils.options import takes_foreign
 
 POOLING = ("last", "mean")
 # For requests that are not about what is generated. Those that ignore the end of a text are left

@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from nanovllm.utils.checks import (
-    Foreign,
-    check_bool,
-    check_float,
-    check_int,
-    missing_name,
-    only,
-    plain_numbers,
-    takes_foreign_fields,
-)
+from nanovllm.utils.checks import check_bool, check_float, check_int, plain_numbers
+from nanovllm.utils.options import Foreign, missing_name, only, takes_foreign_fields
 
 MAX_LOGPROBS = 20  # most likely tokens at one position
 NO_TOKEN = -1  # in the place of a token, in a row whose logits have a NaN

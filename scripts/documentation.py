@@ -22,7 +22,7 @@ from nanovllm.checkpoint.families import FAMILIES
 from nanovllm.cli.main import _parsers
 from nanovllm.config import FOREIGN_OPTIONS
 from nanovllm.sampling_params import FOREIGN_PARAMS
-from nanovllm.utils.checks import Foreign
+from nanovllm.utils.options import Foreign
 
 logger = logging.getLogger("mkdocs.hooks")  # whose warnings count with --strict
 HIDDEN = re.compile(r'<a class="headerlink".*?</a>|<svg.*?</svg>|<button.*?</button>', re.S)

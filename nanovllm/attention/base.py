@@ -78,7 +78,7 @@ class AttentionBackend(ABC):
         """Attend for the decode rows of a step, the first `context.num_decodes`. q: [B, Hq, D]."""
 
     def max_fused_decodes(self, head_dim: int) -> int:
-        """The largest batch for `kernels.attention.fused_decode`, which rotates, stores and
+        """The largest batch for `kernels.attention.decode_few`, which rotates, stores and
         attends; 0: it cannot be used.
         """
         return 0

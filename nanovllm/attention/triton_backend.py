@@ -44,7 +44,7 @@ class TritonBackend(TritonStore):
         return triton_refusal(needs.device)
 
     def __init__(self) -> None:
-        from nanovllm.kernels.attention.decode import paged_decode
+        from nanovllm.kernels.attention.decode_many import paged_decode
         from nanovllm.kernels.attention.prefill import paged_prefill
         from nanovllm.kernels.attention.prefix import members_of_tile
 
@@ -82,7 +82,7 @@ class TritonBackend(TritonStore):
         )
 
     def max_fused_decodes(self, head_dim: int) -> int:
-        from nanovllm.kernels.attention.fused_decode import MAX_ROWS, takes_heads
+        from nanovllm.kernels.attention.decode_few import MAX_ROWS, takes_heads
 
         return MAX_ROWS if takes_heads(head_dim) else 0
 

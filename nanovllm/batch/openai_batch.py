@@ -23,7 +23,8 @@ from nanovllm.batch.rows import CHAT_FIELDS, PARAMETERS, Ask, Row, read_messages
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.requests.text import REPLACEMENT
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import Foreign, check_bool, check_int, only
+from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.options import Foreign, only
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NOT_READ = {  # fields without an effect on results

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import nearest
+from nanovllm.utils.options import nearest
 
 # Names without underscores, ours and those of other libraries, and the parameter of each.
 NAMES = {

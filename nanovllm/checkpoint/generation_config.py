@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.checkpoint.files import MOST, has_file, read_json
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import only
+from nanovllm.utils.options import only
 
 logger = logging.getLogger(__name__)
 

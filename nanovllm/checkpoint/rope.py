@@ -16,7 +16,7 @@ RATIO = 1e-3, 1e6  # bounds of factors on frequencies
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """The rotation of queries and keys by position; `layers.rotary_embedding` has the formulas.
+    """The rotation of queries and keys by position; `layers.rope_frequencies` has the formulas.
 
     Attributes:
         rope_theta: base of the wavelengths.

@@ -200,7 +200,7 @@ class BulkExchange:
                 yield part
 
     def _wait(self, kind: int, peers: list[int], epoch: int) -> None:
-        from nanovllm.kernels.peers import wait_for
+        from nanovllm.kernels.all_reduce import wait_for
 
         flags = self.region.addresses[self.rank]
         for peer in peers:
@@ -211,7 +211,7 @@ class BulkExchange:
         """Copy each first tensor of a pair to the peer's counterpart of the second, which lies in
         our region, and then set the peer's flag, concurrently with our kernels.
         """
-        from nanovllm.kernels.peers import signal
+        from nanovllm.kernels.all_reduce import signal
 
         copies = self._copies[peer]
         copies.wait_stream(torch.cuda.current_stream())

@@ -115,8 +115,9 @@ class PeerMemory:
 
         [2, size, max_rows, row_bytes]
 
-    Each program of a kernel exchanges one row (`kernels/peers.py`): it writes its row, or a sum,
-    into the ranks' regions, and polls its own. A slot whose row has not arrived has all bits set.
+    Each program of a kernel exchanges one row (`kernels/all_reduce.py`): it writes its row, or a
+    sum, into the ranks' regions, and polls its own. A slot whose row has not arrived has all bits
+    set.
 
     Args:
         rank, size: number of this rank, and of ranks.

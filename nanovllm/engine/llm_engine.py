@@ -29,8 +29,9 @@ from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress
 from nanovllm.tracing.recorder import DEFAULT_PATH, Recorder, engine_facts
-from nanovllm.utils.checks import check_bool, check_int, takes_foreign
+from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.fair_lock import FairLock
+from nanovllm.utils.options import takes_foreign
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.all_reduce import all_reduce_row, peer_options, sums_by_owner
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, spare_rows, wait
 from nanovllm.kernels.fp8 import empty_codes, store_codes
-from nanovllm.kernels.peers import all_reduce_row, peer_options, sums_by_owner
 from nanovllm.tensors.fp8 import Codes
 from nanovllm.utils.integers import next_power_of_2
 

@@ -137,7 +137,7 @@ class Attention(StatefulLayer):
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context
     ) -> torch.Tensor:
-        from nanovllm.kernels.attention.fused_decode import own_decode
+        from nanovllm.kernels.attention.decode_few import own_decode
 
         return own_decode(
             qkv,

@@ -9,7 +9,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Layer
-from nanovllm.layers.spread import gather_owned_rows, sum_over_ranks
+from nanovllm.layers.sequence_parallel import gather_owned_rows, sum_over_ranks
 from nanovllm.layers.weights.int8_head import Int8Weight, TiedWeight, in_int8
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.layers.weights.weight import PlainWeight, Weight

@@ -12,7 +12,7 @@ from nanovllm.distributed.bulk import Scattered
 from nanovllm.layers.activation import ACTIVATIONS, act_and_mul
 from nanovllm.layers.base import MLP, Build, Hidden, Layer
 from nanovllm.layers.linear import ReplicatedLinear, make_weight
-from nanovllm.layers.spread import sum_over_ranks, whole_rows
+from nanovllm.layers.sequence_parallel import sum_over_ranks, whole_rows
 from nanovllm.layers.weights import mxfp4
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.shard import Part, Shard

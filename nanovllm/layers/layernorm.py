@@ -8,7 +8,7 @@ from torch import nn
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.layers.base import Build, Hidden, Layer
-from nanovllm.layers.spread import Owned, Residual, kept, whole_rows
+from nanovllm.layers.sequence_parallel import Owned, Residual, kept, whole_rows
 from nanovllm.tensors.fp8 import Codes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed.bulk import Gathered, Scattered
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden, Layer
-from nanovllm.layers.spread import sum_over_ranks
+from nanovllm.layers.sequence_parallel import sum_over_ranks
 from nanovllm.layers.weights.fp8 import Fp8Weight
 from nanovllm.layers.weights.int4 import Int4Weight
 from nanovllm.layers.weights.shard import Part, Shard, ZeroShard

@@ -9,7 +9,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.layernorm import norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.spread import Residual
+from nanovllm.layers.sequence_parallel import Residual
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 
 

@@ -12,7 +12,7 @@ from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build, Hidden
 from nanovllm.layers.layernorm import RMSNorm, norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.spread import Residual, kept
+from nanovllm.layers.sequence_parallel import Residual, kept
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 

@@ -15,7 +15,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import norm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotary_embeddings
-from nanovllm.layers.spread import Residual
+from nanovllm.layers.sequence_parallel import Residual
 
 
 class Qwen3Attention(nn.Module):

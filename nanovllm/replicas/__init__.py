@@ -1,4 +1,4 @@
 """Several engines that act as one, each in a process of its own.
 
-Doors: `replicas` and `assembly`, for `LLM` alone.
+Doors: `supervisor` and `assembly`, for `LLM` alone.
 """

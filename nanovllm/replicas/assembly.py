@@ -6,8 +6,8 @@ from nanovllm.config import Config
 from nanovllm.engine.assembly import Entrance, Parts
 from nanovllm.replicas.messages import Facts
 from nanovllm.replicas.remote_request import remote
-from nanovllm.replicas.replicas import Replicas
 from nanovllm.replicas.replicated_core import ReplicatedCore
+from nanovllm.replicas.supervisor import Replicas
 
 
 def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entrance) -> Parts:

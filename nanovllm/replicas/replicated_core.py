@@ -17,7 +17,7 @@ from nanovllm.ranks.processes import how_ended
 from nanovllm.replicas.dispatcher import Dispatcher
 from nanovllm.replicas.messages import Ended, News
 from nanovllm.replicas.remote_request import MAX_LOSSES, Order, RemoteRequest
-from nanovllm.replicas.replicas import Replicas
+from nanovllm.replicas.supervisor import Replicas
 from nanovllm.tracing.metrics import Latencies, Metrics
 from nanovllm.tracing.timeline import ENGINE, Process, Write
 from nanovllm.utils.interrupts import uninterrupted

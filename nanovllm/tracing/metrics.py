@@ -8,7 +8,7 @@ from typing_extensions import Self
 from nanovllm.engine.sequence import ScheduledSequence
 from nanovllm.outputs import RequestMetrics
 from nanovllm.requests.request import Request
-from nanovllm.utils.histogram import Histogram
+from nanovllm.tracing.histogram import Histogram
 from nanovllm.utils.progress import SHOWN, SILENT, tqdm
 
 

@@ -23,8 +23,8 @@ from checkpoints import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_inputs import PendingTokens
 from nanovllm.outputs import RequestMetrics
+from nanovllm.tracing.histogram import BOUNDS, Histogram
 from nanovllm.tracing.metrics import Latencies, Metrics
-from nanovllm.utils.histogram import BOUNDS, Histogram
 
 RESOLUTION = 1.048  # of a percentile, as documented
 REQUEST_TIMES = ("queue_seconds", "first_token_seconds", "seconds_per_token", "total_seconds")

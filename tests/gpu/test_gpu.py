@@ -37,7 +37,7 @@ from nanovllm.compiling import compiler
 from nanovllm.compiling.rehearsal import Rehearsal
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.kernels import device_features as hopper
-from nanovllm.kernels.attention import decode as paged_decode
+from nanovllm.kernels.attention import decode_many as paged_decode
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.weights.int8_head import Int8Weight
 from nanovllm.startup import builder

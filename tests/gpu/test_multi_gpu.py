@@ -65,9 +65,9 @@ MODES: dict[str, dict[str, Any]] = {  # every way of summing, and the switches b
 def owners_add(mode: str, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sum in the mode of that name, on all ranks."""
     if mode == "owners":
-        code = "from nanovllm.kernels import peers; peers.TWO_SHOT_MIN_BYTES = 0"
+        code = "from nanovllm.kernels import all_reduce; all_reduce.TWO_SHOT_MIN_BYTES = 0"
         inject(CONNECT, code, rank=None)
-        monkeypatch.setattr("nanovllm.kernels.peers.TWO_SHOT_MIN_BYTES", 0)
+        monkeypatch.setattr("nanovllm.kernels.all_reduce.TWO_SHOT_MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -111,8 +111,8 @@ def test_log_probabilities_of_large_and_small_steps(
     three bits of mantissa, where bf16 has seven, within 16 times as much.
     """
     from nanovllm.kernels import activation
+    from nanovllm.kernels.all_reduce import sums_by_owner
     from nanovllm.kernels.device_features import has_own_kernels
-    from nanovllm.kernels.peers import sums_by_owner
 
     rng = random.Random(SEED)
     taps: list[torch.Tensor] = []

@@ -43,9 +43,9 @@ from nanovllm.distributed.bulk import Gathered
 from nanovllm.distributed.group import Group
 from nanovllm.kernels import device_features as hopper
 from nanovllm.kernels.activation import act_and_mul
-from nanovllm.kernels.attention import decode as paged_decode
+from nanovllm.kernels.attention import decode_many as paged_decode
 from nanovllm.kernels.attention import prefill as paged_prefill
-from nanovllm.kernels.attention.decode import decode_tiles
+from nanovllm.kernels.attention.decode_many import decode_tiles
 from nanovllm.kernels.attention.rope import qk_norm_rope_store
 from nanovllm.kernels.attention.splits import choose_num_splits
 from nanovllm.kernels.device_features import can_describe, describe, spare_rows

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
-from nanovllm.kernels.attention.fused_decode import FEW_PROGRAMS, own_decode, takes_heads
+from nanovllm.kernels.attention.decode_few import FEW_PROGRAMS, own_decode, takes_heads
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding

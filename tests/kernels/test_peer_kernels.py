@@ -16,7 +16,7 @@ from draws import interpreted, oracle_draw
 from peer_ranks import EPS, Job, RankProcesses, region_files
 
 from checkpoints import rare
-from nanovllm.kernels.peers import signal, sums_by_owner, wait_for
+from nanovllm.kernels.all_reduce import signal, sums_by_owner, wait_for
 from nanovllm.layers.embed_head import local_vocab, vocab_span
 from nanovllm.sampling_params import NO_TOKEN
 

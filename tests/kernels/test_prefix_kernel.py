@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from checkpoints import rare
 from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.kernels.attention.decode import paged_decode
+from nanovllm.kernels.attention.decode_many import paged_decode
 from nanovllm.kernels.attention.prefix import members_of_tile, paged_prefix
 from nanovllm.scheduling.prefixes import find_shared_prefixes
 from nanovllm.tensors.fp8 import FP8

@@ -396,7 +396,7 @@ def compared_layers(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Hidden states of a prefill and of a decode step, by plain layers and by fused ones."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.attention import fused_decode as paged_own
+    from nanovllm.kernels.attention import decode_few as paged_own
 
     config, own = ModelConfig.from_pretrained(str(path)), (paged_own, "own_decode")
     states: list[list[torch.Tensor]] = []

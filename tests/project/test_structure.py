@@ -13,7 +13,7 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 CEILINGS = {
     "frames": 13,
     "functions": 220,
-    "files": 44,
+    "files": 45,
     "files_in_circles": 0,
 }
 LONGEST_FUNCTION = 60

@@ -18,11 +18,11 @@ from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed import bulk
 from nanovllm.distributed.bulk import BulkExchange, Gathered, part_of
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import peers
+from nanovllm.kernels import all_reduce as peers
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
-from nanovllm.layers.spread import Owned
+from nanovllm.layers.sequence_parallel import Owned
 from nanovllm.layers.weights.shard import Part
 from nanovllm.tensors.fp8 import Codes
 

@@ -21,7 +21,7 @@ from nanovllm.layers.base import Build
 from nanovllm.layers.embed_head import ParallelLMHead, local_vocab, vocab_span
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear, local_kv_heads
-from nanovllm.layers.spread import Owned, gather_owned_rows
+from nanovllm.layers.sequence_parallel import Owned, gather_owned_rows
 from nanovllm.utils.context import Context, use_context
 
 CPU = torch.device("cpu")

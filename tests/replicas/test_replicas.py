@@ -34,7 +34,7 @@ from nanovllm import (
     StructuredOutputsParams,
     WorkerError,
 )
-from nanovllm.replicas import replicas
+from nanovllm.replicas import supervisor
 from nanovllm.replicas.remote_request import MAX_LOSSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux only")
@@ -337,14 +337,14 @@ def test_async_goes_on_elsewhere(checkpoint, monkeypatch):
             assert [*(await llm.metrics())["replicas"]] == ["1"], "no time for a restart"
             return found
 
-    monkeypatch.setattr(replicas, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 0)
     with LLM(checkpoint, **SMALL) as llm:
         assert_same(asyncio.run(main()), llm.generate(prompts, params, use_tqdm=False))
 
 
 def _replicas_of_async():
     """An `AsyncLLM` keeps its engine in a thread."""
-    found = [each for each in gc.get_objects() if isinstance(each, replicas.Replicas)]
+    found = [each for each in gc.get_objects() if isinstance(each, supervisor.Replicas)]
     return max(found, key=id_of_start)._replicas
 
 
@@ -384,7 +384,7 @@ def test_a_request_that_replicas_die_of_is_given_up(two, one, monkeypatch):
 @pytest.mark.slow
 def test_a_replica_that_hangs_hangs_nobody_else(checkpoint, monkeypatch):
     """It does not read what it is told, and does not answer: the caller can still go."""
-    monkeypatch.setattr(replicas, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "ANSWER_SECONDS", 0.2)
     socketpair = socket.socketpair
 
     def small_pair():
@@ -392,7 +392,7 @@ def test_a_replica_that_hangs_hangs_nobody_else(checkpoint, monkeypatch):
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1024)
         return ours, theirs
 
-    monkeypatch.setattr(replicas.socket, "socketpair", small_pair)
+    monkeypatch.setattr(supervisor.socket, "socketpair", small_pair)
     before = traces()
     llm = LLM(checkpoint, **{**PLAIN, "max_num_seqs": 16, "max_num_batched_tokens": 256})
     os.kill(pids(llm)[1], signal.SIGSTOP)
@@ -422,7 +422,7 @@ def test_a_replica_that_cannot_be_started_again(checkpoint, monkeypatch, caplog)
     def fail(*args, **options):
         raise OSError("Cannot allocate memory")
 
-    monkeypatch.setattr(replicas, "start_python", fail)
+    monkeypatch.setattr(supervisor, "start_python", fail)
     os.kill(pids(llm)[0], signal.SIGKILL)
     prompts = [[i, i + 1] for i in range(6)]
     found = within_deadline(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
@@ -466,7 +466,7 @@ def test_listeners_may_abort_and_raise(two):
 
 def test_the_call_fails_when_none_is_left(checkpoint, inject, monkeypatch, caplog):
     """An error in the model ends each replica that meets it."""
-    monkeypatch.setattr(replicas, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 0)
     inject("nanovllm.engine.model_runner:ModelRunner.launch", FAULTS["raise"][0], rank=0)
     before = traces()
     llm = LLM(checkpoint, **PLAIN)

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.all_reduce import give_word, given_word, peer_options
 from nanovllm.kernels.device_features import launch_dependents, pdl_options, wait
-from nanovllm.kernels.peers import give_word, given_word, peer_options
 from nanovllm.sampling_params import NO_TOKEN
 from nanovllm.utils.integers import cdiv, next_power_of_2
 

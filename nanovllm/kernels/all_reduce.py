@@ -1,4 +1,4 @@
-"""Exchange between the GPUs of a model, inside kernels.
+"""Sums over the GPUs of a model, inside kernels: of a row-parallel product in the norm after it.
 
 Each program exchanges one row, or one word: it writes its own into the memory of the other ranks
 (`PeerMemory`; a word into its own, too), and polls its own memory until theirs have arrived. With

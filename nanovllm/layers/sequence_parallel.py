@@ -1,4 +1,4 @@
-"""Rows and sums that are spread over GPUs, as layers use them.
+"""Rows and sums that are spread over GPUs, as layers use them (sequence parallelism).
 
 Sums may be left to the norm that follows. Large steps on several GPUs divide their rows: each rank
 has the residual stream of its own rows only, and normalises those.

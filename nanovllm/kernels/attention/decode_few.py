@@ -1,5 +1,5 @@
-"""Attention of single tokens straight from their projection: the work of `rope.py` and `decode.py`
-in one kernel.
+"""Attention of few decodes, a single one above all, straight from their projection: the work of
+`rope.py` and `decode_many.py` in one kernel.
 
 It reads keys and values of its first tile before it waits for the projection: no kernel of the step
 writes them, as each token is of another sequence. The first split has the token's own key, and, of
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.common import LOG2E, before_keys, metadata, weigh
-from nanovllm.kernels.attention.decode import LARGEST_LEFT, MAX_LEFT, MIN_COLUMNS
+from nanovllm.kernels.attention.decode_many import LARGEST_LEFT, MAX_LEFT, MIN_COLUMNS
 from nanovllm.kernels.attention.kv_cache import (
     exponents_at,
     halves_to_fp8,
