@@ -166,7 +166,7 @@ class Config:
         disable_custom_all_reduce: sum over GPUs by NCCL always, never inside our kernels.
         enforce_eager: do not capture CUDA graphs.
         kvcache_block_size: tokens per KV block, a power of two from 16.
-        num_kvcache_blocks: number of KV blocks; -1 derives it from memory.
+        num_kvcache_blocks: number of KV blocks, of all layers; -1 derives it from memory.
         device: "cuda" (or "cuda:1"), "cpu", or "auto": CUDA if available.
         dtype: "bfloat16", "float16" ("half"), "float32" ("float"), or "auto": the checkpoint's on
             CUDA, float32 on a CPU.

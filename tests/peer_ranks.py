@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from interpreter import make_faster, poll_whole_numbers
 
-from nanovllm.kernels import norm, peers
+from nanovllm.kernels import all_reduce, norm
 from nanovllm.kernels.sampling.draw import sample
 
 PATIENCE = 60  # seconds
@@ -69,7 +69,7 @@ def serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     make_faster()
     poll_whole_numbers()
-    peers.POLLS_OF_HOST = peers.POLLS  # a poll takes a thousand times as long as on a GPU
+    all_reduce.POLLS_OF_HOST = all_reduce.POLLS  # a poll takes a thousand times as long as on a GPU
     while True:
         job = connection.recv()
         try:

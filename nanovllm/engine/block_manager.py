@@ -266,13 +266,17 @@ class BlockManager:
         kv.table.clear()
         kv.num_dropped = 0
 
-    def drop_before_window(self, seq: Sequence, num_computed: int) -> None:
-        """Give back the blocks that no token of `seq` from `num_computed` on sees."""
+    def drop_before_window(self, seq: Sequence, num_computed: int) -> bool:
+        """Give back the blocks that no token of `seq` from `num_computed` on sees. Returns
+        whether there are any.
+        """
         first = self.first_seen_block(num_computed)
-        if first > seq.kv.num_dropped:
-            for block_id in seq.kv.table[seq.kv.num_dropped : first]:
-                self._give_back(self.blocks[block_id])
-            seq.kv.num_dropped = first
+        if first <= seq.kv.num_dropped:
+            return False
+        for block_id in seq.kv.table[seq.kv.num_dropped : first]:
+            self._give_back(self.blocks[block_id])
+        seq.kv.num_dropped = first
+        return True
 
     def first_seen_block(self, num_computed: int | NDArray[np.int64]) -> Any:
         """The first block that a sequence keeps once so many of its tokens are computed."""

@@ -184,9 +184,10 @@ class KVCachePool:
         )
         if tokens < max_model_len:
             logger.warning(
-                "the KV cache holds %d tokens, so sequences end there, before max_model_len %d",
+                "the KV cache holds %d tokens, so sequences end there, before max_model_len %d%s",
                 tokens,
                 max_model_len,
+                "" if len(self.kinds) == 1 else "; a lower max_num_batched_tokens leaves room",
             )
 
 

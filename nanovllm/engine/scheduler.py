@@ -95,7 +95,7 @@ class Scheduler:
     @property
     def waits_for_blocks(self) -> bool:
         """Whether the pool has no room for the first that waits, by the last look at it."""
-        return self._refused is not None and self._head() is self._refused
+        return bool(self.waiting) and self._head() is self._refused
 
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step: running decodes, then running prefills, then new sequences.
@@ -166,10 +166,12 @@ class Scheduler:
         for seq in self.running:
             if budget and self._is_prefilling(seq):
                 item = ScheduledSequence.of(seq, budget)
-                if self.block_manager.can_append(seq, end=item.end):
-                    self.block_manager.may_append(seq, item.end)
-                    scheduled.append(item)
-                    budget -= item.num_tokens
+                if not self.block_manager.can_append(seq, end=item.end):
+                    admits = False  # others would take what it waits for
+                    continue
+                self.block_manager.may_append(seq, item.end)
+                scheduled.append(item)
+                budget -= item.num_tokens
         return scheduled + self._admit(budget) if admits else scheduled
 
     def _schedule_oldest(self, budget: int) -> list[ScheduledSequence]:
@@ -188,6 +190,7 @@ class Scheduler:
         if not self.waiting:
             return []
         seq, _ = self.waiting.popitem(last=False)
+        self._refused = None
         self._start(seq, [], min(seq.num_tokens, budget))
         return [ScheduledSequence.of(seq, budget)]
 
@@ -295,8 +298,9 @@ class Scheduler:
             if seq.is_finished:  # it ended, or was aborted, while this step was in flight
                 continue
             self.block_manager.publish(seq, start, start + num_tokens)
-            if self.block_manager.window:
-                self.block_manager.drop_before_window(seq, start + num_tokens)
+            manager = self.block_manager
+            if manager.window and manager.drop_before_window(seq, start + num_tokens):
+                self._refused = None
             if token_id is not None:
                 self._resolve(seq, token_id)
                 if seq.is_finished:

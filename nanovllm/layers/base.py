@@ -89,7 +89,7 @@ class State(NamedTuple):
 
 class StatefulLayer(Layer):
     """A layer that keeps tensors from step to step. The engine's pool allocates its `states`, and
-    binds them before the first step. Rows are never cleared: a layer reads no row before it has
+    binds them before the first step. Rows are never cleared: a layer uses no row before it has
     written it.
     """
 

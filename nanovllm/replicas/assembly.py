@@ -19,7 +19,9 @@ def assemble(replicas: Replicas, facts: Facts, config: Config, entrance: Entranc
         config: options of the engine.
         entrance: checks of requests, and their limits.
     """
-    core = ReplicatedCore(replicas, config, entrance.max_model_len, entrance.pool_tokens)
+    # Of many short sequences, which have as many blocks of each kind.
+    pool_tokens = facts.num_blocks * config.kvcache_block_size
+    core = ReplicatedCore(replicas, config, entrance.max_model_len, pool_tokens)
     return Parts(
         core=core,
         intake=entrance.intake,

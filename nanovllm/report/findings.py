@@ -70,7 +70,7 @@ def blocks(summary: Summary) -> Finding | None:
     num_blocks, size = engines[0].num_blocks, facts["kvcache_block_size"]
     text = f"Requests waited for KV blocks {percent(share)} of the time. " if share else ""
     text += (
-        f"The pool's {num_blocks:,} blocks hold {num_blocks * size:,} tokens; "
+        f"The pool's {num_blocks:,} blocks hold {num_blocks * size:,} tokens in all layers; "
         f"{summary.mean('running'):.0f} sequences ran on average (`max_num_seqs`: "
         f"{facts['max_num_seqs']:,})."
     )

@@ -97,7 +97,6 @@ class Context:
             slot_mapping=self.window_slot_mapping,
             block_tables=self.window_tables,
             prefixes=None,
-            shared={},
         )
 
 

@@ -11,6 +11,8 @@ from nanovllm.layers.base import State
 from nanovllm.utils.integers import cdiv
 from nanovllm.windows.pages import BlockKind
 
+BLOCKS_PER_PART = 4  # of a sequence for which pages are divided
+
 
 class Places(NamedTuple):
     """The division of pages among layers.
@@ -31,10 +33,15 @@ def divide_pages(states: list[dict[str, State]]) -> Places:
 
     Layers that slide get blocks of their own if others see all tokens, and if the blocks of all are
     of one shape. Pages have so many places that few stay empty: 29 layers that slide and 5 others
-    have pages of 5, of which a block of the first takes 6.
+    have pages of 5, of which a block of the first takes 6. A place in blocks counts as four in
+    parts, as sequences of a few windows have so many more blocks.
     """
-    windows = [max((each.window for each in kept.values()), default=0) for kept in states]
-    shapes = {tuple((name, *each[:2]) for name, each in kept.items()) for kept in states if kept}
+    windows = [_window_of(kept) for kept in states]
+    shapes = {
+        tuple(sorted((name, each.shape, str(each.dtype)) for name, each in kept.items()))
+        for kept in states
+        if kept
+    }
     with_blocks = [i for i, kept in enumerate(states) if kept]
     sliding = [i for i in with_blocks if windows[i]]
     whole = [i for i in with_blocks if not windows[i]]
@@ -46,10 +53,11 @@ def divide_pages(states: list[dict[str, State]]) -> Places:
         return Places((BlockKind(window),), len(with_blocks), places)
     fewest, most = sorted((len(whole), len(sliding)))
 
-    def num_used(num_places: int) -> int:
-        return (1 + cdiv(most, num_places)) * num_places
+    def cost(num_places: int) -> int:
+        of_block, of_part = cdiv(len(whole), num_places), cdiv(len(sliding), num_places)
+        return (BLOCKS_PER_PART * of_block + of_part) * num_places
 
-    num_places = min(range(fewest, most + 1), key=num_used)
+    num_places = min(range(fewest, most + 1), key=cost)
     places = [None] * len(states)
     for layers in (whole, sliding):
         for number, i in enumerate(layers):
@@ -59,3 +67,9 @@ def divide_pages(states: list[dict[str, State]]) -> Places:
         BlockKind(max(windows), cdiv(len(sliding), num_places)),
     )
     return Places(kinds, num_places, places)
+
+
+def _window_of(kept: dict[str, State]) -> int:
+    """The window of a layer: the widest of its states; 0: all tokens."""
+    windows = [each.window for each in kept.values()]
+    return max(windows, default=0) if all(windows) else 0

@@ -96,8 +96,11 @@ class SlidingBlockManager(BlockManager):
     @property
     def num_free_blocks(self) -> int:
         """Blocks with their parts that would take as much memory as nobody holds."""
-        used = self.pages.num_pages - self.pages.num_free
-        return self._num_blocks - cdiv(used, self.whole.pages + self.sliding.pages)
+        pages = self.whole.pages + self.sliding.pages
+        used = cdiv(self.pages.num_pages - self.pages.num_free, pages)
+        return max(
+            0, self._num_blocks - used
+        )  # the pages are whole slabs, some more than asked for
 
     # -- prefix cache ---------------------------------------------------------------------------
 
@@ -207,6 +210,7 @@ class SlidingBlockManager(BlockManager):
         self, seq: Sequence, hits: list[Block] | None = None, end: int | None = None
     ) -> int:
         """Give `seq` blocks for all its tokens, and parts for those before `end`; None: for all."""
+        assert not seq.kv.table, f"{seq!r} already holds blocks"
         hits = self.find_prefix(seq) if hits is None else hits
         if not self.can_allocate(seq, hits, end):
             raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
@@ -228,13 +232,17 @@ class SlidingBlockManager(BlockManager):
         kv.num_dropped = 0  # counts parts: all blocks are held
         super().deallocate(seq)
 
-    def drop_before_window(self, seq: Sequence, num_computed: int) -> None:
-        """Give back the parts that no token of `seq` from `num_computed` on sees."""
+    def drop_before_window(self, seq: Sequence, num_computed: int) -> bool:
+        """Give back the parts that no token of `seq` from `num_computed` on sees. Returns
+        whether there are any.
+        """
         first = self.first_seen_block(num_computed)
-        if first > seq.kv.num_dropped:
-            for part_id in seq.kv.window_table[seq.kv.num_dropped : first]:
-                self._give_back_part(self.parts[part_id])
-            seq.kv.num_dropped = first
+        if first <= seq.kv.num_dropped:
+            return False
+        for part_id in seq.kv.window_table[seq.kv.num_dropped : first]:
+            self._give_back_part(self.parts[part_id])
+        seq.kv.num_dropped = first
+        return True
 
     def is_short(self, seq: Sequence) -> bool:
         return super().is_short(seq) or len(seq.kv.window_table) < seq.num_blocks

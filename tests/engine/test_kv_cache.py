@@ -122,7 +122,7 @@ WHOLE, SLIDING = State((16, 2), torch.float16), State((16, 2), torch.float16, wi
         ("sssws", [(0, 1), (20, 4)], 1),
         ("wwswww", [(0, 5), (20, 1)], 1),
         (5 * "sssssw" + "ssss", [(0, 1), (20, 6)], 5),  # Gemma 3 4B: one place of 35 stays empty
-        (10 * "sssssw" + "ss", [(0, 1), (20, 4)], 13),  # 27B: pages of 10 would waste 8 of 70
+        (10 * "sssssw" + "ss", [(0, 1), (20, 5)], 11),  # 27B: a place of 11 in blocks, 3 in parts
         ("www.", [(0, 1)], 3),
     ],
 )
@@ -137,6 +137,15 @@ def test_pages_have_places_for_layers(pattern, kinds, num_places):
         found = [where for where, x in zip(plan.places, pattern, strict=True) if x == letter]
         assert len(set(found)) == len(found)
         assert all(where[0] < num_places and where[1] < pages for where in found if where)
+
+
+def test_a_layer_slides_if_all_that_it_keeps_does():
+    partly = {"k": SLIDING, "v": WHOLE}
+    assert divide_pages([partly, {"v": WHOLE, "k": WHOLE}]).kinds == (BlockKind(),)
+    found = divide_pages([{"k": SLIDING, "v": SLIDING}, {"v": WHOLE, "k": WHOLE}])
+    assert found.kinds == (BlockKind(), BlockKind(20))
+    wider = {"k": SLIDING._replace(window=30), "v": SLIDING}
+    assert divide_pages([wider, {"k": SLIDING, "v": SLIDING}]).kinds == (BlockKind(30),)
 
 
 def test_layers_of_other_shapes_share_no_pages():

@@ -18,7 +18,7 @@ from nanovllm.checkpoint.quantization import Fp8
 from nanovllm.distributed import bulk
 from nanovllm.distributed.bulk import BulkExchange, Gathered, part_of
 from nanovllm.distributed.group import Group
-from nanovllm.kernels import all_reduce as peers
+from nanovllm.kernels import all_reduce
 from nanovllm.layers.base import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
@@ -81,8 +81,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(bulk, "PeerRegion", machine.region)
-    monkeypatch.setattr(peers, "signal", machine.signal)
-    monkeypatch.setattr(peers, "wait_for", machine.wait_for)
+    monkeypatch.setattr(all_reduce, "signal", machine.signal)
+    monkeypatch.setattr(all_reduce, "wait_for", machine.wait_for)
 
     class Stream:
         def __init__(self, device: torch.device, priority: int) -> None:

@@ -54,6 +54,8 @@ def _prefill_tile(
     """
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys < k_len
+    if WINDOW and MASKED:  # older ones may lie in blocks that are another sequence's now
+        seen &= keys > tl.min(positions) - WINDOW
     if table_ptr is None:
         row = first_row + start
         rows = (row + tl.arange(0, BLOCK_N)).to(tl.int64)
