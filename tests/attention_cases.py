@@ -100,7 +100,9 @@ class Case:
             blocks = [order.pop() for _ in range(widths[i])]
             tables[i, : widths[i]] = torch.tensor(blocks)
             where = [blocks[p // block_size] * block_size + p % block_size for p in range(length)]
-            for p in range(length - n):
+            # Blocks older than the window are another sequence's by now.
+            oldest = max(0, length - n - window + 1) // block_size if window else 0
+            for p in range(oldest * block_size, length - n):
                 block, row = where[p] // block_size, where[p] % block_size
                 put(self.cache, 0, block, row, self.keys[i][p])
                 put(self.cache, 1, block, row, self.values[i][p])
