@@ -6,9 +6,9 @@ A block is in one of three states:
     cached    ref_count 0, published content     in `cached_block_ids`, oldest first
     in use    ref_count >= 1                     in the block tables of its holders
 
-Where every layer slides over a `window`, a sequence gives back blocks older than that while it
-runs. Their ids stay in its table: a kernel's tile that begins before the window may read them,
-masked. Where only some layers slide, they have blocks of their own: `SlidingBlockManager`.
+If every layer slides over a `window`, a sequence gives back blocks older than that while it runs.
+Their ids stay in its table: a kernel's tile that begins before the window may read them, masked. If
+only some layers slide, they have blocks of their own: `SlidingBlockManager`.
 
 Invariants (the tests verify them after every step):
 
@@ -237,17 +237,18 @@ class BlockManager:
         Raises:
             RuntimeError: when the pool is too small; nothing has changed then.
         """
-        table = seq.kv.table
-        assert not table, f"{seq!r} already holds blocks"
+        assert not seq.kv.table, f"{seq!r} already holds blocks"
         hits = self.find_prefix(seq) if hits is None else hits
         if not self.can_allocate(seq, hits, end):
             raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
-        table += [self._share(block) for block in hits]
-        table += [self._take_free_block() for _ in range(len(hits), seq.num_blocks)]
-        seq.kv.version += 1
+        self._share_prefix(seq, hits)
         for chain_hash in seq.kv.hashes[len(hits) : seq.num_blocks]:
             self._computing.setdefault(chain_hash, seq.seq_id)
+        self.may_append(seq, end)
         return len(hits) * self.block_size
+
+    def _share_prefix(self, seq: Sequence, hits: list[Block]) -> None:
+        seq.kv.table += [self._share(block) for block in hits]
 
     def deallocate(self, seq: Sequence) -> None:
         """Give the blocks of `seq` back. Published ones stay cached until the pool needs them."""
@@ -273,10 +274,13 @@ class BlockManager:
         first = self.first_seen_block(num_computed)
         if first <= seq.kv.num_dropped:
             return False
-        for block_id in seq.kv.table[seq.kv.num_dropped : first]:
-            self._give_back(self.blocks[block_id])
+        self._drop(seq, first)
         seq.kv.num_dropped = first
         return True
+
+    def _drop(self, seq: Sequence, end: int) -> None:
+        for block_id in seq.kv.table[seq.kv.num_dropped : end]:
+            self._give_back(self.blocks[block_id])
 
     def first_seen_block(self, num_computed: int | NDArray[np.int64]) -> Any:
         """The first block that a sequence keeps once so many of its tokens are computed."""
@@ -311,15 +315,8 @@ class BlockManager:
 
     # -- memory, for admission: in pages, each a block ------------------------------------------
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return len(self.blocks)
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody holds."""
-        return self.num_free_blocks
+    block_pages = 1
+    num_pages, num_free_pages = num_blocks, num_free_blocks
 
     def pages_at(self, num_tokens: Any) -> Any:
         """The most pages that a decoding sequence holds.
@@ -344,7 +341,3 @@ class BlockManager:
         """Pages that a sequence holds alone, without the blocks `but`."""
         held = seq.kv.table[seq.kv.num_dropped :]
         return sum(self.blocks[b].ref_count == 1 and b not in but for b in held)
-
-    def pages_of_shared(self, hits: list[Block]) -> int:
-        """Pages of the blocks of `hits` that others hold."""
-        return sum(block.ref_count > 0 for block in hits)

@@ -66,8 +66,8 @@ class StepPlan(NamedTuple):
     # of the most likely ones, where log-probabilities of the prompt are wanted
     pooling: Int32  # [2, k]: index in B, and 1 for the mean of all, 0 for the last hidden state
     token_ids: Int32  # [T], -1 where a decode's token is known to the device only
-    # [4, n]: 1 for the table of layers that slide, else 0; slot, column and block id of what was
-    # added to block tables
+    # [4, n]: additions to block tables: 1 for that of layers that slide, else 0; slot, column and
+    # block id
     new_blocks: Int32
     joined: Int32  # [J], slots whose sequence the ranks do not know yet
     facts: NDArray[np.void]  # [J] of `fact_dtype`

@@ -291,14 +291,13 @@ class Scheduler:
             The sequences that this step finished; they hold no blocks any more.
         """
         self._num_in_flight -= 1
-        tokens = iter(token_ids)
+        tokens, manager = iter(token_ids), self.block_manager
         finished: list[Sequence] = []
         for seq, start, num_tokens, samples in scheduled:
             token_id = next(tokens) if samples else None
             if seq.is_finished:  # it ended, or was aborted, while this step was in flight
                 continue
-            self.block_manager.publish(seq, start, start + num_tokens)
-            manager = self.block_manager
+            manager.publish(seq, start, start + num_tokens)
             if manager.window and manager.drop_before_window(seq, start + num_tokens):
                 self._refused = None
             if token_id is not None:

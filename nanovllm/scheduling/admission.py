@@ -87,7 +87,7 @@ class AdmissionControl:
             return False
         # Blocks of the prefix that others hold cost nothing.
         shared = {block.block_id for block in hits if block.ref_count}
-        num_shared = self._blocks.pages_of_shared(hits)
+        num_shared = len(shared) * self._blocks.block_pages
         need = max(self._blocks.pages_at_start(seq, end), self._final_pages(seq)) - num_shared
         if self._growth + need <= self._blocks.num_free_pages:
             return True  # even if none finished before the others (so always, if none runs)

@@ -75,6 +75,7 @@ class SlidingBlockManager(BlockManager):
         super().__init__(self.pages.num_pages, block_size, enable_prefix_caching, sliding.window)
         self.free_block_ids.clear()  # the pages know
         self.whole, self.sliding = whole, sliding
+        self.block_pages = whole.pages
         self.parts = [Part(page) for page in range(self.pages.num_pages)]
         self.published_parts: dict[int, int] = {}  # ids, by chain id
         self._num_blocks = num_blocks
@@ -98,9 +99,8 @@ class SlidingBlockManager(BlockManager):
         """Blocks with their parts that would take as much memory as nobody holds."""
         pages = self.whole.pages + self.sliding.pages
         used = cdiv(self.pages.num_pages - self.pages.num_free, pages)
-        return max(
-            0, self._num_blocks - used
-        )  # the pages are whole slabs, some more than asked for
+        # Pages are whole slabs, so there may be some more of them.
+        return max(0, self._num_blocks - used)
 
     # -- prefix cache ---------------------------------------------------------------------------
 
@@ -160,43 +160,44 @@ class SlidingBlockManager(BlockManager):
         block.ref_count = 1
         return block.block_id
 
-    def _share(self, block: Block) -> int:
-        if block.ref_count == 0:
-            self.pages.revive(block.block_id, self.whole.pages)
-        block.ref_count += 1
-        return block.block_id
-
-    def _give_back(self, block: Block) -> None:
-        block.ref_count -= 1
-        if block.ref_count == 0:
-            self.pages.give_back(block.block_id, self.whole.pages, block.hash != NO_HASH)
-
     def _take_part(self) -> int:
         part = self.parts[self.pages.take(self.sliding.pages)]
         assert part.ref_count == 0, f"part {part.block_id} is free and held"
         part.ref_count = 1
         return part.block_id
 
-    def _share_part(self, part: Part) -> int:
-        if part.ref_count == 0:
-            self.pages.revive(part.block_id, self.sliding.pages)
-        part.ref_count += 1
-        return part.block_id
+    def _hold(self, each: Block | Part, kind: BlockKind) -> int:
+        """Hold a published block or part, too."""
+        if each.ref_count == 0:
+            self.pages.revive(each.block_id, kind.pages)
+        each.ref_count += 1
+        return each.block_id
+
+    def _let_go(self, each: Block | Part, kind: BlockKind, is_published: bool) -> None:
+        each.ref_count -= 1
+        if each.ref_count == 0:
+            self.pages.give_back(each.block_id, kind.pages, is_published)
+
+    def _share(self, block: Block) -> int:
+        return self._hold(block, self.whole)
+
+    def _give_back(self, block: Block) -> None:
+        self._let_go(block, self.whole, block.hash != NO_HASH)
 
     def _give_back_part(self, part: Part) -> None:
-        part.ref_count -= 1
-        if part.ref_count == 0:
-            is_published = part.chain_id != ROOT_CHAIN
-            self.pages.give_back(part.block_id, self.sliding.pages, is_published)
+        self._let_go(part, self.sliding, part.chain_id != ROOT_CHAIN)
+
+    def _num_parts(self, seq: Sequence, end: int | None) -> int:
+        """Parts for the tokens of `seq` before `end`; None: for all."""
+        return cdiv(seq.num_tokens if end is None else end, self.block_size)
 
     def can_allocate(
         self, seq: Sequence, hits: list[Block] | None = None, end: int | None = None
     ) -> bool:
         hits = self.find_prefix(seq) if hits is None else hits
-        num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
         needs = [
             (self.whole.pages, seq.num_blocks - len(hits)),
-            (self.sliding.pages, num_parts - len(hits)),
+            (self.sliding.pages, self._num_parts(seq, end) - len(hits)),
         ]
         revived = [(block.block_id, self.whole.pages) for block in hits if not block.ref_count]
         revived += [
@@ -206,23 +207,12 @@ class SlidingBlockManager(BlockManager):
         ]
         return self.pages.has_room(needs, revived)
 
-    def allocate(
-        self, seq: Sequence, hits: list[Block] | None = None, end: int | None = None
-    ) -> int:
-        """Give `seq` blocks for all its tokens, and parts for those before `end`; None: for all."""
-        assert not seq.kv.table, f"{seq!r} already holds blocks"
-        hits = self.find_prefix(seq) if hits is None else hits
-        if not self.can_allocate(seq, hits, end):
-            raise RuntimeError(f"{seq!r} needs more blocks than {self.num_free_blocks} free ones")
+    def _share_prefix(self, seq: Sequence, hits: list[Block]) -> None:
         kv, parts = seq.kv, self._parts_of(hits)
         kv.num_dropped = len(hits) - len(parts)
         kv.window_table += [0] * kv.num_dropped
-        kv.window_table += [self._share_part(part) for part in parts]
-        kv.table += [self._share(block) for block in hits]
-        for chain_hash in kv.hashes[len(hits) : seq.num_blocks]:
-            self._computing.setdefault(chain_hash, seq.seq_id)
-        self.may_append(seq, end)
-        return len(hits) * self.block_size
+        kv.window_table += [self._hold(part, self.sliding) for part in parts]
+        super()._share_prefix(seq, hits)
 
     def deallocate(self, seq: Sequence) -> None:
         kv = seq.kv
@@ -232,17 +222,9 @@ class SlidingBlockManager(BlockManager):
         kv.num_dropped = 0  # counts parts: all blocks are held
         super().deallocate(seq)
 
-    def drop_before_window(self, seq: Sequence, num_computed: int) -> bool:
-        """Give back the parts that no token of `seq` from `num_computed` on sees. Returns
-        whether there are any.
-        """
-        first = self.first_seen_block(num_computed)
-        if first <= seq.kv.num_dropped:
-            return False
-        for part_id in seq.kv.window_table[seq.kv.num_dropped : first]:
+    def _drop(self, seq: Sequence, end: int) -> None:
+        for part_id in seq.kv.window_table[seq.kv.num_dropped : end]:
             self._give_back_part(self.parts[part_id])
-        seq.kv.num_dropped = first
-        return True
 
     def is_short(self, seq: Sequence) -> bool:
         return super().is_short(seq) or len(seq.kv.window_table) < seq.num_blocks
@@ -251,15 +233,14 @@ class SlidingBlockManager(BlockManager):
         """Whether the blocks and parts that `may_append` takes for all `seqs` are there."""
         blocks = parts = 0
         for seq in seqs:
-            num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
             blocks += seq.num_blocks - len(seq.kv.table)
-            parts += max(0, num_parts - len(seq.kv.window_table))
+            parts += max(0, self._num_parts(seq, end) - len(seq.kv.window_table))
         return self.pages.has_room([(self.whole.pages, blocks), (self.sliding.pages, parts)])
 
     def may_append(self, seq: Sequence, end: int | None = None) -> None:
         """Take the blocks that `seq` lacks, and the parts for its tokens before `end`."""
         super().may_append(seq)
-        num_parts = cdiv(seq.num_tokens if end is None else end, self.block_size)
+        num_parts = self._num_parts(seq, end)
         while len(seq.kv.window_table) < num_parts:
             seq.kv.window_table.append(self._take_part())
             seq.kv.version += 1
@@ -291,6 +272,3 @@ class SlidingBlockManager(BlockManager):
         blocks = sum(self.blocks[b].ref_count == 1 and b not in but for b in kv.table)
         parts = sum(self.parts[p].ref_count == 1 for p in kv.window_table[kv.num_dropped :])
         return blocks * self.whole.pages + parts * self.sliding.pages
-
-    def pages_of_shared(self, hits: list[Block]) -> int:
-        return super().pages_of_shared(hits) * self.whole.pages
