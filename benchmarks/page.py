@@ -1,4 +1,4 @@
-"""All figures of docs/performance.md that one GPU gives, as one dated run.
+"""All figures of docs/performance.md, as one dated run.
 
     python benchmarks/page.py [--only TABLE ...] [--minutes M] [--output NAME]
                               [--bandwidth B] [--flops F]
@@ -7,7 +7,8 @@ Each column of a table is a command, run in a process of its own. What it measur
 NAME.jsonl at once, with commit, machine and date, and NAME.md is written anew: tables for the page,
 their commands and the machines. A command that fails is said to have failed, and the next one runs.
 
---bandwidth and --flops are the limits of a GPU that is not known, for the commands that give shares
+Tables of several GPUs are left out where there is one, if --only does not name them. --bandwidth
+and --flops are the limits of a GPU that is not known, for the commands that give shares
 of them. The same call again goes on with what NAME.jsonl does not have of this commit, so that it
 can be done in calls of M minutes (a command that is not done by then is ended, and begins anew in
 the next). The exit code is 1 while something is missing.
@@ -27,6 +28,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.startup import PAGE_CACHE
 from nanovllm.benchmark import harness
@@ -38,6 +41,8 @@ STARTUP, STREAMS = "python benchmarks/startup.py", "python benchmarks/streams.py
 SIX = "bench-0 bench-1 bs1 prefill shared-prefix wide"
 # Nothing in the page cache either, where that may be emptied.
 FIRST = f"{STARTUP} --first" if os.access(PAGE_CACHE, os.W_OK) else STARTUP
+FIRST_USE = f"{STARTUP} --first-use --settle start --max-model-len 16384"
+SEVERAL = ("gpus",)  # tables of two GPUs
 
 
 class Table(NamedTuple):
@@ -107,22 +112,37 @@ TABLES = {
     "start": Table(
         "Start-up",
         {
-            "Qwen3-0.6B shape": f"{FIRST} --dummy qwen3-0.6b",
-            "Qwen3-8B shape, FP8": f"{FIRST} --dummy qwen3-8b {FP8}",
+            "Qwen3-0.6B shape": f"{FIRST} --dummy qwen3-0.6b --max-model-len 4096",
+            "Qwen3-8B shape, FP8": f"{FIRST} --dummy qwen3-8b --quantization fp8",
             "Qwen3-30B-A3B shape": f"{FIRST} --dummy qwen3-30b-a3b",
         },
     ),
     "first-use": Table(
         "Work for the first time",
         {
-            "Qwen3-0.6B shape": f"{STARTUP} --first-use --dummy qwen3-0.6b",
-            "Qwen3-8B shape, FP8": f"{STARTUP} --first-use --dummy qwen3-8b {FP8}",
-            "Gemma 3 4B shape": f"{STARTUP} --first-use --dummy gemma-3-4b",
+            "Qwen3-0.6B shape": f"{FIRST_USE} --dummy qwen3-0.6b",
+            "Qwen3-8B shape, FP8": f"{FIRST_USE} --dummy qwen3-8b --quantization fp8",
+            "Gemma 3 4B shape": f"{FIRST_USE} --dummy gemma-3-4b",
         },
     ),
     "streams": Table(
         "Tokens as they come",
         {"Qwen3-0.6B shape": f"{STREAMS} --dummy qwen3-0.6b --num-requests 1 16 64 256 512"},
+    ),
+    "gpus": Table(
+        "Several GPUs",
+        {
+            "2 GPUs": (
+                f"{WORKLOADS} --dummy qwen3-8b --tensor-parallel-size 2 "
+                "--only bench-0 bs1 prefill shared-prefix"
+            ),
+            "2 GPUs, FP8": (
+                f"{WORKLOADS} --dummy qwen3-8b --tensor-parallel-size 2 {FP8} --only bench-0"
+            ),
+            "2 replicas": (
+                f"{BENCH} --dummy qwen3-8b --data-parallel-size 2 --num-seqs 512 --repeat 3"
+            ),
+        },
     ),
 }
 ROWS = {  # of the page, by names of workloads
@@ -328,8 +348,9 @@ class Book:
 def main() -> None:
     """Measure what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    measurable = [name for name in TABLES if torch.cuda.device_count() > 1 or name not in SEVERAL]
     parser.add_argument(
-        "--only", nargs="+", choices=[*TABLES], default=[*TABLES], help="tables to measure (all)"
+        "--only", nargs="+", choices=[*TABLES], default=measurable, help="tables to measure (all)"
     )
     parser.add_argument("--minutes", type=rate, help="the most that this call may take")
     parser.add_argument("--bandwidth", type=rate, help="the GPU's limit, bytes per second")
