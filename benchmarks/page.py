@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.startup import PAGE_CACHE
+from benchmarks.startup import PAGE_CACHE, collected
 from nanovllm.benchmark import harness
 from nanovllm.cli.options import new_file, rate
 
@@ -237,7 +237,7 @@ def _first_and_second(result: dict[str, Any]) -> str:
     if "left_out" in result:
         return f"left out: {result['left_out']}"
     turns = [result[turn] for turn in ("first", "second") if turn in result]
-    times = ", then ".join(f"{turn['seconds']:.2f} s" for turn in turns)
+    times = ", then ".join(f"{turn['seconds']:.2f} s{collected(turn)}" for turn in turns)
     count = sum(len(turn["compiled"]) for turn in turns)
     return f"{times}; {count} kernel{'s' if count != 1 else ''}" if count else times
 

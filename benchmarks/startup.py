@@ -16,7 +16,8 @@ process with an empty compile cache, or, with --apart, in one for each:
     python benchmarks/startup.py --dummy qwen3-0.6b --first-use [--apart] [--only KIND ...]
 
 This prints a table for Markdown, with the kernels that the work itself compiled, and names the
-rows whose first time is more than 1.1 times the second and 50 ms. The last line is JSON.
+rows whose first time is more than 1.1 times the second and 50 ms, pauses of Python's collector left
+out of both. The last line is JSON.
 """
 
 import argparse
@@ -46,7 +47,10 @@ from nanovllm import LLM, SamplingParams
 times.append(time.perf_counter())
 log = []
 logger, handler = logging.getLogger("nanovllm"), logging.Handler()
-handler.emit = lambda record: log.append([record.getMessage().split(":")[0], time.perf_counter()])
+def emit(record):
+    if record.levelno == logging.INFO:
+        log.append([record.getMessage().split(":")[0], time.perf_counter()])
+handler.emit = emit
 logger.setLevel(logging.INFO)
 logger.addHandler(handler)
 llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
@@ -156,12 +160,19 @@ def lines_of(directory: str, options: dict[str, Any], names: list[str], args: An
         sys.exit(f"the process that was timed failed with exit code {process.returncode}")
 
 
+def collected(result: dict[str, Any]) -> str:
+    """The collector's pauses within a time, if they are of 10 ms and more."""
+    return (
+        f" ({result['collector']:.2f} of it the collector's)" if result["collector"] >= 0.01 else ""
+    )
+
+
 def row_of(name: str, result: dict[str, Any]) -> str:
     """A row of the table, for Markdown."""
     if "left_out" in result:
         return f"| {name} | left out: {result['left_out']} | | |"
     times = [result[turn] for turn in ("first", "second") if turn in result]
-    cells = [f"{each['seconds']:.3f} s" for each in times]
+    cells = [f"{each['seconds']:.3f} s{collected(each)}" for each in times]
     kernels = [", ".join(each["compiled"]) or "none" for each in times]
     if len(kernels) > 1 and kernels[1] == "none":
         kernels.pop()

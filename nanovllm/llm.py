@@ -26,9 +26,9 @@ from nanovllm.replicas.supervisor import Replicas
 from nanovllm.requests.beam_search import Candidates, beam_search
 from nanovllm.requests.chat import ChatRenderer, Conversation, Tool, name_conversations
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
-from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
+from nanovllm.requests.intake import OnError
 from nanovllm.requests.news import News
-from nanovllm.requests.request import Listener
+from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.tracing.recorder import DEFAULT_PATH
 from nanovllm.utils.checks import check_bool, check_choice

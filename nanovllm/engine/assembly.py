@@ -10,8 +10,8 @@ from nanovllm.engine.engine_core import EngineCore
 from nanovllm.engine.executor import Executor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.requests.intake import CheckedRequest, Intake
-from nanovllm.requests.request import Listener
+from nanovllm.requests.intake import Intake
+from nanovllm.requests.request import CheckedRequest, Listener
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.windows.sliding_blocks import make_block_manager

@@ -23,8 +23,8 @@ from nanovllm.engine.executor import Executor
 from nanovllm.models.loader import with_own_head
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import Params, Prompts, name_prompts
-from nanovllm.requests.intake import CheckedRequest, OnError, Refusal
-from nanovllm.requests.request import Listener
+from nanovllm.requests.intake import OnError
+from nanovllm.requests.request import CheckedRequest, Listener, Refusal
 from nanovllm.sampling.structured_output import GrammarCompiler
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tracing.metrics import Progress

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from nanovllm.engine.sequence import NO_LIMIT
 from nanovllm.outputs import RequestOutput, TokenLogprobs
-from nanovllm.requests.intake import CheckedRequest, Intake
-from nanovllm.requests.request import Listener, Ticket
+from nanovllm.requests.intake import Intake
+from nanovllm.requests.request import CheckedRequest, Listener, Ticket
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling_params import SamplingParams
 

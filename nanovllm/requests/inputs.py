@@ -80,22 +80,23 @@ def spread_sampling_params(
 
 
 def special_stops(
-    stop: Iterable[str], special_tokens: Mapping[str, int], name: str = "stop"
+    params: SamplingParams, special_tokens: Mapping[str, int], name: str = "sampling_params"
 ) -> dict[int, str]:
-    """The stop strings that are special tokens, by token id. They end a text without being in it.
+    """The stop strings that are special tokens, by token id, where texts leave these out. They end
+    a text without being in it. `name` stands for the parameters in errors.
 
     Raises:
         ValueError: for a stop string that contains such a token and more: no text contains it.
     """
-    found = {}
-    for text in stop:
+    found: dict[int, str] = {}
+    for text in params.stop or () if params.skip_special_tokens else ():
         if text in special_tokens:
             found[special_tokens[text]] = text
             continue
         for token, token_id in special_tokens.items():
             if token in text:
                 raise ValueError(
-                    f"`{name}` must hold strings that can occur in a text, got {text!r}: "
+                    f"`{name}.stop` must hold strings that can occur in a text, got {text!r}: "
                     f"{token} is a special token, which is left out. Pass "
                     f"stop_token_ids=[{token_id}], or skip_special_tokens=False"
                 )

@@ -6,11 +6,9 @@ Everything is checked here, before anything is queued. Imports no torch.
 import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from nanovllm.engine.sequence import Results, Sequence
-from nanovllm.outputs import RequestOutput, TokenLogprobs
-from nanovllm.requests.detokenizer import Detokenizer
+from nanovllm.outputs import RequestOutput
 from nanovllm.requests.inputs import (
     Params,
     Tokenizer,
@@ -22,7 +20,8 @@ from nanovllm.requests.inputs import (
     spread_sampling_params,
     whole_numbers,
 )
-from nanovllm.requests.request import Listener, Request, Ticket, Told, text_context
+from nanovllm.requests.request import CheckedRequest, Listener, Refusal, Request, Ticket, Told
+from nanovllm.requests.samples import Samples
 from nanovllm.requests.text import Decoder
 from nanovllm.sampling.request_controls import RequestControls, request_controls
 from nanovllm.sampling.structured_output import Grammar, GrammarCompiler
@@ -39,31 +38,6 @@ TEXT_FIELDS = {  # sampling parameters that need a tokenizer, and the remedies w
     "bad_words": "pass logit_bias",
     "structured_outputs": "pass allowed_token_ids",
 }
-
-
-class CheckedRequest(NamedTuple):
-    """A request of a caller, free of mistakes.
-
-    Attributes:
-        text: text of the prompt; None if it came as token ids.
-        token_ids: token ids of the prompt.
-        params: sampling parameters.
-        controls: effect of the parameters on the logits; None: none.
-        grammars: one for each completion, None if its form is free.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    controls: RequestControls | None
-    grammars: list[Grammar | None]
-
-
-class Refusal(NamedTuple):
-    """A mistake in the place of a request: the prompt, if it was text, and the error."""
-
-    text: str | None
-    error: str
 
 
 class Intake:
@@ -100,10 +74,10 @@ class Intake:
         seed: int,
     ) -> None:
         self.decoder = Decoder(tokenizer)
+        self._samples = Samples(tokenizer, self.decoder, vocab_size, block_size, seed)
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids, self._default = eos_token_ids, default
         self._max_model_len, self._pool_tokens = max_model_len, pool_tokens
-        self._block_size, self._seed = block_size, seed
         self._grammar_compiler = grammars
         self._num_requests = self._num_seqs = 0  # ids given out so far
 
@@ -254,19 +228,13 @@ class Intake:
                 )
         for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             check_vocabulary(f"{name}.{field}", getattr(params, field) or (), self._vocab_size)
-        self._stop_tokens(params, name)
+        special_stops(params, self.decoder.special_tokens, name)
         words: list[tuple[int, ...]] = []
         if self._tokenizer is not None and params.bad_words:
             words = bad_word_tokens(self._tokenizer, params.bad_words, f"{name}.bad_words")
             tokens = list(itertools.chain(*words))
             check_vocabulary(f"{name}.bad_words", tokens, self._vocab_size)
         return request_controls(params, self._vocab_size, self._eos_token_ids, words)
-
-    def _stop_tokens(self, params: SamplingParams, name: str) -> dict[int, str]:
-        """The stop strings that are special tokens without text, by token id."""
-        if not params.stop or not params.skip_special_tokens:
-            return {}
-        return special_stops(params.stop, self.decoder.special_tokens, f"{name}.stop")
 
     def _grammars(self, params: SamplingParams, count: int) -> list[Grammar | None]:
         """A grammar for each of `count` completions, since each is followed separately."""
@@ -308,73 +276,8 @@ class Intake:
             listener: function that gets outputs, see `LLMEngine.add_request`.
             ticket: ticket that another process gave to the request; None: the request is new.
         """
-        text, token_ids, params, controls, grammars = checked
-        ticket = ticket or self.ticket(params.n)
-        prompt_logprobs = self._logprobs(params.prompt_logprobs, params)
-        if prompt_logprobs is not None:
-            prompt_logprobs.append_nothing()
-        has_text = self._tokenizer is not None and params.detokenize
-        is_followed = has_text and (bool(params.stop) or listener is not None)
-        context = text_context(self.decoder, token_ids, params) if is_followed else []
-        seqs: list[Sequence] = []
-        for (index, told), grammar in zip(ticket.completions.items(), grammars, strict=False):
-            detokenizer = self._detokenizer(params, context) if is_followed else None
-            logprobs = self._logprobs(params.logprobs, params)
-            if told.token_ids:
-                _catch_up(told, params, detokenizer, logprobs)
-            seqs.append(
-                Sequence(
-                    ticket.seq_id + index,
-                    token_ids,
-                    params,
-                    block_size=self._block_size,
-                    seed=self._seed,
-                    index=index,
-                    request_id=ticket.request_id,
-                    controls=controls,
-                    grammar=grammar,
-                    detokenizer=detokenizer,
-                    results=Results(logprobs, None if seqs else prompt_logprobs),
-                    pooling=pooling,
-                    completion=told.token_ids,
-                    arrived_at=ticket.arrived_at,
-                )
-            )
-        return Request(ticket.request_id, text, token_ids, params, seqs, listener)
-
-    def _detokenizer(self, params: SamplingParams, context: list[int]) -> Detokenizer:
-        return Detokenizer(
-            self._tokenizer,
-            params.stop or (),
-            params.include_stop_str_in_output,
-            params.skip_special_tokens,
-            context,
-            self._stop_tokens(params, "sampling_params"),
+        ticket = ticket or self.ticket(checked.params.n)
+        seqs = self._samples.make(checked, ticket, pooling, is_heard=listener is not None)
+        return Request(
+            ticket.request_id, checked.text, checked.token_ids, checked.params, seqs, listener
         )
-
-    def _logprobs(self, count: int | None, params: SamplingParams) -> TokenLogprobs | None:
-        if count is None:
-            return None
-        text = self.decoder.token if params.detokenize else _no_text
-        return TokenLogprobs(min(count, self._vocab_size), text)
-
-
-def _catch_up(
-    told: Told,
-    params: SamplingParams,
-    detokenizer: Detokenizer | None,
-    logprobs: TokenLogprobs | None,
-) -> None:
-    """Bring a completion that began in another process to the state that its listener knows."""
-    if detokenizer is not None:
-        for count, token_id in enumerate(told.token_ids, 1):
-            detokenizer.append(token_id, may_stop=count > params.min_tokens)
-        detokenizer.take()
-    if logprobs is not None:
-        for _ in told.token_ids:
-            logprobs.append_nothing()
-        logprobs.total = told.logprob
-
-
-def _no_text(token_id: int) -> None:
-    """Stand in for a token's text where no text is wanted: None."""

@@ -1,5 +1,6 @@
-"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`; `Ticket`:
-its ids, and the state of its completions.
+"""`Request`: a prompt with its completions, from `add_request` to its `RequestOutput`.
+
+It begins as a `CheckedRequest`; a `Ticket` has its ids, and the state of its completions.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.requests.text import Decoder
+from nanovllm.sampling.request_controls import RequestControls
+from nanovllm.sampling.structured_output import Grammar
 from nanovllm.sampling_params import SamplingParams
 
 Listener: TypeAlias = Callable[[RequestOutput], None]
@@ -42,6 +45,31 @@ class Ticket(NamedTuple):
     seq_id: int
     arrived_at: float
     completions: dict[int, Told]
+
+
+class CheckedRequest(NamedTuple):
+    """A request of a caller, free of mistakes.
+
+    Attributes:
+        text: text of the prompt; None if it came as token ids.
+        token_ids: token ids of the prompt.
+        params: sampling parameters.
+        controls: effect of the parameters on the logits; None: none.
+        grammars: one for each completion, None if its form is free.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    controls: RequestControls | None
+    grammars: list[Grammar | None]
+
+
+class Refusal(NamedTuple):
+    """A mistake in the place of a request: the prompt, if it was text, and the error."""
+
+    text: str | None
+    error: str
 
 
 class Request:

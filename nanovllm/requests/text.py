@@ -132,7 +132,11 @@ class Decoder:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the tokens that `skip_special_tokens` leaves out, by their texts."""
+        """The ids of the tokens that `skip_special_tokens` leaves out, by their texts; no token
+        without a tokenizer.
+        """
+        if self._tokenizer is None:
+            return {}
         added = self._tokenizer.added_tokens_decoder.items()
         return {token.content: token_id for token_id, token in added if token.special}
 

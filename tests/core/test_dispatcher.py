@@ -9,8 +9,7 @@ from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.replicas.dispatcher import Dispatcher
 from nanovllm.replicas.remote_request import RemoteRequest
-from nanovllm.requests.intake import CheckedRequest
-from nanovllm.requests.request import Ticket, Told
+from nanovllm.requests.request import CheckedRequest, Ticket, Told
 
 BLOCK = 4
 

@@ -12,8 +12,8 @@ from structure import PACKAGE, ROOT, core_path, measure, num_lines, reading_orde
 # Frames of `LLM.generate` to attention; functions with a name, and files, of one `generate`.
 CEILINGS = {
     "frames": 13,
-    "functions": 220,
-    "files": 45,
+    "functions": 221,
+    "files": 46,
     "files_in_circles": 0,
 }
 LONGEST_FUNCTION = 60
