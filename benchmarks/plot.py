@@ -118,7 +118,16 @@ def draw(
             at = y + (i - (len(drawn) - 1) / 2) * height
             axes.barh(at, bar.share, 0.92 * height, color=COLOURS[engine])
             label = f"{bar.label} {units[y]}"
-            axes.text(bar.share + 0.015, at, label, ha="left", va="center", fontsize=8)
+            fits_within = bar.share > 0.75  # beside the bar it would meet the line at 100 %
+            axes.text(
+                bar.share + (-0.015 if fits_within else 0.015),
+                at,
+                label,
+                ha="right" if fits_within else "left",
+                va="center",
+                fontsize=8,
+                color="white" if fits_within else "black",
+            )
     axes.axvline(1.0, color="#2b2f36", linewidth=1, linestyle="--")
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set_yticks(range(len(results)), [ROWS[name] for name in results])
