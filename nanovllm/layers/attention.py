@@ -132,7 +132,7 @@ class Attention(StatefulLayer):
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms, plus_one = (q_norm.weight, k_norm.weight, q_norm.eps), q_norm.plus_one
-        return QKNormRope(norms, plus_one, self.rope.cos_sin, positions, slots)
+        return QKNormRope(norms, plus_one, self.rope.turn, positions, slots)
 
     def _own_decode(
         self, qkv: torch.Tensor, how: QKNormRope, cache: KVCache, context: Context

@@ -25,7 +25,7 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         M, D, bias = config.hidden_size, config.head_dim, config.output_bias
         width, multiplier = config.num_attention_heads * D, config.residual_multiplier
-        self.qkv_proj = QKVParallelLinear(config, rope.order, build)
+        self.qkv_proj = QKVParallelLinear(config, build)
         self.o_proj = RowParallelLinear(width, M, bias, build, multiplier)
         norms, is_last = None, i == config.num_hidden_layers - 1
         if config.qk_norm == "head":
