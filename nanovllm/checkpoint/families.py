@@ -8,7 +8,8 @@ from nanovllm.checkpoint.files import read_value
 
 Raw = dict[str, Any]  # config.json
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+# In `layer_types`.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def _as_it_is(raw: Raw) -> Raw:
@@ -35,6 +36,11 @@ class Family(NamedTuple):
         attention_sinks: whether attention has sinks (see `Scoring`).
         packed_experts: whether the checkpoint stores all experts of a layer as one tensor, possibly
             in MXFP4.
+        has_shared_expert: whether sparse layers have an expert for all tokens, too.
+        attention_gate: whether config.json may ask for `ModelConfig.attention_gate`, as it does by
+            default.
+        layer_kinds: kinds of layers that `layer_types` in config.json may name.
+        by_key_head: see `DeltaNetConfig`.
         interleaved_rope: whether RoPE rotates neighbours (see `RopeParameters`).
         is_part: whether the text model is part of a checkpoint that has others, such as one for
             images; only text is read and written.
@@ -59,6 +65,10 @@ class Family(NamedTuple):
     swiglu_limit: float = 0.0
     attention_sinks: bool = False
     packed_experts: bool = False
+    has_shared_expert: bool = False
+    attention_gate: bool = False
+    layer_kinds: tuple[str, ...] = (FULL, SLIDING)
+    by_key_head: bool = False
     interleaved_rope: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
@@ -107,6 +117,22 @@ def _qwen3_moe(raw: Raw) -> Raw:
     """Qwen3 MoE: all layers slide, if `use_sliding_window` asks for it."""
     asked = read_value(raw, "use_sliding_window", bool, False)
     return _all_slide(raw) if asked else {"sliding_window": None}
+
+
+def _qwen3_next(raw: Raw) -> Raw:
+    """Qwen3-Next and 3.5: all layers but every fourth are linear."""
+    gate = raw.get("output_gate_type", "swish")
+    if gate not in ("swish", "silu"):
+        raise ValueError(f"config.json: `output_gate_type` {gate!r} is not supported, only 'swish'")
+    if raw.get("layer_types") is not None:
+        return {}
+    interval = read_value(raw, "full_attention_interval", int, 4)
+    layers = range(raw["num_hidden_layers"])
+    return {"layer_types": [FULL if (i + 1) % interval == 0 else LINEAR for i in layers]}
+
+
+def _qwen3_5_moe(raw: Raw) -> Raw:
+    return {**_qwen3_next(raw), "norm_topk_prob": True}
 
 
 def _gemma2(raw: Raw) -> Raw:
@@ -223,6 +249,45 @@ GLM: dict[str, Any] = {
     "absent": {"num_key_value_heads": 2},
 }
 MISTRAL = Family(QWEN3, **NO_BIASES, defaults=THETA, absent={**KV_8, **WINDOW}, complete=_all_slide)
+QWEN3_NEXT: dict[str, Any] = {
+    "norm_plus_one": True,
+    "qk_norm": "head",
+    "attention_gate": True,
+    "layer_kinds": (FULL, LINEAR),
+}
+QWEN3_5_SIZES = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000.0,
+    "vocab_size": 248_320,
+}
+QWEN3_5 = Family(
+    "qwen3_5.Qwen3_5ForCausalLM",
+    **QWEN3_NEXT,
+    defaults=QWEN3_5_SIZES,
+    absent={"num_key_value_heads": 4},
+    complete=_qwen3_next,
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5.Qwen3_5MoeForCausalLM",
+    **QWEN3_NEXT,
+    num_experts=("num_local_experts", "num_experts"),
+    has_shared_expert=True,
+    defaults={
+        **QWEN3_5_SIZES,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+    },
+    absent={"num_key_value_heads": 2},
+    complete=_qwen3_5_moe,
+)
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -338,6 +403,21 @@ FAMILIES = {
         absent={"num_key_value_heads": 4, **WINDOW},
         complete=_qwen3_moe,
     ),
+    "Qwen3NextForCausalLM": QWEN3_5_MOE._replace(
+        by_key_head=True,
+        defaults={
+            **QWEN3_5_MOE.defaults,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "vocab_size": 151_936,
+        },
+        complete=_qwen3_next,
+    ),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5._replace(is_part=True),
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE._replace(is_part=True),
     "SmolLM3ForCausalLM": Family(
         QWEN3,
         mlp_bias=True,

@@ -122,10 +122,10 @@ def assemble(executor: Executor, runner: ModelRunner, config: Config, entrance: 
         make_block_manager(
             runner.built.num_blocks,
             config.kvcache_block_size,
-            config.enable_prefix_caching,
+            config.enable_prefix_caching and not runner.built.pool.sequence_bytes,
             runner.built.pool.kinds,
         ),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=runner.built.pool.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=entrance.max_model_len,
         eos_token_ids=entrance.eos_token_ids,

@@ -21,6 +21,7 @@ from nanovllm.windows.places import divide_pages
 
 logger = logging.getLogger(__name__)
 
+GIB = memory.GIB
 ALIGNMENT = 256  # bytes, of where a tensor begins
 
 
@@ -38,7 +39,8 @@ class KVCachePool:
         group: the ranks, as given.
         kinds: kinds of KV blocks.
         num_blocks: number of KV blocks, of each kind, that there is memory for.
-        num_rows: number of rows by sequence, for all that may run and for padding.
+        num_rows: number of rows by sequence, for all that may run and for padding; fewer than the
+            options ask for, where states of so many do not fit.
         block_bytes: bytes of a block of each kind, on this rank.
         sequence_bytes: bytes of a sequence in all layers, beside its blocks.
     """
@@ -64,6 +66,49 @@ class KVCachePool:
         self.block_bytes = self._page_bytes * sum(kind.pages for kind in self.kinds)
         self.sequence_bytes = sum(_row_bytes(_of(s, Per.SEQUENCE)) for _, s in self._layers)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """The number of sequences that may run."""
+        return self.num_rows - 1
+
+    def limit_rows(self, own_now: int, own_peak: int) -> None:
+        """Take no more rows by sequence than half of the memory for blocks and rows holds, on all
+        ranks. Arguments: see `how_many_fit`.
+
+        Raises:
+            ValueError: if not one fits beside that of padding.
+        """
+        if not self.sequence_bytes:
+            return
+        config = self._config
+        if self._device.type == "cpu":
+            available = min(memory.CPU_LIMIT, self._cpu_memory())
+        else:
+            free, total = torch.cuda.mem_get_info(self._device)
+            available = memory.available_for_cuda(
+                total, free, own_now, own_peak, config.gpu_memory_utilization
+            )
+        fit = self.group.minimum(max(0, available // 2 // self.sequence_bytes))
+        if fit < 2:
+            raise ValueError(
+                f"no memory for states of sequences: each takes {self.sequence_bytes / GIB:.3f} "
+                f"GiB, and half of what is left for them and the KV cache is "
+                f"{available / 2 / GIB:.2f} GiB; free memory, or use a smaller model"
+            )
+        self.num_rows = min(fit, config.max_num_seqs + 1)
+        logger.info(
+            "states: %d sequences at once (%.2f GiB, %.1f MiB each)%s",
+            self.max_num_seqs,
+            self.num_rows * self.sequence_bytes / GIB,
+            self.sequence_bytes / 2**20,
+            "" if self.max_num_seqs == config.max_num_seqs else ", fewer than max_num_seqs",
+        )
+
+    def _cpu_memory(self) -> int:
+        """Bytes that this process may use on a CPU."""
+        num_processes = self.group.size * self._config.data_parallel_size
+        return memory.available_cpu_memory() // num_processes
+
     def how_many_fit(self, max_model_len: int, own_now: int, own_peak: int) -> int:
         """The number of blocks that the options ask for, or that the device has room for.
 
@@ -85,8 +130,7 @@ class KVCachePool:
         beside = self.num_bytes(1) - block_bytes
         if self._device.type == "cpu":
             per_seq = -(-max_model_len // config.kvcache_block_size)
-            num_processes = self.group.size * config.data_parallel_size
-            available = memory.available_cpu_memory() // num_processes - beside
+            available = self._cpu_memory() - beside
             limit = max(per_seq, memory.CPU_TOKENS // config.kvcache_block_size)
             most = min(config.max_num_seqs * per_seq, limit)
             return memory.num_blocks_for_cpu(block_bytes, available, most)
@@ -178,7 +222,7 @@ class KVCachePool:
             "KV cache: %d blocks of %d tokens (%.2f GiB), %.1f sequences of %d tokens at once",
             num_blocks,
             block_size,
-            self._bytes_of_pages(num_blocks) / memory.GIB,
+            self._bytes_of_pages(num_blocks) / GIB,
             self._num_pages(num_blocks) / pages,
             max_model_len,
         )

@@ -78,9 +78,10 @@ def _order(head_dim: int, rope: RopeParameters) -> torch.Tensor | None:
     return None if order == list(range(D)) else torch.tensor(order)
 
 
-def rotary_embeddings(config: ModelConfig, build: Build) -> dict[RopeParameters, RotaryEmbedding]:
+def rotary_embeddings(
+    config: ModelConfig, build: Build
+) -> dict[RopeParameters | None, RotaryEmbedding]:
     """The rotary embeddings of a model's layers, one for each set of parameters."""
     return {
-        rope: RotaryEmbedding(config.head_dim, build.max_model_len, rope)
-        for rope in dict.fromkeys(layer.rope for layer in config.layers)
+        rope: RotaryEmbedding(config.head_dim, build.max_model_len, rope) for rope in config.ropes
     }

@@ -89,7 +89,9 @@ class Qwen3Model(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config, build)
         ropes = rotary_embeddings(config, build)
         layers = enumerate(config.layers)
-        self.layers = nn.ModuleList(layer_class(config, i, ropes[l.rope], build) for i, l in layers)
+        self.layers = nn.ModuleList(
+            layer_class(config, i, ropes.get(layer.rope), build) for i, layer in layers
+        )
         self.norm = norm(config, build)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,8 @@ class Builder:
         config, group = self.config, self.group
         model_config = self.model_config
         build, reason = self.choose()
-        shares = config.share_prefixes and config.enable_prefix_caching
+        caching = config.enable_prefix_caching and not model_config.is_recurrent
+        shares = config.share_prefixes and caching
         members = members_of_tile(model_config, build) if shares else 0
         max_prompt_tokens = self.max_prompt_tokens(build)
         connect()
@@ -247,6 +248,7 @@ class Builder:
     ) -> int:
         """Allocate as many blocks as fit all ranks, and return their number."""
         own = weight_bytes(model) + self.group.peer_bytes
+        pool.limit_rows(own, own + activations)
         num_blocks = self.group.minimum(pool.how_many_fit(max_model_len, own, own + activations))
         try:
             pool.allocate(num_blocks)
@@ -287,7 +289,7 @@ class Builder:
         return StepGraphs(
             step.run_model,
             self.device,
-            self.config.max_num_seqs,
+            pool.max_num_seqs,
             width,
             members,
             max_prompt_tokens,

@@ -1,0 +1,4 @@
+"""Layers that keep a state of constant size for each sequence, in the place of attention.
+
+Doors: `gated_delta_net`, and `delta_rule`, its plain form.
+"""
