@@ -1,0 +1,235 @@
+"""Models whose layers keep a state for each sequence, against transformers.
+
+Small random checkpoints in float32: Qwen3.5, dense and with experts, and Qwen3-Next. Prompts end
+before, at and behind the ends of the convolution (4 tokens) and of the chunks of the rule (64).
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_in_threads import ranks_of
+from safetensors.torch import load_file, save_file
+
+from checkpoints import (
+    SMALL,
+    assert_greedy,
+    assert_idle,
+    greedy,
+    make_checkpoint,
+    outputs_of,
+    reference_logprobs,
+    tokens,
+)
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
+from nanovllm.sizing import memory
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last attends
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "initializer_range": 0.15,  # more, and transformers' own float32 is off by 1e-4
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "qwen3.5 moe": ("qwen3_5_moe_text", EXPERTS),
+    "qwen3-next": ("qwen3_next", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
+    # The last layer keeps a state, so it drops rows; every value head has a key head of its own.
+    "qwen3.5, a state at the end": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_hidden_layers": 2,
+            "linear_num_key_heads": 4,
+        },
+    ),
+}
+_rng = random.Random(5)
+PROMPTS = [[_rng.randrange(128) for _ in range(n)] for n in (1, 2, 3, 4, 63, 64, 65, 200)]
+LENGTHS = [20, 17, 18, 1, 20, 22, 20, 6]
+PARAMS = [greedy(n, logprobs=0) for n in LENGTHS]
+OPTIONS: dict[str, Any] = {**SMALL, "max_model_len": 256, "num_kvcache_blocks": 64}
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"max_num_batched_tokens": 512},
+    "chunks of 12": {"max_num_batched_tokens": 12},
+    "chunks of 12, overlap": {"max_num_batched_tokens": 12, "overlap": True},
+    "preempted": {"num_kvcache_blocks": 14, "overlap": True},
+    "few at once": {"max_num_seqs": 2, "max_num_batched_tokens": 33, "mixed_steps": False},
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, config = CHECKPOINTS[request.param]
+    directory = tmp_path_factory.mktemp("checkpoint") / "model"
+    return make_checkpoint(directory, family, **{**SIZES, **config})
+
+
+def assert_right(path: Path, outputs: list[RequestOutput]) -> None:
+    """Greedy tokens of `PROMPTS`, and their log-probabilities, are transformers'."""
+    assert [len(found) for found in tokens(outputs)] == LENGTHS
+    assert_greedy(path, PROMPTS, outputs)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        found = output["token_ids"]
+        wanted = reference_logprobs(path, [*prompt, *found])[len(prompt) - 1 : -1]
+        logprobs = output.outputs[0].logprobs
+        own = [entry[token].logprob for entry, token in zip(logprobs, found, strict=True)]
+        want = wanted.gather(1, torch.tensor(found)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(own), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("low_guesses")
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_logprobs_are_those_of_transformers(path: Path, mode: str) -> None:
+    """Rows of states are used again: there are more prompts than rows, and one is aborted."""
+    with LLM(path, **{**OPTIONS, **MODES[mode]}) as llm:
+        aborted = llm.add_request(PROMPTS[-1][::-1], greedy(40))
+        for _ in range(3):
+            llm.step()
+        llm.abort(aborted)
+        assert_right(path, outputs_of(llm, PROMPTS, PARAMS))
+        assert (llm.metrics()["num_preemptions"] > 0) == (mode == "preempted")
+        assert llm.metrics()["num_cached_tokens"] == 0
+        assert_idle(llm)
+
+
+@pytest.mark.usefixtures("threads")
+def test_ranks_divide_the_heads(path: Path) -> None:
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+        assert len(ranks_of(llm).runners) == 2
+        assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def test_samples_of_a_prompt_have_states_of_their_own(path: Path) -> None:
+    """Each of four is the one that its seed gives alone, wherever its row lies."""
+    prompt, seed = PROMPTS[4], 7
+    params = SamplingParams(n=4, seed=seed, max_tokens=12)
+    with LLM(path, **OPTIONS) as llm:
+        [together] = llm.generate([prompt], params, use_tqdm=False)
+        [among, *_] = llm.generate([prompt, *PROMPTS], [params, *PARAMS], use_tqdm=False)
+    found, again = ([each.token_ids for each in out.outputs] for out in (together, among))
+    assert found == again and len(set(map(tuple, found))) == 4
+
+
+def states_after(path: Path, prompt: list[int], **options: Any) -> list[torch.Tensor]:
+    """The states of a prompt in all layers."""
+    with LLM(path, **{**OPTIONS, **options}) as llm:
+        llm.generate([PROMPTS[-1][::-1]], greedy(3), use_tqdm=False)  # rows have had others' states
+        llm.add_request(prompt, greedy(1))
+        while llm.scheduler.waiting or len(llm.scheduler.running) == 0:
+            llm.step()
+        [seq] = llm.scheduler.running
+        slot = seq.slot
+        while not llm.is_finished():
+            llm.step()
+        layers = [
+            each for each in llm.model_runner.model.modules() if isinstance(each, GatedDeltaNet)
+        ]
+        return [part[slot].clone() for layer in layers for part in layer.state]
+
+
+def test_states_after_chunks_are_those_of_the_whole(path: Path) -> None:
+    """Relative to the largest number of each."""
+    options = {"max_num_seqs": 1, "overlap": False}
+    whole = states_after(path, PROMPTS[-1], max_num_batched_tokens=199, **options)
+    chunks = states_after(path, PROMPTS[-1], max_num_batched_tokens=12, **options)
+    assert len(whole) >= 2
+    for one, other in zip(whole, chunks, strict=True):
+        assert one.any() and (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
+# -- how checkpoints are stored --------------------------------------------------------------------
+
+
+def stack_experts(path: Path) -> None:
+    """Rewrite experts one by one as published files have them: in one tensor for all."""
+    left, of_each = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        parent, found, rest = name.partition(".mlp.experts.")
+        if found:
+            i, part = rest.removesuffix(".weight").split(".")
+            of_each.setdefault(parent, {})[int(i), part] = tensor
+        else:
+            left[name] = tensor
+    assert of_each
+    for parent, parts in of_each.items():
+        rows = [(parts[i, "gate_proj"], parts[i, "up_proj"]) for i in range(len(parts) // 3)]
+        both = torch.stack([torch.cat(pair) for pair in rows])
+        down = torch.stack([parts[i, "down_proj"] for i in range(len(parts) // 3)])
+        left[f"{parent}.mlp.experts.gate_up_proj"] = both
+        left[f"{parent}.mlp.experts.down_proj"] = down
+    save_file(left, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("is_part", [False, True], ids=["text", "whole"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5 moe"])
+@pytest.mark.usefixtures("threads")
+def test_published_files_have_other_parts(
+    name: str, is_part: bool, num_ranks: int, tmp_path: Path
+) -> None:
+    """Experts in one tensor, layers that draft, and a part for images, which are left out."""
+    if num_ranks == 2 and not is_part:
+        pytest.skip("one of the two is enough")
+    family, config = CHECKPOINTS[name]
+    text = make_checkpoint(tmp_path / "text", family, **{**SIZES, **config})
+    published = Path(shutil.copytree(text, tmp_path / "published"))
+    if "experts" in str(config):
+        stack_experts(published)
+    tensors = {"mtp.fc.weight": torch.zeros(3, 3), "mtp.layers.0.norm.weight": torch.zeros(3)}
+    for tensor_name, tensor in load_file(published / "model.safetensors").items():
+        own = tensor_name
+        if is_part and own.startswith("model."):
+            own = f"model.language_model.{own.removeprefix('model.')}"
+        tensors[own] = tensor
+    if is_part:
+        tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(3)
+        inner = json.loads((text / "config.json").read_text())
+        [architecture] = inner.pop("architectures")
+        outer = {
+            "architectures": [architecture.replace("ForCausalLM", "ForConditionalGeneration")],
+            "tie_word_embeddings": inner["tie_word_embeddings"],
+            "vision_config": {"depth": 1},
+            "text_config": inner,
+        }
+        (published / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, published / "model.safetensors")
+    with LLM(published, tensor_parallel_size=num_ranks, **OPTIONS) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_right(text, outputs)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_memory_limits_the_sequences_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of what is left is for states: here of four sequences, beside the row of padding."""
+    family, config = CHECKPOINTS["qwen3.5"]
+    path = make_checkpoint(tmp_path / "model", family, **{**SIZES, **config})
+    channels, heads = 2 * 2 * 16 + 4 * 32, 4 * 16 * 32  # of a layer; float32
+    size = 3 * 4 * (3 * channels + heads)
+    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * 5 * size + size)
+    with caplog.at_level("INFO", "nanovllm"), LLM(path, **OPTIONS) as llm:
+        assert llm.scheduler.max_num_seqs == 4
+        assert_right(path, llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        states = [line for line in caplog.messages if line.startswith("states: 4 sequences")]
+        assert len(states) == 1 and states[0].endswith("fewer than max_num_seqs")
+    monkeypatch.setattr(memory, "CPU_LIMIT", 2 * size)
+    with pytest.raises(ValueError, match=r"^no memory for states of sequences: each takes"):
+        LLM(path, **OPTIONS)
