@@ -5,11 +5,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.checkpoint.files import read_value
+from nanovllm.utils.integers import cdiv
 
 Raw = dict[str, Any]  # config.json
 
 # In `layer_types`.
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR, CONV = "linear_attention", "conv"  # layers with a state for each sequence
 
 
 def _as_it_is(raw: Raw) -> Raw:
@@ -133,6 +135,30 @@ def _qwen3_next(raw: Raw) -> Raw:
 
 def _qwen3_5_moe(raw: Raw) -> Raw:
     return {**_qwen3_next(raw), "norm_topk_prob": True}
+
+
+def _lfm2(raw: Raw) -> Raw:
+    """LFM2: the intermediate size is adjusted, and layers that attend may be given by number."""
+    facts: Raw = {"rms_norm_eps": read_value(raw, "norm_eps", float, 1e-5, 1e-30, 1)}
+    facts["tie_word_embeddings"] = read_value(
+        raw, "tie_embedding", bool, read_value(raw, "tie_word_embeddings", bool, True)
+    )
+    key = "block_ff_dim" if raw.get("block_ff_dim") is not None else "intermediate_size"
+    size = read_value(raw, key, int)
+    if read_value(raw, "block_auto_adjust_ff_dim", bool, True):
+        factor = read_value(raw, "block_ffn_dim_multiplier", float, 1.0, 1e-6, 1e6)
+        multiple = read_value(raw, "block_multiple_of", int, 256)
+        size = multiple * cdiv(int(factor * int(2 * size / 3)), multiple)
+    facts["intermediate_size"] = size
+    if raw.get("layer_types") is None:
+        layers = range(raw["num_hidden_layers"])
+        attend = raw.get("full_attn_idxs")
+        if not isinstance(attend, list) or not all(type(i) is int for i in attend):
+            raise ValueError(
+                f"config.json: `full_attn_idxs` must be a list of numbers, got {attend!r}"
+            )
+        facts["layer_types"] = [FULL if i in attend else CONV for i in layers]
+    return facts
 
 
 def _gemma2(raw: Raw) -> Raw:
@@ -337,6 +363,15 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         QWEN3, mlp_bias=True, defaults={**THETA, "attention_multiplier": 1.0}
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2.Lfm2ForCausalLM",
+        **NO_BIASES,
+        qk_norm="head",
+        layer_kinds=(FULL, CONV),
+        defaults={"conv_L_cache": 3, "rope_theta": 1_000_000.0},
+        absent=KV_8,
+        complete=_lfm2,
     ),
     "LlamaForCausalLM": Family(QWEN3, mlp_bias=True, defaults=THETA),
     "Ministral3ForCausalLM": Family(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.checkpoint.families import FULL, LINEAR, SLIDING, Family, family_of
+from nanovllm.checkpoint.families import CONV, FULL, LINEAR, SLIDING, Family, family_of
 from nanovllm.checkpoint.files import read_json, read_value
 from nanovllm.checkpoint.generation_config import read_eos
 from nanovllm.checkpoint.quantization import Int4, Quantization, read_quantization
@@ -87,6 +87,19 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class ShortConvConfig:
+    """The convolutions in the place of attention (LFM2).
+
+    Attributes:
+        kernel_size: tokens that a convolution sees, the newest included.
+        bias: whether it and its projections have biases.
+    """
+
+    kernel_size: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape and numerics of a model. Names are those of Hugging Face's config.json."""
 
@@ -105,6 +118,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     experts: ExpertConfig | None  # in the sparse layers
     delta_net: DeltaNetConfig | None  # in layers without attention
+    short_conv: ShortConvConfig | None  # in such layers of another family
     hidden_act: str  # "silu" or "gelu_pytorch_tanh"
     norm_plus_one: bool  # norms multiply by 1 + weight
     qk_norm: str  # normalisation of queries and keys: by "head", over all heads ("whole"), or ""
@@ -183,6 +197,8 @@ class ModelConfig:
             divided["the experts' intermediate_size"] = self.experts.intermediate_size
         if self.delta_net is not None:
             divided["linear_num_key_heads"] = self.delta_net.num_key_heads
+        if self.short_conv is not None:
+            divided["hidden_size"] = self.hidden_size
         for name, value in divided.items():
             if value % size:
                 raise ValueError(
@@ -225,6 +241,7 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "layers": layers,
         "experts": _read_experts(raw, family),
         "delta_net": _read_delta_net(raw, family) if LINEAR in family.layer_kinds else None,
+        "short_conv": _read_short_conv(raw) if CONV in family.layer_kinds else None,
         "hidden_act": _read_activation(raw),
         "norm_plus_one": family.norm_plus_one,
         "qk_norm": family.qk_norm,
@@ -244,6 +261,11 @@ def _facts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         "residual_multiplier": _read_multiplier(raw, "residual_multiplier"),
         "logits_scaling": _read_multiplier(raw, "logits_scaling"),
     }
+
+
+def _read_short_conv(raw: dict[str, Any]) -> ShortConvConfig:
+    taps = read_value(raw, "conv_L_cache", int, minimum=2)
+    return ShortConvConfig(taps, read_value(raw, "conv_bias", bool, False))
 
 
 def _quantization(raw: dict[str, Any]) -> Any:

@@ -82,9 +82,16 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.
 
-    def __init__(self, config: ModelConfig, build: Build, layer_class: type[nn.Module]) -> None:
+    Args:
+        layer_class: class of the layers.
+        final_norm: name of the final norm in the checkpoint.
+    """
+
+    def __init__(
+        self, config: ModelConfig, build: Build, layer_class: type[nn.Module], final_norm: str
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config, build)
         ropes = rotary_embeddings(config, build)
@@ -92,25 +99,28 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(
             layer_class(config, i, ropes.get(layer.rope), build) for i, layer in layers
         )
-        self.norm = norm(config, build)
+        own_norm = norm(config, build)
+        self.add_module(final_norm, own_norm)
+        self.normalise = own_norm.whole_forward
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
-        return self.norm.whole_forward(hidden, residual)
+        return self.normalise(hidden, residual)
 
 
 class Qwen3ForCausalLM(nn.Module):
     """The language model. Build it under `torch.device(...)`; its weights start uninitialised."""
 
     layer_class: type[nn.Module] = Qwen3DecoderLayer
+    final_norm = "norm"
     adds_after_norms = False  # if True, large steps do not divide their rows over GPUs
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
         self.config = config
-        self.model = Qwen3Model(config, build, self.layer_class)
+        self.model = Qwen3Model(config, build, self.layer_class, self.final_norm)
         self.lm_head = ParallelLMHead(config, build)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)

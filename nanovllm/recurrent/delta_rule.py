@@ -22,11 +22,10 @@ be as wrong as the sums.
 Letters: see `nanovllm.tensors.delta_net`; D decodes, T tokens of P prompts; N chunks of CHUNK.
 """
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 
+from nanovllm.recurrent import causal_conv
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 
 CHUNK = 64
@@ -56,22 +55,19 @@ def decode(
     Returns:
         [D, Hv V], like mixed; 0 in padding.
     """
-    padding = context_lens == 0
-    rows = slots.long().masked_fill(padding, 0)
-    fresh = context_lens <= 1
     C = layer.conv.shape[0]
-    tail = state.tail[rows].masked_fill_(fresh[:, None, None], 0)
-    inputs = torch.cat([tail, mixed[:, None, :C]], 1)  # [D, J, C]
-    state.tail[rows] = inputs[:, 1:]
-    q, k, v = _heads(_convolve(inputs, layer.conv).squeeze(1), layer, state)
+    x = causal_conv.decode(mixed[:, :C], layer.conv, state.tail, slots, context_lens)
+    q, k, v = _heads(x, layer, state)
     beta, g = _gates(ba, layer)  # [D, Hv]
-    S = state.memory[rows].masked_fill_(fresh[:, None, None, None], 0)  # [D, Hv, V, K]
+    rows = causal_conv.rows_of(slots, context_lens)
+    begins = (context_lens <= 1)[:, None, None, None]
+    S = state.memory[rows].masked_fill_(begins, 0)  # [D, Hv, V, K]
     S *= g.exp()[..., None, None]
     d = beta.unsqueeze(-1) * (v - (S @ k.unsqueeze(-1)).squeeze(-1))
     S += d.unsqueeze(-1) * k.unsqueeze(-2)
     state.memory[rows] = S
     out = _gated_norm((S @ q.unsqueeze(-1)).squeeze(-1), mixed[:, C:], layer)
-    return out.masked_fill_(padding[:, None], 0)
+    return out.masked_fill_((context_lens == 0)[:, None], 0)
 
 
 def prompts(
@@ -98,18 +94,14 @@ def prompts(
     """
     C = layer.conv.shape[0]
     out = torch.zeros_like(mixed[:, C:])
-    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for i, (begin, end) in enumerate(pairwise(q_bounds)):
-        if begin < end:
-            row, own = int(slots[i]), slice(begin, end)
-            if k_bounds[i + 1] - k_bounds[i] == end - begin:
-                state.tail[row] = 0
-                state.memory[row] = 0
-            inputs = torch.cat([state.tail[row], mixed[own, :C]])  # [J - 1 + n, C]
-            state.tail[row] = inputs[end - begin :]
-            q, k, v = _heads(_convolve(inputs, layer.conv), layer, state)
-            o = _chunks(q, k, v, *_gates(ba[own], layer), state.memory[row])
-            out[own] = _gated_norm(o, mixed[own, C:], layer)
+    bounds = slots, cu_seqlens_q, cu_seqlens_k
+    x = causal_conv.prompts(mixed[:, :C], layer.conv, state.tail, *bounds)
+    for row, own, begins in causal_conv.spans(*bounds):
+        if begins:
+            state.memory[row] = 0
+        q, k, v = _heads(x[own], layer, state)
+        o = _chunks(q, k, v, *_gates(ba[own], layer), state.memory[row])
+        out[own] = _gated_norm(o, mixed[own, C:], layer)
     return out
 
 
@@ -155,25 +147,14 @@ def _in_chunks(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.transpose(0, 1).unflatten(1, (-1, size))
 
 
-def _convolve(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """SiLU of the convolution, [..., n, C] float32, of the inputs [..., J - 1 + n, C]."""
-    weight = weight.float()
-    J = weight.shape[1]
-    n = inputs.shape[-2] - J + 1
-    total = inputs[..., :n, :] * weight[:, 0]
-    for j in range(1, J):
-        total += inputs[..., j : j + n, :] * weight[:, j]
-    return F.silu(total)
-
-
 def _heads(
     x: torch.Tensor, layer: DeltaNet, state: DeltaState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k: [n, Hv, K], of length 1 and q then scaled by K^-0.5, and v: [n, Hv, V], from
-    x: [n, C].
+    x: [n, C], the results of the convolution.
     """
     Hk, (Hv, V, K) = layer.num_key_heads, state.memory.shape[1:]
-    q, k, v = x.split([Hk * K, Hk * K, Hv * V], -1)
+    q, k, v = F.silu(x).split([Hk * K, Hk * K, Hv * V], -1)
     # PyTorch's `normalize` bounds the length from below instead.
     q, k = (y.unflatten(-1, (Hk, K)) for y in (q, k))
     q, k = (y * (y.square().sum(-1, keepdim=True) + QK_EPS).rsqrt() for y in (q, k))

@@ -1,6 +1,6 @@
 """Models whose layers keep a state for each sequence, against transformers.
 
-Small random checkpoints in float32: Qwen3.5, dense and with experts, and Qwen3-Next. Prompts end
+Small random checkpoints in float32: Qwen3.5, dense and with experts, Qwen3-Next, LFM2. Prompts end
 before, at and behind the ends of the convolution (4 tokens) and of the chunks of the rule (64).
 """
 
@@ -27,6 +27,7 @@ from checkpoints import (
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
+from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
 
 SIZES: dict[str, Any] = {
@@ -44,6 +45,7 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 48,
 }
+LFM2_LAYERS = ["conv", "full_attention", "conv", "conv"]
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", {"tie_word_embeddings": True}),
     "qwen3.5 moe": ("qwen3_5_moe_text", EXPERTS),
@@ -57,6 +59,11 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_key_heads": 4,
         },
     ),
+}
+LFM2: dict[str, Any] = {"conv_L_cache": 3, "block_multiple_of": 32, "layer_types": LFM2_LAYERS}
+CHECKPOINTS |= {
+    "lfm2": ("lfm2", {**LFM2, "tie_word_embeddings": True, "initializer_range": 0.3}),
+    "lfm2, biases": ("lfm2", {**LFM2, "conv_L_cache": 4, "conv_bias": True}),
 }
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(128) for _ in range(n)] for n in (1, 2, 3, 4, 63, 64, 65, 200)]
@@ -136,10 +143,10 @@ def states_after(path: Path, prompt: list[int], **options: Any) -> list[torch.Te
         slot = seq.slot
         while not llm.is_finished():
             llm.step()
-        layers = [
-            each for each in llm.model_runner.model.modules() if isinstance(each, GatedDeltaNet)
-        ]
-        return [part[slot].clone() for layer in layers for part in layer.state]
+        modules = list(llm.model_runner.model.modules())
+        states = [each.state for each in modules if isinstance(each, GatedDeltaNet)]
+        states += [(each.tail,) for each in modules if isinstance(each, ShortConv)]
+        return [part[slot].clone() for state in states for part in state]
 
 
 def test_states_after_chunks_are_those_of_the_whole(path: Path) -> None:
