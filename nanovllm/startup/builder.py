@@ -85,8 +85,7 @@ class Builder:
         config, group = self.config, self.group
         model_config = self.model_config
         build, reason = self.choose()
-        caching = config.enable_prefix_caching and not model_config.is_recurrent
-        shares = config.share_prefixes and caching
+        shares = config.share_prefixes and config.enable_prefix_caching
         members = members_of_tile(model_config, build) if shares else 0
         max_prompt_tokens = self.max_prompt_tokens(build)
         connect()

@@ -20,12 +20,16 @@ from checkpoints import (
     assert_greedy,
     assert_idle,
     greedy,
+    interrupt_after_launch,
     make_checkpoint,
     outputs_of,
     reference_logprobs,
+    run_steps,
     tokens,
+    with_rare,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
@@ -77,6 +81,10 @@ MODES: dict[str, dict[str, Any]] = {
     "preempted": {"num_kvcache_blocks": 14, "overlap": True},
     "few at once": {"max_num_seqs": 2, "max_num_batched_tokens": 33, "mixed_steps": False},
 }
+
+
+# What the others have of their own is tried without snapshots.
+WITH_SNAPSHOTS = with_rare(CHECKPOINTS, *(CHECKPOINTS.keys() - {"qwen3.5 moe", "lfm2"}))
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -240,3 +248,73 @@ def test_memory_limits_the_sequences_at_once(
     monkeypatch.setattr(memory, "CPU_LIMIT", 2 * size)
     with pytest.raises(ValueError, match=r"^no memory for states of sequences: each takes"):
         LLM(path, **OPTIONS)
+
+
+# -- snapshots -------------------------------------------------------------------------------------
+
+SHARED = [_rng.randrange(128) for _ in range(200)]
+# They leave each other at 64, 100, 128 and 192 tokens, and one ends with a block.
+BRANCHES = [
+    [*SHARED[:n], *(_rng.randrange(128) for _ in range(more))]
+    for n, more in ((200, 3), (64, 9), (100, 30), (128, 1), (192, 0), (200, 3), (130, 70), (64, 1))
+]
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.parametrize("num_rows", [None, 1], ids=["many", "one"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [512, 50])
+def test_what_comes_from_snapshots_is_what_was_computed(
+    path: Path, chunk: int, overlap: bool, num_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that branch off each other, together and again, in both orders; with one row most
+    snapshots are given up.
+    """
+    if num_rows is not None:
+        monkeypatch.setattr(KVCachePool, "snapshot_rows", range(9, 9 + num_rows))
+    with LLM(path, **{**OPTIONS, "max_num_batched_tokens": chunk, "overlap": overlap}) as llm:
+        for prompts in (BRANCHES, BRANCHES[::-1]):
+            outputs = outputs_of(llm, prompts, [greedy(6)] * len(prompts))
+            assert_greedy(path, prompts, outputs)
+        metrics = llm.metrics()
+        assert metrics["num_snapshots"] >= 2 and metrics["num_snapshot_tokens"] >= 64 * 8
+        assert metrics["num_snapshot_hits"] >= 7
+        if num_rows == 1:
+            assert len(llm.scheduler.block_manager.snapshots) == 1 < metrics["num_snapshots"]
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_ranks_take_snapshots_alike(path: Path) -> None:
+    with LLM(path, tensor_parallel_size=2, **OPTIONS) as llm:
+        outputs = llm.generate(BRANCHES, greedy(6), use_tqdm=False)
+        assert llm.metrics()["num_snapshot_hits"] >= 4
+    assert_greedy(path, BRANCHES, outputs)
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+def test_samples_of_a_long_prompt_are_computed_from_a_snapshot(path: Path) -> None:
+    """Of 200 tokens all but the first sample compute the last eight, and give the same text."""
+    params = SamplingParams(n=4, seed=3, max_tokens=5)
+    found = []
+    for caching in (False, True):
+        with LLM(path, **{**OPTIONS, "enable_prefix_caching": caching}) as llm:
+            [output] = llm.generate([PROMPTS[-1]], params, use_tqdm=False)
+            found.append([each.token_ids for each in output.outputs])
+            metrics = llm.metrics()
+    assert found[0] == found[1] and len(set(map(tuple, found[0]))) == 4
+    assert metrics["num_snapshots"] == 1 and metrics["num_snapshot_tokens"] == 3 * 192
+
+
+@pytest.mark.parametrize("path", WITH_SNAPSHOTS, indirect=True)
+@pytest.mark.parametrize("k", range(1, 8))
+def test_a_step_that_is_repeated_moves_no_state_twice(
+    path: Path, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the k-th step was launched, whose states have moved on, and before its books."""
+    with LLM(path, **{**OPTIONS, "max_num_batched_tokens": 50}) as llm:
+        ids = [llm.add_request(*item) for item in zip(BRANCHES, [greedy(6)] * 8, strict=True)]
+        done = interrupt_after_launch(monkeypatch, llm, k)
+        done |= run_steps(llm)
+        assert_greedy(path, BRANCHES, [{"token_ids": done[i]} for i in ids])
+        assert llm.metrics()["num_preemptions"] == 0
