@@ -29,10 +29,12 @@ from checkpoints import (
     with_rare,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.engine.kv_pool import KVCachePool
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
+from nanovllm.sizing.model_size import states, weights
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,  # the last attends
@@ -248,6 +250,26 @@ def test_memory_limits_the_sequences_at_once(
     monkeypatch.setattr(memory, "CPU_LIMIT", 2 * size)
     with pytest.raises(ValueError, match=r"^no memory for states of sequences: each takes"):
         LLM(path, **OPTIONS)
+
+
+def test_sizes_are_those_of_the_checkpoint(path: Path) -> None:
+    """Parameters of matrices and bytes of states, of which the roofline is made."""
+    config = ModelConfig.from_pretrained(str(path))
+    matrices = {
+        name: tensor.numel()
+        for name, tensor in load_file(path / "model.safetensors").items()
+        if tensor.squeeze().dim() == 2 and "conv1d" not in name and "conv.conv" not in name
+    }
+    own_head = config.tie_word_embeddings or matrices.pop("model.embed_tokens.weight")
+    assert own_head
+    routed = sum(size for name, size in matrices.items() if ".experts." in name)
+    found = weights(config)
+    gates = sum(layer.is_sparse for layer in config.layers) * config.hidden_size
+    is_shared = config.experts is not None  # a row, so no matrix to `squeeze`
+    assert found.dense + found.head + found.sparse == sum(matrices.values()) + is_shared * gates
+    assert found.sparse == routed
+    with LLM(path, **OPTIONS) as llm:
+        assert states(config, 4).num_bytes == llm.model_runner.built.pool.sequence_bytes > 0
 
 
 # -- snapshots -------------------------------------------------------------------------------------
