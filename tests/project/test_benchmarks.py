@@ -228,11 +228,11 @@ def test_roofline_of_any_checkpoint_and_workload(
 def test_a_checkpoint_in_8_bits_keeps_its_head(config: ModelConfig) -> None:
     """A head in INT8 is of models that were quantised while they were loaded."""
     assert limits.itemsizes(config, 2, "bfloat16", "none") == BF16
-    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 1)
+    assert limits.itemsizes(config, 2, "float8_e4m3fn", "fp8") == (1 + 1 / 32, 1, 1, 2)
     published = replace(config, quantization=Fp8((128, 128), "weight_scale_inv"))
-    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2)
+    assert limits.itemsizes(published, 2, "bfloat16", "fp8") == (2, 1, 2, 2)
     published = replace(config, quantization=Int4(32, "qweight", "scales", "qzeros"))
-    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2)
+    assert limits.itemsizes(published, 2, "bfloat16", "int4") == (2, 0.5 + 4 / 32, 2, 2)
 
 
 def test_unknown_hardware_has_no_limit() -> None:
