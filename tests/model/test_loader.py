@@ -25,7 +25,7 @@ from nanovllm import LLM
 from nanovllm.checkpoint.files import INDEX
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.layers.weights.shard import Shard, UnheldShard
-from nanovllm.models.loader import EMBEDDING, HEAD, checkpoint_shards, match, as_stored
+from nanovllm.models.loader import EMBEDDING, HEAD, as_stored, checkpoint_shards, match
 
 READABLE = {**SMALL, "fused_kernels": False}  # oneDNN keeps weights to itself
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
