@@ -4,6 +4,7 @@ Names of the checkpoint's tensors, shapes and formulas: transformers, models/qwe
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.recurrent import delta_rule
+from nanovllm.recurrent.step_chunks import Bounds, chunks_of_step
 from nanovllm.tensors.delta_net import DeltaNet, DeltaState
 from nanovllm.utils.context import get_context
 
@@ -92,17 +94,32 @@ class GatedDeltaNet(StatefulLayer):
         assert slots is not None, "sequences have slots"
         parts = []
         if n:
-            lens = context.context_lens[:n]
-            parts.append(
-                delta_rule.decode(mixed[:n], gates[:n], layer, self.state, slots[:n], lens)
-            )
+            own = mixed[:n], gates[:n], layer, self.state, slots[:n], context.context_lens[:n]
+            parts.append(self._decode(*own))
         if context.cu_seqlens_q is not None:
             assert context.cu_seqlens_k is not None, "both are of prompts"
-            bounds = context.cu_seqlens_q, context.cu_seqlens_k
-            parts.append(
-                delta_rule.prompts(mixed[n:], gates[n:], layer, self.state, slots[n:], *bounds)
-            )
+            bounds = slots[n:], context.cu_seqlens_q, context.cu_seqlens_k
+            parts.append(self._prompts(mixed[n:], gates[n:], layer, bounds))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, *of_decodes: Any) -> torch.Tensor:
+        """See `delta_rule.decode`."""
+        if not self.build.fused:
+            return delta_rule.decode(*of_decodes)
+        from nanovllm.kernels.recurrent import delta_decode
+
+        return delta_decode.decode(*of_decodes)
+
+    def _prompts(
+        self, mixed: torch.Tensor, gates: torch.Tensor, layer: DeltaNet, bounds: Bounds
+    ) -> torch.Tensor:
+        """See `delta_rule.prompts`."""
+        if not self.build.fused:
+            return delta_rule.prompts(mixed, gates, layer, self.state, *bounds)
+        from nanovllm.kernels.recurrent import delta_prompt
+
+        chunks = chunks_of_step(get_context(), len(mixed))
+        return delta_prompt.prompts(mixed, gates, layer, self.state, *bounds, chunks)
 
     def parameters_of_kernels(self) -> DeltaNet:
         """The parameters as kernels take them."""

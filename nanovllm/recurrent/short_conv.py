@@ -13,6 +13,7 @@ from nanovllm.layers.base import Build, Hidden, Per, State, StatefulLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.weights.shard import Part, Shard
 from nanovllm.recurrent import causal_conv
+from nanovllm.recurrent.step_chunks import Bounds, chunks_of_step
 from nanovllm.utils.context import get_context
 
 
@@ -57,23 +58,44 @@ class ShortConv(StatefulLayer):
             yield f"{path}.conv.bias", Shard(self.bias.data, (self.channels,))
 
     def forward(self, hidden: Hidden) -> Hidden:
-        before, after, x = self.in_proj(hidden).chunk(3, -1)
-        mixed = after * self._convolve(before * x).to(x.dtype)
+        mixed = self._mix(self.in_proj(hidden))
         rows = get_context().kept_rows if self.is_last else None
         return self.out_proj(mixed if rows is None else mixed.index_select(0, rows))
 
-    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
-        """The convolution for the tokens of a step: [T, M of this rank] -> the same, float32."""
+    def _mix(self, bcx: torch.Tensor) -> torch.Tensor:
+        """`C * conv(B * x)` for the tokens of a step: [T, 3 M of this rank] -> [T, M of it]."""
         context = get_context()
         n, slots = context.num_decodes, context.slots
         assert slots is not None, "sequences have slots"
         parts = []
         if n:
-            lens = context.context_lens[:n]
-            parts.append(causal_conv.decode(x[:n], self.weight, self.tail, slots[:n], lens))
+            parts.append(self._decode(bcx[:n], slots[:n], context.context_lens[:n]))
         if context.cu_seqlens_q is not None:
             assert context.cu_seqlens_k is not None, "both are of prompts"
             bounds = slots[n:], context.cu_seqlens_q, context.cu_seqlens_k
-            parts.append(causal_conv.prompts(x[n:], self.weight, self.tail, *bounds))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out if self.bias is None else out + self.bias
+            parts.append(self._prompts(bcx[n:], bounds))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, bcx: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        if self.build.fused:
+            from nanovllm.kernels.recurrent import short_conv
+
+            return short_conv.decode(bcx, self.weight, self.bias, self.tail, slots, lens)
+        before, after, x = bcx.chunk(3, -1)
+        return self._gate(
+            causal_conv.decode(before * x, self.weight, self.tail, slots, lens), after
+        )
+
+    def _prompts(self, bcx: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+        if self.build.fused:
+            from nanovllm.kernels.recurrent import short_conv
+
+            chunks = chunks_of_step(get_context(), len(bcx))
+            return short_conv.prompts(bcx, self.weight, self.bias, self.tail, *bounds, chunks)
+        before, after, x = bcx.chunk(3, -1)
+        return self._gate(causal_conv.prompts(before * x, self.weight, self.tail, *bounds), after)
+
+    def _gate(self, convolved: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None:
+            convolved = convolved + self.bias
+        return gate * convolved.to(gate.dtype)

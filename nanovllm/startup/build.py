@@ -18,6 +18,8 @@ from nanovllm.utils.device import fp8_refusal, triton_refusal
 
 logger = logging.getLogger(__name__)
 
+DELTA_SIZES = (16, 32, 64, 128, 256)  # of heads of Gated DeltaNet
+
 
 def choose_build(
     config: Config, model_config: ModelConfig, group: Group, device: torch.device
@@ -57,7 +59,7 @@ def choose_build(
     found, experts = model_config.quantization, model_config.experts
     build = Build(
         dtype=dtype,
-        fused=config.fused_kernels and can_fuse and model_config.head_dim in HEAD_DIMS,
+        fused=config.fused_kernels and can_fuse and _have_kernels(model_config),
         group=group,
         backend=backend,
         max_model_len=max_model_len,
@@ -69,6 +71,14 @@ def choose_build(
         decode_tokens=scheduler.DECODE_TOKENS,
     )
     return build, reason
+
+
+def _have_kernels(model_config: ModelConfig) -> bool:
+    """Whether our kernels take heads of these sizes."""
+    net = model_config.delta_net
+    sizes = () if net is None else (net.key_head_dim, net.value_head_dim)
+    fit = all(size in DELTA_SIZES for size in sizes)
+    return fit and model_config.head_dim in HEAD_DIMS
 
 
 def _warn_of_stretched_rope(model_config: ModelConfig, max_model_len: int) -> None:

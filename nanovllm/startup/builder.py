@@ -261,10 +261,13 @@ class Builder:
         return num_blocks
 
     def can_capture(self, build: Build) -> bool:
-        """Whether CUDA graphs are wanted, and possible: plain experts wait for the device."""
+        """Whether CUDA graphs are wanted, and possible: plain experts, and plain layers with
+        states, wait for the device.
+        """
         if self.device.type == "cpu" or self.config.enforce_eager:
             return False
-        return build.backend.supports_cuda_graph and (build.fused or not self.model_config.experts)
+        waits = self.model_config.experts is not None or self.model_config.is_recurrent
+        return build.backend.supports_cuda_graph and (build.fused or not waits)
 
     def capture_cudagraph(
         self,

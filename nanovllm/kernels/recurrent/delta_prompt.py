@@ -1,0 +1,119 @@
+"""Gated DeltaNet for prompts, CHUNK tokens at a time, in four kernels:
+
+1. `rows.py`: convolutions, and q and k of length 1.
+2. `chunks.py`: products and inverse of each chunk, all chunks at once.
+3. `chunks.py`: the chunks of each prompt one after another; the new state.
+4. `rows.py`: the gated norm.
+
+Grids follow from shapes alone, as CUDA graphs need it. The third has a program for SCANNED_ROWS
+rows of a state, so that a long prompt alone fills a GPU: that is why the norm over all of them is a
+fourth.
+The first and second are two as their tiles are of another kind: in one kernel, a thread holds 64
+numbers of a convolution beside a chunk's matrices, and 1,000 bytes of its registers lie in memory.
+
+Letters: see `nanovllm.tensors.delta_net`; T tokens of P prompts.
+"""
+
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.device_features import has_room, pdl_options
+from nanovllm.kernels.recurrent.chunks import (
+    CHUNK,
+    UNIT,
+    _delta_chunk_kernel,
+    _delta_scan_kernel,
+)
+from nanovllm.kernels.recurrent.rows import _delta_convolve_kernel, _delta_norm_kernel
+from nanovllm.tensors.delta_net import DeltaNet, DeltaState
+from nanovllm.utils.integers import cdiv, next_power_of_2
+
+CONVOLVED_ROWS, NORM_ROWS = 32, 16  # tokens of a program
+SCANNED_ROWS = 32  # of a state; of a model in float32 half of them
+FEW_PROGRAMS = 132  # multiprocessors of an H100: up to so many have one to themselves
+
+
+def chunks_of(cu_seqlens_q: torch.Tensor, T: int) -> torch.Tensor:
+    """The chunks of a step's prompts, of which layers share the result.
+
+    Args:
+        cu_seqlens_q: [P + 1] int32, first row of each prompt, from 0.
+        T: number of rows, of which the last may be padding.
+
+    Returns:
+        [cdiv(T, CHUNK) + P, 2] int32: prompt and first row of each chunk; prompt -1: there is none.
+    """
+    P, size = len(cu_seqlens_q) - 1, CHUNK.value
+    counts = (cu_seqlens_q.diff() + (size - 1)) // size
+    ends = counts.cumsum(0)
+    chunk = torch.arange(cdiv(T, size) + P, device=ends.device)
+    prompt = torch.searchsorted(ends, chunk, right=True)
+    there = prompt < P
+    prompt = prompt.clamp(max=P - 1)
+    first = cu_seqlens_q[prompt] + size * (chunk - (ends - counts)[prompt])
+    return torch.stack([prompt.where(there, -1), first], 1).int()
+
+
+def prompts(
+    mixed: torch.Tensor,
+    ba: torch.Tensor,
+    layer: DeltaNet,
+    state: DeltaState,
+    slots: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    chunks: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens of P prompts, or of parts of them, see `nanovllm.recurrent.delta_rule.prompts`.
+
+    Args:
+        mixed: [T, C + Hv V], rows may lie apart.
+        ba: [T, 2 Hv], likewise.
+        slots: [P] int32.
+        cu_seqlens_q, cu_seqlens_k: [P + 1] int32.
+        chunks: `chunks_of(cu_seqlens_q, T)`.
+
+    Returns:
+        [T, Hv V], 0 in padding.
+    """
+    T, P, (Hv, V, K), (C, J) = len(mixed), len(slots), state.memory.shape[1:], layer.conv.shape
+    Hk, N, device = layer.num_key_heads, len(chunks), mixed.device
+    assert mixed.stride(1) == ba.stride(1) == 1 and mixed.shape[1] == C + Hv * V
+    assert state.tail.is_contiguous() and state.memory.is_contiguous()
+    assert state.tail.dtype == mixed.dtype, "the kernels read either through one pointer"
+    half = mixed.dtype != torch.float32
+    dtype = torch.float16 if half else torch.float32
+    qk = torch.empty(2, T, Hk, K, dtype=dtype, device=device)
+    v = torch.empty(T, Hv, V, dtype=dtype, device=device)  # then the outputs
+    inverses, scores = torch.empty(2, T, Hv, CHUNK.value, dtype=dtype, device=device)
+    factors = torch.empty(3, Hv, T, dtype=torch.float32, device=device)
+    out = torch.empty(T, Hv * V, dtype=mixed.dtype, device=device)
+    sizes: dict[str, Any] = {"Hk": Hk, "Hv": Hv, "K": K} | pdl_options(mixed)
+    channels: dict[str, Any] = {"V": V, "J": J}
+    precision = "ieee" if half or torch.version.hip is not None else "tf32x3"
+    products = sizes | {"PRECISION": precision, "num_warps": 4}
+    strides = mixed.stride(0), ba.stride(0)
+    _delta_convolve_kernel[(2 * Hk + Hv, CHUNK.value // CONVOLVED_ROWS, N)](
+        mixed, ba, layer.conv, state.tail, slots, cu_seqlens_q, cu_seqlens_k, chunks, qk, v,
+        UNIT.value, *strides, T,
+        CHUNK=CHUNK.value, ROWS=CONVOLVED_ROWS, num_warps=4, **sizes, **channels,
+    )  # fmt: skip
+    _delta_chunk_kernel[(Hv, N)](
+        ba, layer.A_log, layer.dt_bias, cu_seqlens_q, chunks, qk, inverses, scores, factors,
+        ba.stride(0), T, BLOCK_K=K if half else min(K, 32), num_stages=1, **products,
+    )  # fmt: skip
+    BLOCK_V = min(V, SCANNED_ROWS if half else SCANNED_ROWS // 2)
+    parts = V // BLOCK_V
+    deep = P * Hv * parts <= FEW_PROGRAMS and half and has_room(mixed)
+    _delta_scan_kernel[(parts, Hv, P)](
+        mixed, *state, slots, cu_seqlens_q, cu_seqlens_k, qk, v, inverses, scores, factors,
+        mixed.stride(0), T, J_PAD=next_power_of_2(J), BLOCK_V=BLOCK_V,
+        BLOCK_C=next_power_of_2(cdiv(C, Hv * parts)),
+        num_stages=3 if deep else 1, **products, **channels,
+    )  # fmt: skip
+    _delta_norm_kernel[(Hv, cdiv(T, NORM_ROWS))](
+        v, mixed, layer.norm, cu_seqlens_q, out, UNIT.value, layer.eps, mixed.stride(0), P, T,
+        Hv=Hv, V=V, C=C, ROWS=NORM_ROWS, num_warps=4, **pdl_options(mixed),
+    )  # fmt: skip
+    return out
