@@ -7,11 +7,14 @@ before, at and behind the ends of the convolution (4 tokens) and of the chunks o
 import json
 import random
 import shutil
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import HAS_CUDA
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
 
@@ -29,6 +32,8 @@ from checkpoints import (
     with_rare,
 )
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.checkpoint.model_config import (
     DeltaNetConfig,
     ExpertConfig,
@@ -37,11 +42,17 @@ from nanovllm.checkpoint.model_config import (
     ShortConvConfig,
 )
 from nanovllm.checkpoint.rope import RopeParameters
+from nanovllm.config import Config
+from nanovllm.distributed.group import Group
 from nanovllm.engine.kv_pool import KVCachePool
+from nanovllm.layers.base import Build
+from nanovllm.models import model_class
+from nanovllm.models.loader import load_model
 from nanovllm.recurrent.gated_delta_net import GatedDeltaNet
 from nanovllm.recurrent.short_conv import ShortConv
 from nanovllm.sizing import memory
 from nanovllm.sizing.model_size import states, weights
+from nanovllm.utils.context import Context, use_context
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,  # the last attends
@@ -284,6 +295,84 @@ def test_ranks_must_divide_the_heads(tmp_path: Path) -> None:
     config.check_tensor_parallel(2)
     with pytest.raises(ValueError, match="must divide linear_num_key_heads 2 of this model, got 4"):
         config.check_tensor_parallel(4)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Steps of a model by itself, with slots and blocks of its sequences: two prompts, one of them
+    in a chunk; then a decode beside a chunk that goes on; then both decode.
+    """
+
+    lengths = (24, 3), (25, 11), (26, 12)
+
+    def __init__(self, config: ModelConfig, build: Build, device: str, path: Path) -> None:
+        with torch.device(device):
+            self.model = model_class(config.architecture)(config, build)
+        load_model(self.model, path)
+        options = Config(str(path), kvcache_block_size=16, max_num_seqs=4)
+        pool = KVCachePool(self.model, options, Group(), torch.device(device))
+        pool.allocate(5)
+        self.device, self.before = device, (0, 0)
+        for state in pool._rows:
+            state.fill_(torch.nan)  # no sequence reads it
+        self.hidden = [self.step(lengths) for lengths in self.lengths]
+
+    def step(self, lengths: tuple[int, int]) -> torch.Tensor:
+        """The hidden states of the step at whose end sequences have these lengths."""
+        items = sorted(
+            (end - begin, slot, begin, end)
+            for slot, (begin, end) in enumerate(zip(self.before, lengths, strict=True), 1)
+        )
+        items.sort(key=lambda item: item[0] > 1)  # decodes first
+        self.before = lengths
+        num_decodes = sum(item[0] == 1 for item in items)
+        positions = [p for _, _, begin, end in items for p in range(begin, end)]
+        ids = [PROMPTS[-1][p] if slot == 1 else PROMPTS[-2][p] for _, slot, begin, end in items
+               for p in range(begin, end)]  # fmt: skip
+        slots = [slot for _, slot, _, _ in items]
+        blocks = {1: [1, 2], 2: [3, 4]}
+        where = [16 * blocks[slot][p // 16] + p % 16 for _, slot, begin, end in items
+                 for p in range(begin, end)]  # fmt: skip
+        counts = [item[0] for item in items[num_decodes:]]
+        ends = [item[3] for item in items]
+        tensor = partial(torch.tensor, dtype=torch.int32, device=self.device)
+        bounds = [tensor([0, *accumulate(each)]) for each in (counts, ends[num_decodes:])]
+        context = Context(
+            num_decodes,
+            tensor(where),
+            tensor(ends),
+            tensor([blocks[slot] for slot in slots]),
+            *(bounds if counts else (None, None)),
+            max(counts, default=0),
+            max(ends[num_decodes:], default=0),
+            sum(ends[num_decodes:]),
+            slots=tensor(slots),
+        )
+        with use_context(context), torch.inference_mode():
+            return self.model(tensor(ids), tensor(positions))
+
+
+@pytest.mark.parametrize(
+    "path",
+    CHECKPOINTS if HAS_CUDA else with_rare(CHECKPOINTS, "qwen3.5", "qwen3-next", "lfm2"),
+    indirect=True,
+)
+def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: str) -> None:
+    """Prompts, a chunk beside a decode, decodes; by Triton's interpreter where there is no GPU."""
+    pytest.importorskip("triton")
+    config, found = ModelConfig.from_pretrained(str(path)), []
+    for fused, backend in ((False, TorchBackend()), (True, TritonBackend())):
+        build = Build(torch.float16, fused, Group(), backend, 128, 16, torch.float16)
+        found.append(Steps(config, build, kernel_device, path).hidden)
+    for plain, fused in zip(*found, strict=True):
+        assert plain.isfinite().all()
+        errors = (fused - plain).float().norm(dim=1) / plain.float().norm(dim=1)
+        # Of two experts that are nearly as good, a token may get the other, and so may differ
+        # those after it.
+        num_others = len(errors) // 2 if config.experts else 0
+        assert errors.sort().values[len(errors) - 1 - num_others] < 2e-2
 
 
 # -- how checkpoints are stored --------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _short_conv_decode_kernel(
     seq, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length, mask = tl.load(lens_ptr + seq), c < M
     row = tl.where(length > 0, tl.load(slots_ptr + seq), 0).to(tl.int64)
-    has_past = mask & (length > 1)
+    has_past = c < tl.where(length > 1, M, 0)
     tail_ptr += row * (J - 1) * M + c
     wait(PDL)
     bcx_ptr += seq * stride
@@ -75,7 +75,7 @@ def _short_conv_prompt_kernel(
     row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     mask = (row < end) & (c < M)
     length = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-    has_past = mask & (length > end - begin)
+    stored = tl.where(length > end - begin, J - 1, 0)  # inputs of the tail that count
     tail_ptr += tl.load(slots_ptr + seq).to(tl.int64) * (J - 1) * M + c
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for j in tl.static_range(J):
@@ -83,7 +83,8 @@ def _short_conv_prompt_kernel(
         x = _inputs(bcx_ptr + source * stride, c, mask & (source >= begin), M)
         if j < J - 1:
             before = source - begin + (J - 1)  # place in the tail
-            old = tl.load(tail_ptr + before * M, has_past & (source < begin), 0.0)
+            is_old = (source < begin) & (source >= begin - stored)
+            old = tl.load(tail_ptr + before * M, mask & is_old, 0.0)
             x = tl.where(source < begin, old, x)
         total += x.to(tl.float32) * tl.load(weight_ptr + c * J + j, c < M, 0.0).to(tl.float32)
     y = _result(total, bcx_ptr + row * stride, bias_ptr, c, mask, c < M, M)
@@ -108,11 +109,11 @@ def _short_conv_tail_kernel(
         return
     for j in tl.static_range(J - 1):
         source = end + (j - J + 1)
-        is_new = source >= begin
-        new = _inputs(bcx_ptr + source.to(tl.int64) * stride, c, mask & is_new, M)
+        is_new = c < tl.where(source >= begin, M, 0)
+        new = _inputs(bcx_ptr + source.to(tl.int64) * stride, c, is_new, M)
         place = source - begin + (J - 1)
-        has_old = mask & (source < begin) & (length > end - begin)
-        old = tl.load(tail_ptr + place * M, has_old, 0.0)
+        is_old = c < tl.where((source < begin) & (length > end - begin), M, 0)
+        old = tl.load(tail_ptr + place * M, is_old, 0.0)
         tl.store(tail_ptr + j * M, tl.where(is_new, new, old), mask)
 
 
