@@ -176,6 +176,29 @@ def compile_gated_products(dtype: str) -> None:
         hopper_gated(matrix(rows), weight, half, False)
 
 
+def compile_delta_net(dtype: str, head_size: int) -> str:
+    """The kernels of Gated DeltaNet, for one sequence and for many."""
+    from nanovllm.kernels.recurrent.delta_decode import decode
+    from nanovllm.kernels.recurrent.delta_prompt import chunks_of, prompts
+    from nanovllm.tensors.delta_net import DeltaNet, DeltaState
+
+    kind, wide = getattr(torch, dtype), torch.float32
+
+    def empty(*shape: int, dtype: torch.dtype = kind) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=GPU)
+
+    Hk, Hv, V = 16, 32, head_size
+    C = 2 * Hk * V + Hv * V
+    layer = DeltaNet(empty(C, 4), *empty(2, Hv, dtype=wide), empty(V, dtype=wide), 1e-6, Hk)
+    state = DeltaState(empty(300, 3, C), empty(300, Hv, V, V, dtype=wide))
+    ints = empty(300, dtype=torch.int32)
+    for T, P in ((1, 1), (256, 256)):
+        mixed, ba, ends = empty(T, C + Hv * V), empty(T, 2 * Hv), ints[: P + 1]
+        decode(mixed, ba, layer, state, ints[:T], ints[:T])
+        prompts(mixed, ba, layer, state, ints[:P], ends, ends, chunks_of(ends, T))
+    return "triton"
+
+
 def count_kernels(
     shape: str, num_layers: int, num_seqs: int, kinds: list[str] | None, **options: Any
 ) -> dict[str, Any]:
@@ -238,6 +261,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "attention": compile_attention,
     "long prompts": compile_long_prompts,
     "gated products": compile_gated_products,
+    "delta net": compile_delta_net,
     "kernel counts": count_kernels,
     "generate": generate,
 }

@@ -121,26 +121,30 @@ class Case:
         return mixed, ba[:, :-2]
 
     def _check(
-        self, out: torch.Tensor, wanted: list[np.ndarray], used: set[int], before: DeltaState
+        self,
+        out: torch.Tensor,
+        wanted: list[np.ndarray],
+        used: set[int],
+        before: DeltaState,
+        first_row: int,
     ) -> None:
-        """The first outputs, those of padding, the states of these sequences, and all others."""
+        """The first outputs, those of padding, the states of these sequences, and all others from
+        a row on.
+        """
         assert out.dtype == self.dtype and out.isfinite().all()
         if wanted:
             found = out[: len(wanted)].double().cpu().numpy()
-            if self.dtype == torch.float32:
-                np.testing.assert_allclose(found, np.stack(wanted), rtol=1e-5, atol=3e-5)
-            else:
-                error, size = (np.sqrt((x * x).mean()) for x in (found - wanted, np.stack(wanted)))
-                assert error <= 6e-3 * size, error / size
+            # In the mean, as outputs that were close to 0 before the norm may have few digits.
+            error, size = (np.sqrt((x * x).mean()) for x in (found - wanted, np.stack(wanted)))
+            assert error <= (1e-5 if self.dtype == torch.float32 else 6e-3) * size, error / size
         for i in used:
             row, seq = self.rows[i], self.seqs[i]
             assert np.array_equal(self.state.tail[row].double().cpu().numpy(), seq.tail)
             error = np.abs(self.state.memory[row].double().cpu().numpy() - seq.S)
             largest = np.abs(seq.S).max((1, 2), keepdims=True)
             assert (error <= self.bound * largest).all(), (i, (error / largest).max((1, 2)))
-        others = [
-            row for row in range(1, len(before.tail)) if row not in map(self.rows.__getitem__, used)
-        ]
+        own = {self.rows[i] for i in used}
+        others = [row for row in range(first_row, len(before.tail)) if row not in own]
         for now, then in zip(self.state, before, strict=True):
             assert torch.equal(now[others].nan_to_num(7.7), then[others].nan_to_num(7.7))
 
@@ -164,7 +168,7 @@ class Case:
         out = self.form.prompts(mixed, ba, self.layer, self.state, slots, cu_q, cu_k)
         rows_of = zip(mixed.double().cpu().numpy(), ba.double().cpu().numpy(), strict=True)
         wanted = [self.seqs[i].append(*next(rows_of)) for i, n in parts for _ in range(n)]
-        self._check(out, wanted, {i for i, n in parts if n}, before)
+        self._check(out, wanted, {i for i, n in parts if n}, before, 0)
 
     def decode(self, *seqs: int, padding: int = 0) -> None:
         """Give each of these sequences a token."""
@@ -180,7 +184,7 @@ class Case:
         out = self.form.decode(mixed, ba, self.layer, self.state, slots, context_lens)
         given = mixed.double().cpu().numpy(), ba.double().cpu().numpy()
         wanted = [self.seqs[i].append(*(x[j] for x in given)) for j, i in enumerate(seqs)]
-        self._check(out, wanted, set(seqs), before)
+        self._check(out, wanted, set(seqs), before, 1)  # padding may write to row 0
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -240,16 +244,29 @@ def test_states_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         case.decode(1, 0)
 
 
-def test_what_decays_at_once(form: Any) -> None:
+@pytest.mark.parametrize(("steepest", "lowest"), [(20.0, -80.0), (20000.0, -80000.0)])
+def test_what_decays_at_once(form: Any, steepest: float, lowest: float) -> None:
     """After a token at which a state is forgotten (exp(-80) in float32 times anything is nothing),
     others that decay little: the sum of a chunk's g is in the thousands, and its differences still
     have all digits.
     """
-    case = Case(form, 2, steepest=20.0, spread=4.0, seed=40)
+    case = Case(form, 2, steepest=steepest, spread=4.0, seed=40)
     case.append((0, 130), (1, 64))
     case.append((1, 67))
     case.decode(1, 0)
-    assert min(seq.lowest for seq in case.seqs) < -80
+    assert min(seq.lowest for seq in case.seqs) < lowest
+
+
+def test_what_decays_slowly(form: Any) -> None:
+    """By 1.5e-5 a token. 1 + exp(a) in float32 is off by a third of its last digit, each time."""
+    case = Case(form, 1, steepest=20.0, seed=45)
+    Hv = len(case.layer.A_log)
+    for _ in range(2):
+        mixed, ba = case._tokens(192)
+        ba[:, :Hv] = -4 + 0.1 * ba[:, :Hv]
+        ba[:, Hv:] = -14.1 - case.layer.dt_bias + 0.01 * ba[:, Hv:]
+        case.append((0, 192), given=(mixed, ba))
+    assert -2e-5 < case.seqs[0].lowest < -1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

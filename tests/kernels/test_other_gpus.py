@@ -41,14 +41,19 @@ WITH_DEPENDENT_LAUNCH = (*ROOMY, "12.0")
 DEPENDENT_LAUNCH, TILE_COPY = "griddepcontrol", "cp.async.bulk.tensor"  # in PTX
 # What kernels may read while those before them run: weights, what a step is told by the host; and
 # some, whose parameters have names that mean another thing elsewhere, keys and values of earlier
-# steps, or scales of weights.
-WEIGHTS = {"weight_ptr", "words_ptr", "bias_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"}
+# steps, states that no other kernel of the layer writes in this step, or scales of weights.
+WEIGHTS = {
+    *("weight_ptr", "words_ptr", "bias_ptr", "q_weight_ptr", "k_weight_ptr", "cos_sin_ptr"),
+    *("norm_ptr", "A_log_ptr", "dt_bias_ptr"),
+}
 METADATA = {
     *("tables_ptr", "lens_ptr", "positions_ptr", "slots_ptr", "ids_ptr", "cu_q_ptr", "cu_k_ptr"),
     *("prefix_lens_ptr", "begins_ptr", "ends_ptr", "keys_ptr", "temperatures_ptr"),
 }
 OF_SOME = {
     "_own_decode_kernel": {"k_cache_ptr", "v_cache_ptr", "k_exponents_ptr", "v_exponents_ptr"},
+    "_delta_decode_kernel": {"memory_ptr"},
+    "_delta_scan_kernel": {"memory_ptr"},
     "_fp8_tiles_kernel": {"scales_ptr"},
     "_int8_tiles_kernel": {"scales_ptr"},
 }
@@ -114,9 +119,9 @@ def check(card: str, dtype: str, kernels: list[Compiled]) -> None:
     ] == []
 
 
-def check_waits(cache: Path) -> None:
+def check_waits(cache: Path, wanted: Iterable[str]) -> None:
     """Kernels that may begin before others have ended (`hopper.py`) wait in every program, and
-    until then read nothing that one of the step writes.
+    until then read nothing that one of the step writes. All those `wanted` may.
     """
     names, wrong = set(), []
     for path in cache.glob("*/_[!_]*.json"):
@@ -127,7 +132,7 @@ def check_waits(cache: Path) -> None:
             if early is None or early.writes or early.may_end or early.reads - allowed:
                 wrong.append((path.stem, early))
     print(f"{len(names)} kernels may begin early")
-    assert {"_own_decode_kernel", "_rms_norm_kernel"} <= names
+    assert set(wanted) <= names
     assert wrong == []
 
 
@@ -188,6 +193,27 @@ def test_largest_attention_fits_the_least_memory(card: str, dtype: str, tmp_path
     check(card, dtype, kernels)
 
 
+@pytest.mark.parametrize("card", ["9.0", rare("8.0"), rare("12.0")])
+def test_delta_nets(card: str, tmp_path: Path) -> None:
+    """A thread's numbers are in registers, but for few where tensor cores take both operands from
+    these; and what is read before the wait is another step's.
+    """
+    run(card, [{"kind": "delta net", "dtype": "bfloat16", "head_size": 128}], tmp_path)
+    kernels = compiled(tmp_path)
+    check(card, "bfloat16", kernels)
+    few = 0 if card == "9.0" else 128
+    names = Counter(kernel.name for kernel in kernels if kernel.spilled <= few)
+    assert names == {
+        "_delta_decode_kernel": 2,
+        "_delta_convolve_kernel": 1,
+        "_delta_chunk_kernel": 1,
+        "_delta_scan_kernel": 2 if card == "9.0" else 1,
+        "_delta_norm_kernel": 1,
+    }
+    if card in WITH_DEPENDENT_LAUNCH:
+        check_waits(tmp_path, names.keys())
+
+
 def written() -> set[str]:
     """The names of all kernels."""
     sources = (path.read_text() for path in (ROOT / "nanovllm" / "kernels").rglob("*.py"))
@@ -204,6 +230,8 @@ def engines(card: str, dtype: str) -> Iterable[dict[str, Any]]:
             for block_size in (16, 256):
                 sizes = {"head_dim": head_dim, "kvcache_block_size": block_size}
                 yield options | {"shape": shape} | sizes
+    for head_size in (64, 128):
+        yield {"kind": "delta net", "dtype": dtype, "head_size": head_size}
     options |= {"head_dim": 128, "max_num_seqs": 64}
     yield options | {"shape": "8B", "architecture": "Qwen2ForCausalLM"}
     for sparse in ("Qwen3MoeForCausalLM", "GptOssForCausalLM"):
@@ -238,7 +266,7 @@ def test_every_kernel_compiles_and_fits(card: str, dtype: str, tmp_path: Path) -
     kernels = compiled(tmp_path)
     check(card, dtype, kernels)
     if card in WITH_DEPENDENT_LAUNCH:
-        check_waits(tmp_path)
+        check_waits(tmp_path, ["_own_decode_kernel", "_rms_norm_kernel"])
     wanted = written()
     fp8 = {"_quantize_kernel", "_fp8_row_kernel", "_fp8_tiles_kernel"}
     int4 = {"_int4_row_kernel", "_int4_tiles_kernel", "_numbers_kernel"}

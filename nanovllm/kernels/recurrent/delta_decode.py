@@ -70,7 +70,7 @@ def _delta_decode_kernel(
     key_head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lens_ptr + seq)
     stored = tl.where(length > 1, J - 1, 0)
-    row = tl.where(length > 0, tl.load(slots_ptr + seq), 0).to(tl.int64)
+    row = tl.load(slots_ptr + seq).to(tl.int64)
     k_col, v_col, part_of = tl.arange(0, K), tl.arange(0, BLOCK_V), tl.arange(0, PARTS)
     columns = part_of[:, None] * BLOCK_V + v_col[None, :]
     first = key_head * G
