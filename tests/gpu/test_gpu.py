@@ -323,6 +323,19 @@ MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+DELTA_NET = {
+    "head_dim": 256,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 128,
+}
+SHARED_EXPERT = {
+    "num_experts": 16,
+    "num_experts_per_tok": 12,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 3": ("qwen3", {"head_dim": 128}),
     "llama": ("llama", {"head_dim": 64, "num_attention_heads": 16, "rope_parameters": LLAMA3}),
@@ -361,6 +374,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo 3": ("olmo3", {"sliding_window": 100}),
     "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
     "ministral 3": ("ministral3", {"head_dim": 128, "rope_parameters": MINISTRAL}),
+    "qwen 3.5": ("qwen3_5_text", DELTA_NET),
+    "qwen 3.5 moe": ("qwen3_5_moe_text", {**DELTA_NET, **SHARED_EXPERT}),
+    "qwen 3 next": ("qwen3_next", {**DELTA_NET, **SHARED_EXPERT}),
+    "lfm 2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_attention_heads": 16},
+    ),
 }
 
 
@@ -418,7 +438,11 @@ def test_log_probabilities_of_int4_weights(
         assert 0 < ours <= 1.2 * theirs, errors
 
 
-DENSE = [name for name, (_, changes) in OTHERS.items() if "num_experts_per_tok" not in changes]
+DENSE = [
+    name
+    for name, (_, changes) in OTHERS.items()
+    if not {"num_experts_per_tok", "linear_num_key_heads"} & changes.keys() and name != "lfm 2"
+]
 
 
 @pytest.mark.parametrize("held", ["none", "fp8"])
@@ -625,6 +649,8 @@ print(json.dumps(taken))
         ("gemma2", {"head_dim": 256}),
         ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 8, "head_dim": 128}),
         ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64}),
+        ("qwen3_5_moe_text", {**DELTA_NET, **SHARED_EXPERT, "num_hidden_layers": 4}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     ],
 )
 def test_this_process_compiles_no_kernel(

@@ -375,6 +375,28 @@ def test_fused_layers_compute_what_plain_layers_do(path: Path, kernel_device: st
         assert errors.sort().values[len(errors) - 1 - num_others] < 2e-2
 
 
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "graphs": {"max_num_batched_tokens": 512},
+    "chunks": {"max_num_batched_tokens": 50, "overlap": False},
+    "eager": {"enforce_eager": True, "max_num_batched_tokens": 50},
+    "plain": {"fused_kernels": False, "attention_backend": "torch"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ON_GPUS)
+def test_on_a_gpu_tokens_are_those_of_transformers(path: Path, mode: str) -> None:
+    """In float32: whole prompts and chunks beside decodes, rows that are used again, snapshots."""
+    options = {**OPTIONS, "device": "cuda", "dtype": "float32", **ON_GPUS[mode]}
+    with LLM(path, **options) as llm:
+        for prompts, params in ((PROMPTS, PARAMS), (BRANCHES, [greedy(9)] * 8), (PROMPTS, PARAMS)):
+            outputs = outputs_of(llm, prompts, params)
+            assert_greedy(path, prompts, outputs)
+        metrics = llm.metrics()
+        assert metrics["num_snapshot_hits"] >= 4
+        assert (metrics["num_graph_replays"] > 0) == (mode in ("graphs", "chunks"))
+
+
 # -- how checkpoints are stored --------------------------------------------------------------------
 
 
