@@ -5,6 +5,7 @@ Reads config.json directly, in the spelling of transformers 4 and 5 alike (`torc
 any weight is read. Imports no torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 from nanovllm.checkpoint.families import FULL, SLIDING, Family, family_of
 from nanovllm.checkpoint.files import read_json, read_value
 from nanovllm.checkpoint.generation_config import read_eos
-from nanovllm.checkpoint.quantization import Int4, Quantization, read_quantization
+from nanovllm.checkpoint.int4 import Int4
+from nanovllm.checkpoint.quantization import Quantization, read_quantization
 from nanovllm.checkpoint.refusals import refuse_architecture, refuse_directory
 from nanovllm.checkpoint.rope import RopeParameters, read_rope
 
@@ -52,6 +54,8 @@ class ExpertConfig:
         swiglu_limit: clamp on gate and up (see `layers/experts.py`); 0: none.
         packed: whether the checkpoint stores all experts of a layer as one tensor.
         is_mxfp4: whether the checkpoint stores them in MXFP4.
+        path: path of a layer's experts in the checkpoint, in that layer.
+        names: names of gate, up and down in the checkpoint, in each expert.
     """
 
     num_experts: int
@@ -62,6 +66,20 @@ class ExpertConfig:
     swiglu_limit: float
     packed: bool
     is_mxfp4: bool
+    path: str = "mlp.experts"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def modules(self, path: str) -> Iterator[str]:
+        """The paths of all modules of experts in the checkpoint.
+
+        Args:
+            path: path of the layer's experts.
+        """
+        if self.packed:
+            yield from (f"{path}.gate_up_proj", f"{path}.down_proj")
+            return
+        for i in range(self.num_experts):
+            yield from (f"{path}.{i}.{name}" for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -98,7 +116,7 @@ class ModelConfig:
     embedding_multiplier: float
     residual_multiplier: float  # factor of attention's and the MLP's outputs, before they are added
     logits_scaling: float  # divisor of logits
-    quantization: Quantization | None  # format of the matrices of linear layers
+    quantization: Quantization | None  # of linear layers
     eos_token_ids: frozenset[int]  # from generation_config.json, else from config.json
     source: dict[str, Any] = field(repr=False, hash=False)  # config.json
 
@@ -130,6 +148,7 @@ class ModelConfig:
         facts = _facts(raw, family)
         config = cls(architecture, eos_token_ids=read_eos(directory, raw), source=source, **facts)
         config._check_shapes()
+        config._check_experts()
         return config
 
     def _check_shapes(self) -> None:
@@ -140,6 +159,22 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"config.json: `head_dim` must be even, got {self.head_dim}")
+
+    def _check_experts(self) -> None:
+        """Refuse experts in formats that are not supported for them."""
+        found, experts = self.quantization, self.experts
+        if found is None or experts is None:
+            return
+        for i, layer in enumerate(self.layers):
+            path = f"model.layers.{i}.{experts.path}"
+            format = found.of(experts.modules(path)) if layer.is_sparse else None
+            if isinstance(format, Int4) or (experts.packed and format is not None):
+                remedy = "" if experts.packed else ", or a checkpoint in FP8"
+                raise ValueError(
+                    f"config.json: `quantization_config` {found.method!r} is not supported for "
+                    f"{path}: use a checkpoint that leaves them in 16 bits, or the original "
+                    f"weights{remedy}"
+                )
 
     def check_tensor_parallel(self, size: int) -> None:
         """ValueError unless the model can be split over `size` ranks."""
@@ -220,16 +255,7 @@ def _quantization(raw: dict[str, Any]) -> Any:
 def _read_quantization(raw: dict[str, Any], family: Family) -> Quantization | None:
     if family.packed_experts and _quantization(raw) == "mxfp4":
         return None  # only the experts are quantised
-    found = read_quantization(raw)
-    if family.num_experts and found and (family.packed_experts or isinstance(found, Int4)):
-        remedy = "use the original weights"
-        if not family.packed_experts:
-            remedy += ", or a checkpoint in FP8"
-        raise ValueError(
-            f"config.json: `quantization_config` {_quantization(raw)!r} is not supported for these "
-            f"experts: {remedy}"
-        )
-    return found
+    return read_quantization(raw)
 
 
 def _read_head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -296,6 +322,8 @@ def _read_experts(raw: dict[str, Any], family: Family) -> ExpertConfig | None:
         limit and read_value(raw, "swiglu_limit", float, limit, 1e-6, 1e6),
         family.packed_experts,
         is_mxfp4,
+        family.experts_path,
+        family.expert_names,
     )
 
 

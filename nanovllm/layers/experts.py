@@ -65,7 +65,9 @@ class Experts(Layer):
         self.gelu = ACTIVATIONS[config.hidden_act]
         self.part, self.outputs = Part.equal(facts.intermediate_size, build.group), Part.whole(M)
         E, I = facts.num_experts, len(self.part.held)
-        self.gate_up, self.down = _weight(E * 2 * I, M, build), _weight(E * M, I, build)
+        self.gate_up, self.down = (
+            _weight(rows, cols, facts, build) for rows, cols in ((E * 2 * I, M), (E * M, I))
+        )
         shapes = [(E, 2 * I), (E, M)] * facts.bias
         biases = [nn.Parameter(torch.empty(shape, dtype=build.dtype), False) for shape in shapes]
         self.gate_up_bias: nn.Parameter | None
@@ -157,9 +159,9 @@ class Experts(Layer):
         return (out.view(-1, k, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def _weight(num_rows: int, num_cols: int, build: Build) -> Weight:
-    """A weight for one projection of all experts of a layer."""
-    weight = make_weight(num_rows, num_cols, build)
+def _weight(num_rows: int, num_cols: int, facts: ExpertConfig, build: Build) -> Weight:
+    """A weight for one projection of all experts of a layer, in the format of all of these."""
+    weight = make_weight(num_rows, num_cols, facts.modules(build.path), build)
     if isinstance(weight, Fp8Weight) and weight.act_block is None:
         weight.kernels = None  # our kernels for experts accept codes only where tensor cores do
     return weight
@@ -175,19 +177,11 @@ def _activate(x: torch.Tensor, gelu: bool, limit: float) -> torch.Tensor:
 
 
 class NumberedExperts(Experts):
-    """Experts that the checkpoint stores one by one, each under its number.
-
-    Args:
-        names: names of gate, up and down in the checkpoint.
-    """
-
-    def __init__(self, config: ModelConfig, names: tuple[str, str, str], build: Build) -> None:
-        super().__init__(config, build)
-        self.names = names
+    """Experts that the checkpoint stores one by one, each under its number."""
 
     def shards(self, path: str) -> Iterator[tuple[str, Shard]]:
         I, M = len(self.part.held), self.outputs.total
-        gate, up, down = self.names
+        gate, up, down = self.facts.names
         for i in range(self.facts.num_experts):
             for name, begin in ((gate, 2 * i * I), (up, (2 * i + 1) * I)):
                 yield from self.gate_up.shards(f"{path}.{i}.{name}", begin, self.part, self.outputs)
@@ -229,7 +223,7 @@ class SparseMLP(MLP):
         self, config: ModelConfig, experts: Experts, build: Build, router: str = "gate"
     ) -> None:
         super().__init__()
-        module = Router(config, build)
+        module = Router(config, build.at(router))
         self.add_module(router, module)
         self.choose = module.choose
         self.experts = experts

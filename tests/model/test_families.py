@@ -6,6 +6,7 @@ Small random checkpoints in which each special feature matters, on one rank and 
 import json
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,19 @@ from nanovllm import LLM
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import HEAD_DIMS, TritonBackend
 from nanovllm.checkpoint.model_config import LayerConfig, ModelConfig
-from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization
+from nanovllm.checkpoint.modules import Modules
+from nanovllm.checkpoint.quantization import WHILE_LOADING, Quantization, Rule
 from nanovllm.checkpoint.rope import RopeParameters
 from nanovllm.distributed.group import Group
 from nanovllm.layers.base import Build
+from nanovllm.layers.experts import Experts, Router
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.rotary_embedding import frequencies
 from nanovllm.layers.weights.quantized import dequantize
 from nanovllm.layers.weights.weight import Weight
 from nanovllm.models import model_class
 from nanovllm.models.loader import load_model
+from nanovllm.sizing.model_size import matrices
 from nanovllm.tensors.fp8 import FP8, Codes
 from nanovllm.tensors.kv_cache import KVCache
 from nanovllm.utils.context import Context, use_context
@@ -278,6 +282,35 @@ def test_logprobs_are_those_of_transformers(path: Path) -> None:
             torch.testing.assert_close(torch.tensor(score.logprobs), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("path", CHECKPOINTS, indirect=True)
+def test_layers_know_their_names_and_sizes(path: Path) -> None:
+    """What config.json says of a module is meant for the layer that is called so; and sizes are
+    known without a model.
+    """
+    config = ModelConfig.from_pretrained(str(path))
+    build = Build(torch.float32, False, Group(), TorchBackend(), 64)
+    with torch.device("meta"):
+        model = model_class(config.architecture)(config, build)
+    found: dict[tuple[str, ...] | None, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase | Experts):
+            assert module.build.path == name
+        if isinstance(module, Experts):
+            count = module.gate_up.data.numel() + module.down.data.numel()
+            found[tuple(module.facts.modules(name))] = count
+            assert name.endswith(module.facts.path)
+        elif isinstance(module, Router):
+            found[None] = found.get(None, 0) + module.weight.data.numel()
+        elif isinstance(module, LinearBase):
+            found[tuple(module.sources(name))] = module.weight.data.numel()
+    computed: dict[tuple[str, ...] | None, int] = {}
+    for modules, size, is_sparse in matrices(config):
+        key = None if modules is None else tuple(modules)
+        assert is_sparse == (key is not None and "experts" in key[0])
+        computed[key] = computed.get(key, 0) + size
+    assert found == computed
+
+
 # Packed tensors, biases, multipliers, norms over all heads, KV heads that several ranks have.
 DIVIDED = {"granite", "llama, biases", "olmo 2, one KV head", "gpt oss", "phi 3", "qwen 3 moe"}
 DIVIDED |= {"qwen2, tied"}
@@ -346,6 +379,40 @@ def test_fused_layers_with_fp8_weights(
     ] == NUM_PREFILLED
 
 
+# Modules that stay in 16 bits, and the products in FP8 that quantise what they multiply, because no
+# norm and no activation does: those of the embedding and of attention's outputs.
+LEFT = {
+    "o_proj": ["qkv_proj"],
+    "self_attn": [],
+    "(gate|up)_proj": ["qkv_proj", "o_proj"],
+    "down_proj": ["qkv_proj", "o_proj"],
+    "layers.0": ["o_proj"],
+    "layers.1": ["qkv_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("path", ["qwen3", rare("gemma 2")], indirect=True)
+@pytest.mark.parametrize("left", LEFT)
+def test_fused_layers_of_which_some_are_in_fp8(
+    path: Path, left: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm quantises where the product that follows is in FP8, and so does an activation."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.products import fp8_linear
+
+    quantize, shapes = fp8_linear.quantize, []
+    monkeypatch.setattr(
+        fp8_linear, "quantize", lambda x, n: shapes.append(x.shape) or quantize(x, n)
+    )
+    rule = Rule("ignore", Modules.named("ignore", [f"re:.*{left}"]))
+    partly = replace(WHILE_LOADING, rules=(rule,))
+    num_layers = 2 if left.startswith("layers") else 1
+    for plain, fused in compared_layers(path, torch.float16, kernel_device, partly, num_layers):
+        assert (plain - fused).norm() < 2.0**-4 * plain.norm()
+
+    assert len(shapes) == len(LEFT[left])
+
+
 @pytest.mark.parametrize("path", ["qwen 3 moe", rare("mixtral")], indirect=True)
 def test_fused_layers_with_experts_in_fp8(
     path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +446,8 @@ def round_activations(model: torch.nn.Module) -> None:
         return torch.nn.functional.linear(rounded(x), weight.data, bias)
 
     for module in model.modules():
-        if isinstance(module, LinearBase) and module.build.quantization is not None:
+        found = module.build.quantization if isinstance(module, LinearBase) else None
+        if found is not None and found.of(module.sources(module.build.path)) is not None:
             module.weight.product = partial(product, module.weight)
 
 
@@ -393,8 +461,11 @@ def compared_layers(
     cache_dtype: torch.dtype,
     kernel_device: str,
     quantization: Quantization | None = None,
+    num_layers: int = 1,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden states of a prefill and of a decode step, by plain layers and by fused ones."""
+    """Hidden states of a prefill and of a decode step, by plain layers and by fused ones: by few
+    layers, if they are quantised.
+    """
     pytest.importorskip("triton")
     from nanovllm.kernels.attention import decode_few as paged_own
 
@@ -408,7 +479,7 @@ def compared_layers(
             load_model(model, path)
             dequantize(model)
             if quantization is not None:
-                del model.model.layers[1:]
+                del model.model.layers[num_layers:]
                 if not fused:
                     round_activations(model)
             shape = 1, 64, config.num_key_value_heads, config.head_dim
