@@ -66,8 +66,8 @@ class ExpertConfig:
     swiglu_limit: float
     packed: bool
     is_mxfp4: bool
-    path: str = "mlp.experts"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    path: str
+    names: tuple[str, str, str]
 
     def modules(self, path: str) -> Iterator[str]:
         """The paths of all modules of experts in the checkpoint.

@@ -1,17 +1,26 @@
-"""Matrices in 8 bits: checkpoints as published, written here by hand, and quantising while loading.
+"""Matrices in 8 bits: checkpoints as published, in `fp8_checkpoints`, and quantising while loading.
 
-The oracle is transformers with the numbers that the codes mean, which this file computes.
+The oracle is transformers with the numbers that the codes mean.
 """
 
 import json
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fp8_checkpoints import (
+    CHANNEL,
+    COMPRESSED,
+    E4M3,
+    EXPERTS,
+    GROUP,
+    PROJECTIONS,
+    WAYS,
+    checkpoints,
+    quantize,
+)
 from plain_modules import LISTS, OTHERS, assert_loaded
 from ranks_in_threads import ranks_of
 from safetensors.torch import load_file, save_file
@@ -31,99 +40,6 @@ from checkpoints import (
 )
 from nanovllm import LLM
 from nanovllm.tensors import fp8 as utils_fp8
-
-E4M3 = torch.float8_e4m3fn
-PROJECTIONS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("w1", "w2", "w3"),  # Mixtral's experts
-)
-# Families whose layers are not all alike, with what their checkpoints leave as it is.
-EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "qwen3_moe": (
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "mlp_only_layers": [1],
-            "num_hidden_layers": 3,
-        },
-        ["lm_head", "model.layers.0.mlp.gate", "model.layers.2.mlp.gate"],
-    ),
-    "mixtral": ({"num_local_experts": 5}, ["lm_head", "re:.*block_sparse_moe.gate$"]),
-}
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-}
-CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-GROUP = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": CHANNEL}}}
-# Contents of config.json, and rows and columns of a scale.
-WAYS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}, 16, 16),
-    "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, 0, 0),
-    # As transformers' `FP8Linear` saves it (Ministral 3).
-    "tensor, inverse": ({"quant_method": "fp8", "weight_block_size": None}, 0, 0),
-    # llm-compressor writes what it did not do, too.
-    "rows": (GROUP | {"transform_config": {}, "sparsity_config": {"format": "dense"}}, 1, 0),
-}
-
-
-def quantize(
-    x: torch.Tensor, rows: int, cols: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and the numbers that these mean, one block at a time."""
-    N, K = x.shape
-    rows, cols = rows or N, cols or K
-    scales = torch.empty(math.ceil(N / rows), math.ceil(K / cols))
-    codes, numbers = torch.empty(N, K, dtype=E4M3), torch.empty(N, K)
-    for i in range(len(scales)):
-        for j in range(scales.shape[1]):
-            span = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
-            scales[i, j] = x[span].abs().max() / 448
-            codes[span] = (x[span] / scales[i, j]).to(E4M3)
-            numbers[span] = codes[span].float() * scales[i, j]
-    return codes, scales, numbers
-
-
-def checkpoints(
-    tmp_path: Path,
-    way: str,
-    family: str = "qwen3",
-    is_plain: Callable[[str], bool] = lambda module: False,
-    **changes: Any,
-) -> tuple[Path, Path]:
-    """One in 8 bits, and one with the same numbers as float32.
-
-    Args:
-        is_plain: whether a module stays as it is.
-        changes: other keys of `quantization_config`, which say so.
-    """
-    config, rows, cols = WAYS[way]
-    shape, plain_modules = EXPERTS.get(family, ({}, []))
-    if plain_modules:
-        config = config | {"modules_to_not_convert": plain_modules}
-    config = config | changes
-    exact = make_checkpoint(tmp_path / "exact", family, **shape)
-    quantised = copy_checkpoint(exact, tmp_path / "quantised", quantization_config=config)
-    tensors = load_file(exact / "model.safetensors")
-    plain, packed = dict(tensors), dict(tensors)
-    is_tensor = way.startswith("tensor")
-    name_of_scales = "weight_scale_inv" if way in ("blocks", "tensor, inverse") else "weight_scale"
-    of_activations = "input_scale" if way == "tensor" else "activation_scale"  # not read
-    for name, x in tensors.items():
-        module = name.removesuffix(".weight")
-        if module.split(".")[-1] in PROJECTIONS and not is_plain(module):
-            codes, scales, plain[name] = quantize(x, rows, cols)
-            packed[name] = codes
-            shape = [] if is_tensor else list(scales.shape)
-            packed[f"{module}.{name_of_scales}"] = scales.reshape(shape)
-            if is_tensor:
-                packed[f"{module}.{of_activations}"] = torch.ones(())
-    assert changes == {} or len(tensors) < len(packed)
-    save_file(plain, exact / "model.safetensors")
-    save_file(packed, quantised / "model.safetensors")
-    return quantised, exact
 
 
 @pytest.mark.parametrize("family", ["qwen3", rare("llama"), *EXPERTS])
@@ -194,7 +110,7 @@ PARTLY = [
 @pytest.mark.parametrize(("way", "left"), PARTLY)
 def test_layers_that_a_list_names_stay_as_they_were(way: str, left: str, tmp_path: Path) -> None:
     names = {FP8_KEYS[way]: LISTS[left].names + OTHERS}
-    quantised, exact = checkpoints(tmp_path, way, is_plain=LISTS[left].has, **names)
+    quantised, exact = checkpoints(tmp_path, way, is_plain=LISTS[left].has, says=names)
     assert_loaded(quantised, exact)
 
 
@@ -205,7 +121,7 @@ def test_modules_that_a_group_targets_are_quantised_alone(tmp_path: Path) -> Non
         tmp_path,
         "rows",
         is_plain=lambda name: not name.endswith(("gate_proj", "up_proj", "1.self_attn.o_proj")),
-        config_groups={"group_0": group},
+        says={"config_groups": {"group_0": group}},
     )
     assert_loaded(quantised, exact)
 
@@ -232,7 +148,7 @@ def test_experts_of_a_layer_stay_as_they_were(
         way,
         family,
         lambda module: module.removeprefix("model.layers.").startswith(plain),
-        **{"modules_to_not_convert": [], key: names},
+        says={"modules_to_not_convert": [], key: names},
     )
     assert_loaded(quantised, exact)
 
@@ -252,10 +168,8 @@ def test_two_ranks_read_their_parts(way: str, family: str, tmp_path: Path) -> No
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("left", ["paths", "other spellings"])
 def test_two_ranks_read_what_is_quantised_and_what_is_not(left: str, tmp_path: Path) -> None:
-    names = LISTS[left].names
-    quantised, exact = checkpoints(
-        tmp_path, "blocks", is_plain=LISTS[left].has, modules_to_not_convert=names
-    )
+    says = {"modules_to_not_convert": LISTS[left].names}
+    quantised, exact = checkpoints(tmp_path, "blocks", is_plain=LISTS[left].has, says=says)
     assert_loaded(quantised, exact, tensor_parallel_size=2)
 
 
@@ -284,7 +198,7 @@ def test_numbers_are_quantised_while_they_are_loaded(
 @pytest.mark.usefixtures("threads")
 def test_a_block_cannot_be_cut(num_ranks: int, remedy: str, tmp_path: Path) -> None:
     quantised, _ = checkpoints(tmp_path, "blocks")
-    config = {**WAYS["blocks"][0], "weight_block_size": [128, 16]}
+    config = {**WAYS["blocks"], "weight_block_size": [128, 16]}
     edit_json(quantised / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=f"whole FP8 scale blocks \\(128 x 16\\): use {remedy}"):
         LLM(quantised, tensor_parallel_size=num_ranks, **SMALL)
@@ -375,7 +289,7 @@ def test_experts_in_other_formats_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "oss", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"'fp8' is not supported for experts .*: leave it out"):
         LLM(path, quantization="fp8", **SMALL)
-    edit_json(path / "config.json", quantization_config=WAYS["rows"][0])
+    edit_json(path / "config.json", quantization_config=WAYS["rows"])
     with pytest.raises(ValueError, match=r"'compressed-.* for model\.layers\.0\.mlp\.experts: use"):
         LLM(path, **SMALL)
     path = make_checkpoint(tmp_path / "mixtral", "mixtral")

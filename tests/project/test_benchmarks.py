@@ -180,7 +180,8 @@ def test_work_of_layers_that_are_not_quantised(config: ModelConfig) -> None:
 
 def test_work_of_windows_and_experts(config: ModelConfig) -> None:
     """One layer slides, the other has experts: again counted token by token."""
-    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, packed=False, is_mxfp4=False)
+    names = "gate_proj", "up_proj", "down_proj"
+    sparse = ExpertConfig(4, 2, 24, True, False, 0.0, False, False, "mlp.experts", names)
     first, second = config.layers
     layers = replace(first, window=8), replace(second, is_sparse=True)
     mixed = replace(config, layers=layers, experts=sparse)
